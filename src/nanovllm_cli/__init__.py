@@ -1,0 +1,1 @@
+"""llama.cpp's command line on vLLM's engine."""

@@ -1,0 +1,93 @@
+"""Every error that a user can cause or meet, in one tree.
+
+    NanovllmError                     exit 1
+    ├── UsageError                    exit 2   flags, request fields, input lines
+    ├── ModelNotFoundError            exit 3   no such model, or not here while offline
+    ├── AccessRefusedError            exit 4   gated or private repository, unreadable file
+    ├── DoesNotFitError               exit 5   memory, or more tokens than the context holds
+    │   └── PromptTooLongError
+    ├── UnsupportedError              exit 6   architecture, tensor type, file format, device
+    ├── CheckpointError               exit 1   a model's files are broken, incomplete or contradict each other
+    ├── TemplateError                 exit 1   a chat template that does not compile, or refuses the messages
+    ├── DownloadError                 exit 1   the network, or the hub, failed
+    ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
+    └── RequestError                  exit 1   one request failed while it ran (NaN logits, a failing constraint)
+
+Each carries one line of what went wrong (its message) and, where something can be done, one line of what to do
+(`hint`). Exit codes are attributes here and are turned into process exits only in `cli/`.
+"""
+
+from __future__ import annotations
+
+
+class NanovllmError(Exception):
+    """The root. `message`: what happened, one line. `hint`: what to do next, one line, or None."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(NanovllmError):
+    """A flag, a request field or an input line that has no meaning."""
+
+    exit_code = 2
+
+
+class ModelNotFoundError(NanovllmError):
+    """No model answers to that name, or it is not on this machine while offline."""
+
+    exit_code = 3
+
+
+class AccessRefusedError(NanovllmError):
+    """The hub or the file system does not let this user read it."""
+
+    exit_code = 4
+
+
+class DoesNotFitError(NanovllmError):
+    """It needs more memory, or more context, than there is."""
+
+    exit_code = 5
+
+
+class PromptTooLongError(DoesNotFitError):
+    """A prompt that leaves no room for an answer. Counts are in tokens."""
+
+    def __init__(self, prompt_len: int, limit: int, hint: str | None = None) -> None:
+        super().__init__(
+            f"the prompt has {prompt_len} tokens, the context holds {limit}",
+            hint or "shorten the prompt, or raise --ctx-size if the model allows it",
+        )
+        self.prompt_len = prompt_len
+        self.limit = limit
+
+
+class UnsupportedError(NanovllmError):
+    """An architecture, tensor type, format or device that this version does not handle."""
+
+    exit_code = 6
+
+
+class CheckpointError(NanovllmError):
+    """A model's files are broken, incomplete, or contradict each other."""
+
+
+class TemplateError(NanovllmError):
+    """A chat template does not compile, runs too long, or refuses the messages."""
+
+
+class DownloadError(NanovllmError):
+    """The network or the hub failed in a way that a retry may cure."""
+
+
+class OutputError(NanovllmError):
+    """The answer could not be written where it was asked for."""
+
+
+class RequestError(NanovllmError):
+    """One request failed while it ran; the others go on."""
