@@ -1,0 +1,41 @@
+"""The tensors of ONE forward. Sequences lie behind each other in one flat row of tokens; a `query_len` per sequence says
+how many are its own: 1 is decode, n a prefill chunk, k + 1 a verification. Nothing anywhere asks which of these it is.
+
+Legend: T tokens of this step, B sequences, P most blocks of any sequence, R rows that want logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of `Decoder.forward`. All tensors are contiguous and on the model's device.
+
+    token_ids    [T] int64
+    positions    [T] int64, absolute position of each token in its sequence
+    query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T
+    kv_lens      [B] int32, cached tokens of each sequence once this step's are written
+    slots        [T] int64, where each token's K and V go: block * block_size + offset
+    block_tables [B, P] int32, blocks of each sequence in order; entries past its end are 0
+    logit_rows   [R] int64, rows of T whose logits are wanted
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    query_starts: torch.Tensor
+    kv_lens: torch.Tensor
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    logit_rows: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.kv_lens.shape[0]

@@ -1,0 +1,63 @@
+"""EngineConfig: everything that is decided once, before the first token. Frozen; nothing writes to it later.
+
+What depends on the machine or the model (dtype "auto", how many KV blocks fit) is resolved by `engine/worker.py` into new
+values; this file only says what was asked for, and refuses what makes no sense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm_cli.errors import UsageError
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "priority"]
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Lengths are in tokens, memory in bytes.
+
+    max_model_len: longest prompt plus answer; None takes the model's own limit.
+    max_num_seqs: most sequences in one step.
+    max_num_batched_tokens: most tokens in one step, decodes and prefill chunks together.
+    num_blocks: size of the KV cache in blocks; None sizes it from kv_cache_bytes, or from free memory.
+    kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows, and never more
+        than max_num_seqs sequences of max_model_len need.
+    cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
+    deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
+    """
+
+    dtype: DTypeName = "auto"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    block_size: int = BLOCK_SIZE
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.5
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    policy: Policy = "fcfs"
+    aging_seconds: float = 10.0
+    threads: int | None = None
+    deterministic: bool = False
+    cache_salt_secret: bytes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise UsageError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization}")
+        if self.aging_seconds <= 0:
+            raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
+        if self.policy not in ("fcfs", "priority"):
+            raise UsageError(f"unknown scheduling policy {self.policy!r}", "known: fcfs, priority")
