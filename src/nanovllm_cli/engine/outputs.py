@@ -1,0 +1,64 @@
+"""What the engine hands to its callers: the state of a request after a step.
+
+Texts and id lists are cumulative; `delta_text` and `delta_ids` are what the last step added, so that a stream costs what it
+prints. A caller that keeps an output keeps a snapshot: nothing here is changed after it was handed out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm_cli.engine.plan import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a request.
+
+    finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the context.
+    stop_reason: the stop string or stop id that ended it; None for the model's own end.
+    error: what failed, with finish_reason "error".
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    delta_text: str
+    delta_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Seconds on time.monotonic's clock; counts in tokens.
+
+    arrival: when it was added. first_scheduled: when its prompt first ran. first_token, finished: None until they happen.
+    num_cached_tokens: prompt tokens that came from the prefix cache. num_computed_prompt_tokens: prompt tokens done so far.
+    num_preemptions: how often any of its sequences lost its blocks.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_cached_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request after a step in which something of it changed (a prefill chunk counts)."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
