@@ -1,0 +1,391 @@
+"""A model on this machine, whatever its format: settings, and tensors by name, lazily.
+
+    open_checkpoint(path)    a folder (safetensors or GGUF), a .safetensors file, a .gguf file, a part of a split GGUF
+
+Nothing is copied when a checkpoint is opened: headers are read and checked, tensors are views of mapped files until
+somebody asks for another dtype. Pickled weights (.bin, .pt, .pth) are never opened. Names stay as the files have them;
+renaming, comparing with what a model needs and looking for NaN is the loader's work. A name from the hub becomes a path
+in `source.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import torch
+
+from nanovllm_cli.errors import (
+    AccessRefusedError,
+    CheckpointError,
+    ModelNotFoundError,
+    NanovllmError,
+    UnsupportedError,
+    UsageError,
+)
+from nanovllm_cli.weights.gguf import GGUFFile
+from nanovllm_cli.weights.json_file import read_json_file
+from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded, read_index, some
+
+MAX_CONFIG_BYTES = 10_000_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+# GGUF's general.sampling.* under the names of generation_config.json
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+class TensorInfo(NamedTuple):
+    """`shape` in torch order, rows first; `dtype_name` as the format spells it: "BF16", "F32", "Q4_K"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_name: str
+    num_bytes: int
+
+
+class Checkpoint(Protocol):
+    """What every format offers. `path` is what was opened.
+
+    `config` is config.json, or a GGUF's metadata as it is; `generation_config` is generation_config.json, or what a
+    GGUF says about sampling under the same names, or {}. A tensor that was handed out stays valid after `close()`.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def format(self) -> Literal["hf", "gguf"]: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+    @property
+    def total_bytes(self) -> int:
+        """What all tensors take as they are stored."""
+        ...
+
+    def names(self) -> list[str]: ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The tensor, or its rows from the first to before the second.
+
+        Without `dtype`: a read-only view of the mapped file, or float32 where the stored type is one of GGUF's block
+        types. With `dtype`: in that, converted piece by piece from block types.
+        Raises UnsupportedError where the stored type cannot be read.
+        """
+        ...
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored bytes as a read-only view: uint8, of shape (rows, bytes of a row)."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Says that the tensor's file pages are not needed in memory now. Views stay valid, and read them again."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at `path`, with its headers checked.
+
+    Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats), CheckpointError (broken,
+    incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
+    """
+    path = Path(path)
+    try:
+        return _open_path(path)
+    except PermissionError as error:
+        raise AccessRefusedError(f"{path}: permission denied", "check the permissions of the folder") from error
+    except OSError as error:  # a name too long, a loop of links, a disk that fails
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _open_path(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: no such file or folder")
+    if path.suffix == ".gguf" or _starts_with(path, b"GGUF"):
+        return GGUFCheckpoint(path)
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    if path.suffix in _PICKLES:
+        raise _pickle_error(path)
+    raise UnsupportedError(f"{path}: neither a .safetensors nor a .gguf file")
+
+
+class _Closing:
+    """The context manager of both formats."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SafetensorsCheckpoint(_Closing):
+    """A Hugging Face folder. `files` maps each tensor's name to the open file that holds it."""
+
+    format: Literal["hf", "gguf"] = "hf"
+
+    def __init__(self, path: Path, folder: Path, files: Mapping[str, SafetensorsFile]) -> None:
+        self.path = path
+        self._files = files
+        try:
+            self.config: Mapping[str, Any] = _read_config(folder)
+            generation = folder / "generation_config.json"
+            self.generation_config: Mapping[str, Any] = (
+                read_json_file(generation, MAX_CONFIG_BYTES) if generation.exists() else {}
+            )
+        except NanovllmError:
+            self.close()
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.entries[name].num_bytes for name, file in self._files.items())
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._file(name).entries[name]
+        return TensorInfo(name, entry.shape, entry.dtype_name, entry.num_bytes)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        view = self._file(name).tensor(name)
+        if rows is not None:
+            view = view[rows[0] : rows[1]]
+        return view if dtype is None else view.to(dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        shape = self.info(name).shape
+        data = self._file(name).raw(name)
+        return data.reshape(shape[0], -1) if len(shape) > 1 and data.numel() else data.reshape(1, -1)
+
+    def release(self, name: str) -> None:
+        self._file(name).release(name)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
+        return self._files[name]
+
+
+class GGUFCheckpoint(_Closing):
+    """A GGUF file, or all parts of a split one, of which any may be named. The first part's metadata count."""
+
+    format: Literal["hf", "gguf"] = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts = _open_parts(path)
+        self._files: dict[str, GGUFFile] = {}
+        try:
+            for part in self._parts:
+                for name in part.entries:
+                    if name in self._files:
+                        raise CheckpointError(f"{part.path}: tensor {name!r} is also in {self._files[name].path.name}")
+                    self._files[name] = part
+            expected = self._parts[0].metadata.get("split.tensors.count", len(self._files))
+            if len(self._parts) > 1 and expected != len(self._files):
+                raise CheckpointError(
+                    f"{path}: the parts should hold {expected} tensors, they hold {len(self._files)}", DOWNLOAD_AGAIN
+                )
+        except NanovllmError:
+            self.close()
+            raise
+        self.config: Mapping[str, Any] = self._parts[0].metadata
+        self.generation_config: Mapping[str, Any] = {
+            _SAMPLING_KEYS[key.rpartition(".")[2]]: value
+            for key, value in self.config.items()
+            if key.startswith("general.sampling.") and key.rpartition(".")[2] in _SAMPLING_KEYS
+        }
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.entries[name].num_bytes for name, file in self._files.items())
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._file(name).entries[name]
+        return TensorInfo(name, entry.shape, entry.type.name, entry.num_bytes)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._file(name).tensor(name, dtype, rows)
+
+    def raw(self, name: str) -> torch.Tensor:
+        return self._file(name).raw(name)
+
+    def release(self, name: str) -> None:
+        self._file(name).release(name)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _file(self, name: str) -> GGUFFile:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
+        return self._files[name]
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """The GGUF models in a folder: one path for each, the first part of those that are split."""
+    models: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.gguf")):
+        match = _SPLIT_NAME.fullmatch(file.name)
+        models.setdefault(match["prefix"] if match else file.name, file)
+    return list(models.values())
+
+
+def split_parts(file: Path) -> list[Path]:
+    """The paths of all parts of the split GGUF that `file`, by its name, belongs to; [file] when it is not split."""
+    match = _SPLIT_NAME.fullmatch(file.name)
+    if not match:
+        return [file]
+    count = int(match["count"])
+    return [file.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
+def _open_parts(path: Path) -> list[GGUFFile]:
+    paths = split_parts(path)
+    if path not in paths:
+        raise CheckpointError(f"{path}: the number in its name is not one of 1 to {len(paths)}")
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {len(paths)} parts are missing: {some(missing)}",
+            "put all parts of the split model into one folder, or download it again",
+        )
+    parts: list[GGUFFile] = []
+    try:
+        for index, part_path in enumerate(paths):
+            part = GGUFFile(part_path)
+            parts.append(part)
+            count, number = part.metadata.get("split.count", 1), part.metadata.get("split.no", 0)
+            if count not in (len(paths), 0) and len(paths) == 1:
+                raise CheckpointError(
+                    f"{part_path}: it is part {_plus_one(number)} of {count}, but its name does not say so",
+                    f"name the parts NAME-00001-of-{count:05d}.gguf and so on" if isinstance(count, int) else None,
+                )
+            if len(paths) > 1 and (count, number) != (len(paths), index):
+                raise CheckpointError(
+                    f"{part_path}: expected part {index + 1} of {len(paths)} by its name, found part "
+                    f"{_plus_one(number)} of {count} in it",
+                    "the files are of different models, or were renamed: download it again",
+                )
+    except NanovllmError:
+        for part in parts:
+            part.close()
+        raise
+    return parts
+
+
+def _plus_one(number: Any) -> Any:
+    return number + 1 if isinstance(number, int) else repr(number)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    """The first of: model.safetensors, its index, the only other index or file, consolidated.safetensors, GGUF."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return _single_file(single, folder)
+    if index.is_file():
+        return SafetensorsCheckpoint(folder, folder, open_sharded(index))
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indexes) == 1:
+        return SafetensorsCheckpoint(folder, folder, open_sharded(indexes[0]))
+    files = sorted(folder.glob("*.safetensors"))
+    models = gguf_models(folder)
+    if models and not (files and (folder / "config.json").is_file()):
+        if len(models) > 1:
+            raise UsageError(
+                f"{folder}: {len(models)} GGUF models in it: {some([model.name for model in models], 20)}",
+                "name one of the files",
+            )
+        return GGUFCheckpoint(models[0])
+    others = [file for file in files if file.name != "consolidated.safetensors"]
+    if len(others) == 1 or (files and not others):
+        return _single_file((others or files)[0], folder)
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedError(f"{folder}: an adapter, not a model", "merge it into its base model first")
+    if others:
+        raise CheckpointError(
+            f"{folder}: several .safetensors files and no index: {some([file.name for file in others])}",
+            "download model.safetensors.index.json too, or name one of the files",
+        )
+    if pickles := sorted(file for file in folder.iterdir() if file.suffix in _PICKLES):
+        raise _pickle_error(pickles[0])
+    raise CheckpointError(
+        f"{folder}: no .safetensors or .gguf file in it", "download the model again, or check the path"
+    )
+
+
+def _open_safetensors(path: Path) -> SafetensorsCheckpoint:
+    """A single file, or the whole of a model of which this file is a shard."""
+    for index in sorted(path.parent.glob("*.safetensors.index.json")):
+        if path.name in read_index(index).values():
+            return SafetensorsCheckpoint(path, path.parent, open_sharded(index))
+    checkpoint = _single_file(path, path.parent)
+    checkpoint.path = path
+    return checkpoint
+
+
+def _single_file(path: Path, folder: Path) -> SafetensorsCheckpoint:
+    file = SafetensorsFile(path)
+    return SafetensorsCheckpoint(folder, folder, dict.fromkeys(file.entries, file))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
+        )
+    return read_json_file(folder / "config.json", MAX_CONFIG_BYTES)
+
+
+def _pickle_error(path: Path) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: pickled weights, which can run any code when they are read, are never opened",
+        "convert the model to safetensors: nanovllm convert",
+    )
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False

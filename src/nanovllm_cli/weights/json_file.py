@@ -1,0 +1,95 @@
+"""Reading JSON that somebody else wrote: bounded, strict, with errors that name the file.
+
+`parse_json` is for bytes that are already here (the header of a safetensors file), `read_json_file` for a file.
+Both refuse what Python's parser is too kind about: NaN and Infinity, anything that is not an object at the top,
+nesting deep enough to exhaust the stack, and, on request, keys that occur twice. Nothing here knows what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanovllm_cli.errors import AccessRefusedError, CheckpointError
+
+MAX_DEPTH = 200  # of nesting; the deepest of real configs has about six
+
+
+def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
+    """The object in `path`, which may hold at most `max_bytes`.
+
+    Raises CheckpointError when it is missing, too large, not UTF-8, not JSON, not an object or nested too deeply,
+    AccessRefusedError when this user may not read it.
+    """
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file", "download the model again, or check the folder")
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except PermissionError as error:
+        raise AccessRefusedError(f"{path}: permission denied", "check the file's permissions") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: larger than the {max_bytes} bytes that such a file may have")
+    return parse_json(data, str(path), unique_keys=unique_keys)
+
+
+def parse_json(data: bytes, where: str, *, unique_keys: bool = False) -> dict[str, Any]:
+    """The object that `data` spells; `where` starts the message of every CheckpointError."""
+    hint = "the file is damaged: download it again"
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 (byte {error.start})", hint) from error
+    try:
+        value = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_unique_object if unique_keys else None
+        )
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: JSON nested too deeply", hint) from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise CheckpointError(f"{where}: not JSON: {error.msg} at {place}", hint) from error
+    except ValueError as error:  # constants, double keys, integers with more digits than Python converts
+        raise CheckpointError(f"{where}: {error}", hint) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {_kind(value)}", hint)
+    if _depth_exceeds(value, MAX_DEPTH):
+        raise CheckpointError(f"{where}: JSON nested deeper than {MAX_DEPTH} levels", hint)
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {double!r} occurs twice")
+    return result
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    """Walks level by level, so that the check itself cannot run out of stack."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}[type(value)]
