@@ -1,0 +1,224 @@
+"""Tokenizers from the metadata of GGUF files (the `tokenizer.*` keys, as llama.cpp writes and reads them).
+
+Models: `llama` (SentencePiece BPE, merges derived from scores), `gpt2` (byte-level BPE), `gemma4` (BPE on raw
+characters), `t5` (SentencePiece unigram), `bert` (WordPiece). Not covered: `rwkv`, `plamo2` and vocabulary-less files.
+
+Where llama.cpp lets ordinary text merge into a control or byte token of the same spelling, this does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex as TokenizerRegex
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.text.pre_tokenizers import pre_tokenization
+from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
+from nanovllm_cli.text.vocabulary import END_TOKENS, SPACE_MARK, TokenizerParts, guard_build
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_MAX_TEMPLATES = 32
+
+
+def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """Backend, special ids and chat templates of a GGUF file's metadata."""
+    fields = _Fields(metadata)
+    model = fields.text("model", "")
+    builders = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4, "t5": _t5, "bert": _bert}
+    if model not in builders:
+        raise UnsupportedError(
+            f"unknown tokenizer model {model!r} in tokenizer.ggml.model; known: {', '.join(builders)}"
+            if model
+            else "the GGUF file has no tokenizer (tokenizer.ggml.model is missing)",
+            "use the model's original folder with its tokenizer.json",
+        )
+    with guard_build(f"the GGUF {model} vocabulary"):
+        parts = builders[model](fields)
+        _add_special(parts.backend, fields)
+    declared = (parts.eos_id, fields.token_id("eot_token_id"), fields.token_id("eom_token_id"))
+    parts.end_ids = [token_id for token_id in declared if token_id is not None]
+    parts.pad_id = fields.token_id("padding_token_id")
+    parts.chat_templates = _templates(metadata)
+    return parts
+
+
+class _Fields:
+    """Checked access to the `tokenizer.ggml.*` values."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        tokens = self.array("tokens", str)
+        self.tokens = [token or f"[EMPTY_{position}]" for position, token in enumerate(tokens)]
+        self.ids = {token: position for position, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            twice = next(token for position, token in enumerate(self.tokens) if self.ids[token] != position)
+            raise CheckpointError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+        types = self.array("token_type", int) or [NORMAL] * len(self.tokens)
+        if len(types) != len(self.tokens):
+            raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
+        self.types = [
+            CONTROL if token in END_TOKENS and kind in (NORMAL, USER_DEFINED) and _is_marked_up(token) else kind
+            for token, kind in zip(self.tokens, types, strict=True)
+        ]
+
+    def text(self, key: str, default: str) -> str:
+        value = self.metadata.get(_PREFIX + key, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{_PREFIX}{key} must be a string, not {type(value).__name__}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.metadata.get(_PREFIX + key, default))
+
+    def array(self, key: str, kind: type) -> list[Any]:
+        value = self.metadata.get(_PREFIX + key, [])
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise CheckpointError(f"{_PREFIX}{key} must be an array")
+        if not all(isinstance(item, kind) for item in value):
+            raise CheckpointError(f"{_PREFIX}{key} must hold {kind.__name__} values only")
+        return list(value)
+
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        """An id by its key. Ids outside the vocabulary stand for "none" in real files (4294967295)."""
+        value = self.metadata.get(_PREFIX + key, default)
+        return int(value) if isinstance(value, int) and 0 <= value < len(self.tokens) else default
+
+    def scores(self) -> list[float]:
+        values = [float(score) for score in self.array("scores", float | int)]  # type: ignore[arg-type]
+        if len(values) != len(self.tokens):
+            raise CheckpointError(f"tokenizer.ggml.scores has {len(values)} entries for {len(self.tokens)} tokens")
+        return values
+
+    def merges(self) -> list[tuple[str, str]]:
+        pairs = []
+        for merge in self.array("merges", str):
+            cut = merge.find(" ", 1)  # a piece may itself begin with a space
+            if cut < 0:
+                raise CheckpointError(f"tokenizer.ggml.merges holds {merge!r}, which is not a pair")
+            pairs.append((merge[:cut], merge[cut + 1 :]))
+        if not pairs:
+            raise CheckpointError("the GGUF file has no tokenizer.ggml.merges")
+        return pairs
+
+    def around(self, bos: int | None, eos: int | None, *, add_bos: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text, by `add_bos_token` and `add_eos_token`."""
+        prefix = (bos,) if bos is not None and self.flag("add_bos_token", add_bos) else ()
+        suffix = (eos,) if eos is not None and self.flag("add_eos_token", False) else ()
+        return prefix, suffix
+
+
+def _llama(fields: _Fields) -> TokenizerParts:
+    bos, eos = fields.token_id("bos_token_id", 1), fields.token_id("eos_token_id", 2)
+    unknown = fields.token_id("unknown_token_id", 0)
+    vocabulary = PieceVocabulary(fields.tokens, fields.scores(), fields.types, unknown)
+    vocabulary.add_dummy_prefix = fields.flag("add_space_prefix", True)
+    vocabulary.remove_extra_whitespaces = False
+    prefix, suffix = fields.around(bos, eos, add_bos=True)
+    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, prefix, suffix)
+
+
+def _t5(fields: _Fields) -> TokenizerParts:
+    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id", 1)
+    unknown = fields.token_id("unknown_token_id", 2)
+    vocabulary = PieceVocabulary(fields.tokens, fields.scores(), fields.types, unknown, unigram=True)
+    vocabulary.add_dummy_prefix = fields.flag("add_space_prefix", True)
+    vocabulary.remove_extra_whitespaces = fields.flag("remove_extra_whitespaces", False)
+    charsmap = fields.metadata.get(_PREFIX + "precompiled_charsmap")
+    if charsmap is not None:
+        vocabulary.charsmap = bytes(value & 0xFF for value in charsmap)
+    prefix = (bos,) if bos is not None and fields.flag("add_bos_token", False) else ()
+    suffix = (eos,) if eos is not None and fields.flag("add_eos_token", True) else ()
+    return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, prefix, suffix)
+
+
+def _gpt2(fields: _Fields) -> TokenizerParts:
+    rule = pre_tokenization(fields.text("pre", "default") or "default")
+    backend = tokenizers.Tokenizer(models.BPE(fields.ids, fields.merges(), ignore_merges=rule.ignore_merges))
+    if rule.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = rule.build()
+    backend.decoder = decoders.ByteLevel()
+    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
+    prefix, suffix = fields.around(bos, eos, add_bos=rule.add_bos)
+    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), prefix, suffix)
+
+
+def _gemma4(fields: _Fields) -> TokenizerParts:
+    """Merges over raw characters, spaces made visible, cut only at runs of newlines; unknown characters as bytes."""
+    unknown = fields.token_id("unknown_token_id")
+    model = models.BPE(
+        fields.ids,
+        fields.merges(),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=None if unknown is None else fields.tokens[unknown],
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    backend.pre_tokenizer = pre_tokenizers.Split(TokenizerRegex(r"[^\n]+|[\n]+"), behavior="isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
+    suffix = fields.around(bos, eos, add_bos=True)[1]
+    return TokenizerParts(backend, bos, eos, None, unknown, () if bos is None else (bos,), suffix)
+
+
+def _bert(fields: _Fields) -> TokenizerParts:
+    """WordPiece. The file marks the start of a word with U+2581; the usual form marks what continues one with `##`."""
+    vocab: dict[str, int] = {}
+    for token_id, (token, kind) in enumerate(zip(fields.tokens, fields.types, strict=True)):
+        if kind == NORMAL and token.startswith(SPACE_MARK):
+            token = token[len(SPACE_MARK) :]
+        elif kind == NORMAL and not token.startswith("["):
+            token = f"##{token}"
+        vocab.setdefault(token, token_id)
+    unknown = fields.token_id("unknown_token_id", 100)
+    classify, separate = fields.token_id("bos_token_id", 101), fields.token_id("seperator_token_id", 102)
+    if unknown is None or classify is None or separate is None:
+        raise CheckpointError("a bert vocabulary without unknown, classification or separator token")
+    lowercase = fields.flag("normalizer.lowercase", True)
+    backend = tokenizers.Tokenizer(
+        models.WordPiece(vocab, unk_token=fields.tokens[unknown], max_input_chars_per_word=100)
+    )
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=fields.flag("normalizer.strip_accents", lowercase)
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return TokenizerParts(backend, classify, fields.token_id("eos_token_id"), None, unknown, (classify,), (separate,))
+
+
+def _add_special(backend: tokenizers.Tokenizer, fields: _Fields) -> None:
+    """Control, unknown and user-defined tokens are cut out of a text before anything else."""
+    name = str(fields.metadata.get("general.name", "")).lower()
+    eats_space = "phi-3" in name or "phi3" in name  # the file has no place for this; llama.cpp goes by the name too
+    keeps_space = {"<unk>", "<s>", "<|endoftext|>"}
+    added = [
+        AddedToken(
+            token, special=kind != USER_DEFINED, normalized=False, rstrip=eats_space and token not in keeps_space
+        )
+        for token, kind in zip(fields.tokens, fields.types, strict=True)
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.chat_template` as "default", `tokenizer.chat_template.NAME` by name."""
+    found: dict[str, str] = {}
+    for key, value in metadata.items():
+        if not isinstance(value, str) or len(found) >= _MAX_TEMPLATES:
+            continue
+        if key == _TEMPLATE:
+            found["default"] = value
+        elif key.startswith(_TEMPLATE + "."):
+            found[key[len(_TEMPLATE) + 1 :]] = value
+    return found
+
+
+def _is_marked_up(token: str) -> bool:
+    return token[:1] in "<[_" and len(token) > 3

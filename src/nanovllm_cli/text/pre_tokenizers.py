@@ -1,0 +1,143 @@
+"""How a byte-level vocabulary cuts text before merging, by the name that GGUF files carry (`tokenizer.ggml.pre`).
+
+A rule is a list of regular expressions; each cuts every piece that the one before left into matches and gaps. The
+expressions are facts of the models' own `tokenizer.json` files (Oniguruma syntax); where llama.cpp had to rewrite one
+for `std::regex`, the model's original form stands here. SentencePiece vocabularies need none of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+from nanovllm_cli.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class PreTokenization:
+    """How text is cut before merging.
+
+    `ignore_merges`: a piece that is a whole token is taken as it is. `add_bos`: the default where metadata is silent.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """The cuts, then the mapping of bytes to printable characters."""
+        cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
+        return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def pre_tokenization(name: str) -> PreTokenization:
+    """The rule called `name`. Raises UnsupportedError with the known names."""
+    try:
+        return _RULES[name]
+    except KeyError:
+        known = ", ".join(sorted(_RULES))
+        raise UnsupportedError(
+            f"unknown pre-tokenizer {name!r} in tokenizer.ggml.pre; known: {known}",
+            "use the model's original folder with its tokenizer.json instead of the GGUF vocabulary",
+        ) from None
+
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{_PUNCTUATION}|\s+(?!\S)|\s+"
+
+
+def _words(digits: str, contraction: str = _CONTRACTION + "|") -> str:
+    """The cl100k family: contractions, words with one leading mark, `digits`, punctuation and line ends, spaces."""
+    return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}[\r\n]*|{_SPACES}"
+
+
+def _cased_words(digits: str, contraction: str = _CONTRACTION + "?", but_not: str = "") -> str:
+    """The o200k family: a word breaks where lower case turns into upper case."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but_not}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but_not}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
+        rf"|{digits}|{_PUNCTUATION}[\r\n/]*|{_SPACES}"
+    )
+
+
+_LLAMA3 = _words(r"\p{N}{1,3}")
+_QWEN2 = _words(r"\p{N}")
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+# Cased letters as DeepSeek's list has them; Georgian became cased after that list was written.
+_DEEPSEEK_LETTERS = r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\x{10D0}-\x{10FF}]]+"
+_DEEPSEEK_CJK = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    _DEEPSEEK_LETTERS,
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    _DEEPSEEK_CJK,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS_GPT2 = (r"\p{N}", _GPT2)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED_CODER = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2_SPACES = "|".join(rf"\s{{{size}}}(?!\S)" for size in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s{1}"
+_JAIS2 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}[\r\n]*|\s*[\r\n]+|{_JAIS2_SPACES}"
+)
+
+
+def _table() -> dict[str, PreTokenization]:
+    rules: dict[str, PreTokenization] = {}
+
+    def add(names: str, *patterns: str, ignore_merges: bool = False, add_bos: bool = False, nfc: bool = False) -> None:
+        rule = PreTokenization(patterns, ignore_merges, add_bos, nfc)
+        rules.update(dict.fromkeys(names.split(), rule))
+
+    add("default", *_DEFAULT)
+    add("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _LLAMA3, ignore_merges=True, add_bos=True)
+    add("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3)
+    add("qwen2 megrez", _QWEN2, nfc=True)
+    add("qwen35", _QWEN35, nfc=True)
+    add("deepseek-r1-qwen stablelm2 hunyuan solar-open grok-2 kormo", _QWEN2)
+    add("deepseek-llm", *_DEEPSEEK_LLM)
+    add("deepseek-coder", *_DEEPSEEK_CODER)
+    add("deepseek-v3 hunyuan-dense joyai-llm", *_DEEPSEEK_V3)
+    add("falcon", *_FALCON)
+    add("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert", _GPT2)
+    add("jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", _GPT2)
+    add("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", *_DIGITS_GPT2)
+    add("tekken", _cased_words(r"\p{N}", contraction=""), ignore_merges=True, add_bos=True)
+    add("gpt-4o llama4 kanana2 minimax-m2", _cased_words(r"\p{N}{1,3}"))
+    add("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _cased_words(r"\p{N}{1,3}"))
+    add("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))")
+    add("bloom gpt3-finnish poro-chat", _BLOOM)
+    add("viking", _BLOOM, r"\p{N}")
+    add("bailingmoe bailingmoe2 llada-moe", _BAILING)
+    add("seed-coder", _SEED_CODER)
+    add("exaone-moe", _EXAONE_MOE)
+    add("jais-2", _JAIS2)
+    add("minicpm5", r"\p{N}{1,3}", _words(r"\p{N}+"), ignore_merges=True)
+    return rules
+
+
+_RULES = _table()

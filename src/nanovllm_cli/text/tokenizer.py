@@ -1,0 +1,231 @@
+"""Text to token ids and back, over one `tokenizers.Tokenizer`, wherever its vocabulary came from.
+
+Here: encoding with control tokens read or left as text, decoding, the bytes of a token, the special ids. Building the
+vocabulary is in `tokenizer_files.py` (Hugging Face folders, SentencePiece models) and `gguf_tokenizer.py`; decoding a
+stream is in `detokenizer.py`. Which file a model's tokenizer is in is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, looks_like_control
+
+
+class Tokenizer:
+    """A vocabulary with its rules. Immutable after construction, safe to share between threads."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._backend = parts.backend
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = False
+        self._prefix_ids, self._suffix_ids = list(parts.prefix_ids), list(parts.suffix_ids)
+        self._rule = byte_rule(parts.backend)
+        added = dict(sorted(parts.backend.get_added_tokens_decoder().items()))
+        self._added: dict[int, AddedToken] = added
+        self.vocab_size = max(parts.backend.get_vocab_size(True), max(added, default=-1) + 1)
+        self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = parts.bos_id, parts.eos_id, parts.pad_id, parts.unk_id
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        named = {token.content: token_id for token_id, token in added.items()}
+        ends = end_token_ids(named, [*([] if parts.eos_id is None else [parts.eos_id]), *parts.end_ids])
+        self.eos_ids: tuple[int, ...] = ends
+        self._control: dict[str, int] = {
+            text: token_id
+            for text, token_id in named.items()
+            if token_id in self.special_ids or token_id in ends or looks_like_control(text)
+        }
+        self.chat_templates: dict[str, str] = dict(parts.chat_templates)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer in a Hugging Face folder: `tokenizer.json`, else a SentencePiece model, else vocab and merges.
+
+        Raises CheckpointError where the files are missing, broken or contradict each other.
+        """
+        from nanovllm_cli.text.tokenizer_files import load_folder
+
+        return cls(load_folder(Path(path)))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer in a GGUF file's metadata: its keys to plain Python values, arrays as lists.
+
+        Raises CheckpointError where the arrays contradict each other, UnsupportedError for an unknown model or
+        pre-tokenizer.
+        """
+        from nanovllm_cli.text.gguf_tokenizer import load_gguf
+
+        return cls(load_gguf(metadata))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special_tokens`: with the ids that the vocabulary puts around a text (BOS, rarely EOS). `parse_special`:
+        control tokens written in the text become their ids; without it they are ordinary characters. Raises UsageError
+        for a text that is not valid Unicode.
+        """
+        ids = _run(self._backend if parse_special else self._plain, text)
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        """`encode` of every text, in parallel."""
+        backend = self._backend if parse_special else self._plain
+        try:
+            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                _check_text(text)
+            raise
+        prefix, suffix = (self._prefix_ids, self._suffix_ids) if add_special_tokens else ([], [])
+        return [[*prefix, *encoding.ids, *suffix] for encoding in encoded]
+
+    def encode_guarded(self, text: str, plain_at: Collection[int]) -> list[int]:
+        """Ids of `text` alone, where a control token that begins at an offset in `plain_at` stays text.
+
+        The same ids as `encode` where no control token begins at such an offset.
+        """
+        pieces: list[str] = []
+        guarded, start, position = False, 0, 0
+        while match := self._control_pattern.search(text, position):
+            if match.start() in plain_at:
+                guarded, position = True, match.start() + 1
+                continue
+            pieces += [text[start : match.start()], self._aliases[match.group()]]
+            start = position = match.end()
+        if not guarded:
+            return self.encode(text, add_special_tokens=False)
+        pieces.append(text[start:])
+        return [self._id_of_alias.get(token_id, token_id) for token_id in _run(self._plain, "".join(pieces))]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.id_to_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def id_to_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token adds to a text; none for an id outside the vocabulary."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        known = self._bytes[token_id]
+        if known is None:
+            token = self._backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else self._rule.to_bytes(token)
+        return known
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token written as the vocabulary writes it."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether one space at the very start of a text is the vocabulary's own and not part of it."""
+        return self._rule.strips_space
+
+    @property
+    def bos_token(self) -> str:
+        """The text of BOS, empty where there is none: what a chat template is given."""
+        return "" if self.bos_id is None else self.id_to_token(self.bos_id) or ""
+
+    @property
+    def eos_token(self) -> str:
+        """The text of EOS, empty where there is none."""
+        return "" if self.eos_id is None else self.id_to_token(self.eos_id) or ""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts BOS before a text."""
+        return self.bos_id is not None and self.bos_id in self._prefix_ids
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Texts that `parse_special` turns into control ids; a user's text must not be read for these."""
+        return self._control
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self._control), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """Unguessable names by which `_plain` knows the control tokens."""
+        nonce = secrets.token_hex(12)
+        return {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self._control)}
+
+    @cached_property
+    def _id_of_alias(self) -> dict[int, int]:
+        ids = {}
+        for text, alias in self._aliases.items():
+            alias_id = self._plain.token_to_id(alias)
+            assert alias_id is not None
+            ids[alias_id] = self._control[text]
+        return ids
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same vocabulary (shared, not copied), blind to control tokens but for their aliases."""
+        plain = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        plain.encode_special_tokens = True  # leaves tokens flagged special as text
+        control = set(self._control.values())
+        plain.add_tokens([_like(token, token.content, token_id in control) for token_id, token in self._added.items()])
+        for token_id, token in self._added.items():
+            assert plain.token_to_id(token.content) == token_id, "added tokens keep their ids"
+        plain.add_tokens(
+            [_like(self._added[self._control[text]], alias, False) for text, alias in self._aliases.items()]
+        )
+        return plain
+
+
+def _like(token: AddedToken, content: str, special: bool) -> AddedToken:
+    """`token`'s way of matching, under another name."""
+    return AddedToken(
+        content,
+        special=special,
+        normalized=token.normalized and content == token.content,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        single_word=token.single_word,
+    )
+
+
+def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    except TypeError:
+        _check_text(text)
+        raise
+    return ids
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise UsageError(f"text must be a string, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}",
+            "send valid Unicode; JSON escapes of surrogates come in pairs",
+        ) from None

@@ -1,0 +1,235 @@
+"""Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
+
+Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `vocab.json` with `merges.txt` (byte-level
+BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat templates. The files are
+untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from nanovllm_cli.errors import AccessRefusedError, CheckpointError
+from nanovllm_cli.text.pre_tokenizers import pre_tokenization
+from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
+from nanovllm_cli.text.vocabulary import SPACE_MARK, TokenizerParts, guard_build
+
+MAX_VOCABULARY_BYTES = 512 << 20
+MAX_CONFIG_BYTES = 32 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_TEMPLATES = 32
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+
+
+def load_folder(folder: Path) -> TokenizerParts:
+    """Backend, special ids and chat templates of the folder's tokenizer."""
+    config = _read_object(folder / "tokenizer_config.json")
+    roles = {**_read_object(folder / "special_tokens_map.json"), **config}
+    parts = _vocabulary(folder, config)
+    backend = parts.backend
+    with guard_build("the added tokens of the tokenizer"):
+        _add_listed(backend, config, _read_object(folder / "added_tokens.json"))
+        _add_roles(backend, roles)
+    for role in ("bos", "eos", "pad", "unk"):
+        declared = f"{role}_token" in roles
+        token_id = _role_id(backend, roles.get(f"{role}_token"))
+        if declared or token_id is not None:
+            setattr(parts, f"{role}_id", token_id)
+    _surround(parts, config)
+    parts.chat_templates = _templates(folder, config)
+    return parts
+
+
+def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
+    fast, pieces, vocab = folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"
+    if fast.is_file():
+        text = _read_text(fast, MAX_VOCABULARY_BYTES)
+        with guard_build(fast.name):
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.no_truncation()
+            backend.no_padding()
+        before, after = _ids_around(backend)
+        return TokenizerParts(backend, prefix_ids=before, suffix_ids=after)
+    if pieces.is_file():
+        vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
+        with guard_build(pieces.name):
+            return _from_pieces(vocabulary, config)
+    if vocab.is_file() and (folder / "merges.txt").is_file():
+        return _from_vocab_and_merges(folder, config)
+    raise CheckpointError(
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model nor vocab.json with merges.txt",
+        "copy the tokenizer files of the original model into the folder",
+    )
+
+
+def _from_pieces(vocabulary: PieceVocabulary, config: dict[str, Any]) -> TokenizerParts:
+    backend = build_pieces(vocabulary)
+    if vocabulary.add_dummy_prefix and config.get("legacy") is False and backend.normalizer is not None:
+        # Newer conversions put the prefix before the text only, not after every special token.
+        vocabulary.add_dummy_prefix = False
+        without_prefix = build_pieces(vocabulary).normalizer
+        assert without_prefix is not None
+        backend.normalizer = without_prefix
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first", split=False)
+    backend.add_tokens(special_pieces(vocabulary))
+    bos, eos = vocabulary.bos_id, vocabulary.eos_id
+    parts = TokenizerParts(backend, bos, eos, vocabulary.pad_id, vocabulary.unknown_id)
+    if vocabulary.unigram:  # the T5 family ends a text, the Llama family begins one
+        parts.suffix_ids = () if eos is None else (eos,)
+    else:
+        parts.prefix_ids = () if bos is None else (bos,)
+    return parts
+
+
+def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerParts:
+    vocab = _read_object(folder / "vocab.json", MAX_VOCABULARY_BYTES)
+    lines = _read_text(folder / "merges.txt", MAX_VOCABULARY_BYTES).split("\n")
+    if lines and lines[0].startswith("#version"):
+        del lines[0]
+    merges = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+    if not all(len(pair) == 2 for pair in merges):
+        raise CheckpointError(f"{folder.name}/merges.txt holds a line that is not a pair")
+    rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
+    with guard_build("vocab.json with merges.txt"):
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges))  # type: ignore[arg-type]
+        if rule.nfc:
+            backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = rule.build()
+        backend.decoder = decoders.ByteLevel()
+    return TokenizerParts(backend)
+
+
+def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the backend's post-processor puts before and after a text, read off an example."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    own = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not own:
+        own = [len(encoding.ids)]
+        return tuple(encoding.ids), ()
+    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+
+
+def _surround(parts: TokenizerParts, config: dict[str, Any]) -> None:
+    """An explicit `add_bos_token` or `add_eos_token` decides over what the vocabulary file says."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos, eos = parts.bos_id, parts.eos_id
+    parts.prefix_ids = (bos,) if config.get("add_bos_token") and bos is not None else ()
+    parts.suffix_ids = (eos,) if config.get("add_eos_token") and eos is not None else ()
+
+
+def _add_listed(backend: tokenizers.Tokenizer, config: dict[str, Any], legacy: dict[str, Any]) -> None:
+    """Tokens that only the configuration lists, in the order of their ids."""
+    listed: list[tuple[int, AddedToken]] = []
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        for key, value in decoder.items():
+            if not key.isascii() or not key.isdigit() or not isinstance(value, dict) or not _content(value):
+                raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder has a broken entry {key!r}")
+            listed.append((int(key), _added_token(value, bool(value.get("special")))))
+    listed += [
+        (value, AddedToken(content, normalized=False)) for content, value in legacy.items() if isinstance(value, int)
+    ]
+    present = backend.get_added_tokens_decoder()
+    for token_id, token in sorted(listed, key=lambda entry: entry[0]):
+        if token_id in present and present[token_id].content == token.content:
+            continue
+        known = backend.token_to_id(token.content)
+        if known is None and token_id != backend.get_vocab_size(True):
+            raise CheckpointError(f"tokenizer_config.json: the id {token_id} of {token.content!r} leaves a gap")
+        if known is not None and known != token_id:
+            raise CheckpointError(f"{token.content!r} has two ids: {known} and {token_id}")
+        backend.add_tokens([token])
+
+
+def _add_roles(backend: tokenizers.Tokenizer, roles: dict[str, Any]) -> None:
+    """BOS, EOS and the like are special even where the vocabulary file does not flag them."""
+    named: list[Any] = [roles.get(role) for role in _ROLES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = roles.get(key)
+        named += more if isinstance(more, list) else []
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for value in named:
+        content = _content(value)
+        if content and content not in special and backend.token_to_id(content) is not None:
+            backend.add_tokens([_added_token(value, True)])
+
+
+def _added_token(value: Any, special: bool) -> AddedToken:
+    flags = {"normalized": False}
+    if isinstance(value, dict):
+        flags = {flag: bool(value.get(flag, False)) for flag in _FLAGS}
+    return AddedToken(_content(value) or "", special=special, **flags)
+
+
+def _content(value: Any) -> str | None:
+    """A token is written as a string or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _role_id(backend: tokenizers.Tokenizer, value: Any) -> int | None:
+    content = _content(value)
+    return backend.token_to_id(content) if content else None
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name; the files decide over the configuration, as on the hub."""
+    found: dict[str, str] = {}
+    listed = config.get("chat_template") or _read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(listed, str):
+        found["default"] = listed
+    elif isinstance(listed, list):
+        entries: Iterable[Any] = listed[:_MAX_TEMPLATES]
+        for entry in entries:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                found[str(entry.get("name", "default"))] = entry["template"]
+    single = folder / "chat_template.jinja"
+    if single.is_file():
+        found["default"] = _read_text(single, MAX_TEMPLATE_BYTES)
+    for directory in ("chat_templates", "additional_chat_templates"):
+        for path in sorted((folder / directory).glob("*.jinja"))[:_MAX_TEMPLATES]:
+            found[path.stem] = _read_text(path, MAX_TEMPLATE_BYTES)
+    return found
+
+
+def _read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path, limit))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not JSON: {str(error)[:200]}", "download the model again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object", "download the model again")
+    return value
+
+
+def _read_text(path: Path, limit: int) -> str:
+    try:
+        return _read_bytes(path, limit).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path.name} is not UTF-8 text", "download the model again") from None
+
+
+def _read_bytes(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except PermissionError:
+        raise AccessRefusedError(f"{path} may not be read") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(data) > limit:
+        raise CheckpointError(f"{path.name} is larger than {limit >> 20} MiB")
+    return data
