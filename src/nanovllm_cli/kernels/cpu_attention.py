@@ -1,0 +1,144 @@
+"""Attention over the paged KV cache on the CPU: one kernel for decode, prefill chunks and verification alike.
+
+Cache of one layer, S = 16 tokens a block, e = 2 for bf16 and 1 for fp32, D padded to whole vectors of 16:
+
+    K [N, kv_heads, D / e, S, e]     sixteen keys side by side: a score tile is q times a "weight" of 16 columns
+    V [N, kv_heads, S / e, D16, e]   sixteen dims side by side: the output is p times a "weight" of D columns
+
+so both products are `simd.dot_tile`, the inner loop of the matmuls. Work is split into tiles of (some tokens of one sequence) x
+(one KV head); all query heads of the group share what is read. Keys come in tiles of 64 that start at multiples of 64, softmax is
+folded in as they come (Milakov and Gimelshein 2018; FlashAttention). A row's arithmetic is the same whatever tile it is in:
+masked keys add exact zeros, and the key tiles lie at absolute positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange
+
+from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, load, store
+from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, typed_pointer
+
+BLOCK = 16
+KEYS = TILE_COLUMNS
+BLOCKS_PER_TILE = KEYS // BLOCK
+MAX_TILE_ROWS = 48
+NEG_INF = np.float32(-np.inf)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _softmax_row(scores, low, high, scale, softcap, state, acc, weights):  # type: ignore[no-untyped-def]
+    """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
+
+    state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives exp(score - max) in the element type.
+    """
+    lane_max = np.full(LANES, NEG_INF, np.float32)
+    for c in range(KEYS):
+        scores[c] *= scale
+    if softcap > 0:
+        for c in range(KEYS):
+            scores[c] = softcap * np.tanh(scores[c] / softcap)
+    for c in range(KEYS):
+        scores[c] = scores[c] if low <= c < high else NEG_INF
+    for v in range(0, KEYS, LANES):
+        for c in range(LANES):
+            lane_max[c] = scores[v + c] if scores[v + c] > lane_max[c] else lane_max[c]
+    top = state[0]
+    for c in range(LANES):
+        top = lane_max[c] if lane_max[c] > top else top
+    if top == NEG_INF:
+        for c in range(KEYS):
+            store(weights, c, np.float32(0.0))
+        return
+    total = np.float32(0.0)
+    for c in range(KEYS):
+        p = exp_not_positive(scores[c] - top)
+        scores[c] = p
+        total += p
+    for c in range(KEYS):
+        store(weights, c, scores[c])
+    if top > state[0]:
+        shrink = exp_not_positive(state[0] - top)
+        state[1] *= shrink
+        for d in range(acc.size):
+            acc[d] *= shrink
+        state[0] = top
+    state[1] += total
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def paged_attention(  # type: ignore[no-untyped-def]
+    tag, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, tiles, num_tiles, block_tables, table_width,
+    scale, window, softcap, sinks, out,
+):  # fmt: skip
+    """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
+
+    tiles [num_tiles, 4] int64: sequence, first token's row in T, tokens, first token's position. block_tables [B, P] int32.
+    window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
+    take part in the softmax's sum without a value, or 0.
+    """
+    size = 4 // pair
+    queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
+    result = carray(typed_pointer(out, tag), (num_tokens, heads, dim))
+    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 4))
+    tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
+    sink_of = carray(typed_pointer(sinks, np.float32(0)), (heads,))
+    group = heads // kv_heads
+    k_block, v_block = dim * BLOCK * size, padded * BLOCK * size
+    for task in prange(num_tiles * kv_heads):
+        kv_head = task // num_tiles
+        seq, first_row, count, first_position = tile_of[task % num_tiles]
+        num_rows = count * group
+        rows = np.empty((num_rows, dim), queries.dtype)
+        weights = np.empty((MAX_ROWS, KEYS), queries.dtype)
+        scores = np.empty((MAX_ROWS, KEYS), np.float32)
+        acc = np.zeros((num_rows, padded), np.float32)
+        state = np.zeros((num_rows, 2), np.float32)
+        for r in range(num_rows):
+            rows[r] = queries[first_row + r // group, kv_head * group + r % group]
+            state[r, 0] = NEG_INF
+        at_rows, at_weights, at_scores, at_acc = rows.ctypes.data, weights.ctypes.data, scores.ctypes.data, acc.ctypes.data
+        end = first_position + count
+        begin = max(0, first_position - window + 1) if window > 0 else 0
+        for tile in range(begin // KEYS, (end + KEYS - 1) // KEYS):
+            base = tile * KEYS
+            blocks = min(BLOCKS_PER_TILE, (end - base + BLOCK - 1) // BLOCK)
+            entry = tile * BLOCKS_PER_TILE
+            b0 = np.int64(tables[seq, entry])
+            b1 = np.int64(tables[seq, entry + 1]) if blocks > 1 else b0
+            b2 = np.int64(tables[seq, entry + 2]) if blocks > 2 else b0
+            b3 = np.int64(tables[seq, entry + 3]) if blocks > 3 else b0
+            k0, k1 = k_cache + (b0 * kv_heads + kv_head) * k_block, k_cache + (b1 * kv_heads + kv_head) * k_block
+            k2, k3 = k_cache + (b2 * kv_heads + kv_head) * k_block, k_cache + (b3 * kv_heads + kv_head) * k_block
+            for r in range(0, num_rows, MAX_ROWS):
+                some = min(MAX_ROWS, num_rows - r)
+                dot64(tag, some, at_rows + r * dim * size, dim * size, k0, k1, k2, k3, 64, dim // pair, at_scores, 256, 0)
+                for i in range(some):
+                    position = first_position + (r + i) // group
+                    low = position - window + 1 - base if window > 0 else 0
+                    _softmax_row(
+                        scores[i], low, position + 1 - base, np.float32(scale), np.float32(softcap),
+                        state[r + i], acc[r + i], weights[i],
+                    )  # fmt: skip
+                for b in range(blocks):
+                    number = b0 if b == 0 else (b1 if b == 1 else (b2 if b == 2 else b3))
+                    value = v_cache + (number * kv_heads + kv_head) * v_block
+                    p, o = at_weights + b * BLOCK * size, at_acc + r * padded * 4
+                    step, steps, stride = padded * 4, BLOCK // pair, padded * 4
+                    d = 0
+                    while d + TILE_COLUMNS <= padded:
+                        w = value + d * 4
+                        dot64(tag, some, p, KEYS * size, w, w + 64, w + 128, w + 192, step, steps, o + d * 4, stride, 1)
+                        d += TILE_COLUMNS
+                    while d < padded:
+                        dot16(tag, some, p, KEYS * size, value + d * 4, step, steps, o + d * 4, stride, 1)
+                        d += LANES
+        for r in range(num_rows):
+            head = kv_head * group + r % group
+            total = state[r, 1]
+            if sinks != 0:
+                total += np.exp(sink_of[head] - state[r, 0])
+            inverse = np.float32(1.0) / total
+            target = result[first_row + r // group, head]
+            for d in range(dim):
+                store(target, d, acc[r, d] * inverse)

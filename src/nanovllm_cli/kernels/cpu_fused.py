@@ -1,0 +1,144 @@
+"""The small operators of a layer on the CPU, each a single pass over its rows: norms, gated activations, and everything that
+happens to q, k and v between their projection and attention.
+
+`tag` says the element type by the type of a scalar (see cpu_numbers); everything else is addresses, counts and fp32 numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange
+
+from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load, store
+from nanovllm_cli.kernels.simd import typed_pointer
+
+SILU, GELU_TANH, GELU = 0, 1, 2
+BLOCK = 16
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
+def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):  # type: ignore[no-untyped-def]
+    """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row.
+
+    The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
+    """
+    shape = (num_rows, width)
+    added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
+    stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
+    scale = carray(typed_pointer(weight, tag), (width,))
+    for r in prange(num_rows):
+        line, plus, target = stream[r], added[r], result[r]
+        if residual != 0:
+            for i in range(width):
+                store(line, i, load(line, i) + load(plus, i))
+        total = np.float32(0.0)
+        for i in range(width):
+            value = load(line, i)
+            total += value * value
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
+def gated_activation(tag, x, out, num_rows, width, kind):  # type: ignore[no-untyped-def]
+    """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH or GELU (by erf)."""
+    both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
+    result = carray(typed_pointer(out, tag), (num_rows, width))
+    for r in prange(num_rows):
+        gate, up, target = both[r, :width], both[r, width:], result[r]
+        if kind == SILU or kind == GELU_TANH:
+            for i in range(width):
+                g = load(gate, i)
+                # gelu_tanh(g) = g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))
+                z = g if kind == SILU else np.float32(1.5957691216) * (g + np.float32(0.044715) * g * g * g)
+                e = exp_not_positive(-abs(z))
+                s = (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
+                store(target, i, g * s * load(up, i))
+        else:
+            for i in range(width):
+                g = np.float64(load(gate, i))
+                store(target, i, np.float32(g * 0.5 * (1.0 + _erf(g * 0.7071067811865476))) * load(up, i))
+
+
+@njit(inline="always")
+def _erf(x):  # type: ignore[no-untyped-def]
+    """Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7."""
+    t = 1.0 / (1.0 + 0.3275911 * abs(x))
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    y = 1.0 - tail * np.exp(-x * x)
+    return y if x >= 0.0 else -y
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):  # type: ignore[no-untyped-def]
+    """One head: buffer = rope(rms_norm(source) * weight). Dimensions past `rotary` are not rotated."""
+    width = buffer.size
+    if has_norm:
+        total = np.float32(0.0)
+        for i in range(width):
+            total += load(source, i) * load(source, i)
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            buffer[i] = load(source, i) * inverse * load(weight, i)
+    else:
+        for i in range(width):
+            buffer[i] = load(source, i)
+    half = rotary // 2
+    if interleaved:
+        for i in range(half):
+            a, b = buffer[2 * i], buffer[2 * i + 1]
+            buffer[2 * i] = a * cos[i] - b * sin[i]
+            buffer[2 * i + 1] = b * cos[i] + a * sin[i]
+    else:
+        for i in range(half):
+            a, b = buffer[i], buffer[half + i]
+            buffer[i] = a * cos[i] - b * sin[i]
+            buffer[half + i] = b * cos[i] + a * sin[i]
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def rope_and_cache(  # type: ignore[no-untyped-def]
+    tag, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, eps, cos, sin, rotary, interleaved,
+    slots, run, k_cache, v_cache, num_blocks, q_out,
+):  # fmt: skip
+    """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention).
+
+    qkv [T, (heads + 2 kv_heads) * dim]. q_norm, k_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
+    run [T] int32: tokens from this one to the end of its sequence in this step. The token that opens a block zeroes the
+    values behind its run, because attention multiplies a masked value by 0, and stale memory may hold a NaN.
+    """
+    source = carray(typed_pointer(qkv, tag), (num_tokens, heads + 2 * kv_heads, dim))
+    queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
+    keys = carray(typed_pointer(k_cache, tag), (num_blocks, kv_heads, dim // pair, BLOCK, pair))
+    values = carray(typed_pointer(v_cache, tag), (num_blocks, kv_heads, BLOCK // pair, padded, pair))
+    q_weight = carray(typed_pointer(q_norm, tag), (dim,))
+    k_weight = carray(typed_pointer(k_norm, tag), (dim,))
+    angle_cos = carray(typed_pointer(cos, np.float32(0)), (num_tokens, rotary // 2))
+    angle_sin = carray(typed_pointer(sin, np.float32(0)), (num_tokens, rotary // 2))
+    slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
+    run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
+    for t in prange(num_tokens):
+        head = np.empty(dim, np.float32)
+        c, s = angle_cos[t], angle_sin[t]
+        for h in range(heads):
+            _norm_and_rotate(source[t, h], head, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
+            target = queries[t, h]
+            for d in range(dim):
+                store(target, d, head[d])
+        block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
+        for h in range(kv_heads):
+            _norm_and_rotate(source[t, heads + h], head, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
+            for d in range(0, dim, pair):
+                for e in range(pair):
+                    store(keys[block, h, d // pair, offset], e, head[d + e])
+            line, value = values[block, h], source[t, heads + kv_heads + h]
+            for d in range(dim):
+                line[offset // pair, d, offset % pair] = value[d]
+            if offset == 0:
+                for o in range(run_of[t], BLOCK):
+                    for d in range(padded):
+                        line[o // pair, d, o % pair] = tag
+            if padded > dim:
+                for d in range(dim, padded):
+                    line[offset // pair, d, offset % pair] = tag

@@ -1,0 +1,102 @@
+"""Small pieces that the CPU kernels are made of: bf16 in and out, exponentials that vectorise, dot products by element type.
+
+bf16 has no numpy type: it travels as uint16, and an array of uint16 means bf16 everywhere in these kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from nanovllm_cli.kernels.simd import dot16_bf16, dot16_f32, dot64_bf16, dot64_f32
+
+# No `nnan`, no `ninf`: masked scores are -inf, and a NaN must come out as one.
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+LOG2_E = np.float32(1.4426950408889634)
+
+
+def load(array: Any, i: Any) -> Any:
+    """array[i] as fp32."""
+    raise NotImplementedError("compiled code only")
+
+
+def store(array: Any, i: Any, value: Any) -> Any:
+    """array[i] = fp32 value, rounded to nearest even where the array is bf16."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(load, inline="always")
+def _load(array, i):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda array, i: np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
+    return lambda array, i: array[i]
+
+
+@overload(store, inline="always")
+def _store(array, i, value):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+
+        def store_bf16(array, i, value):  # type: ignore[no-untyped-def]
+            bits = np.float32(value).view(np.uint32)
+            rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            array[i] = np.uint16(np.uint32(bits + rounding) >> np.uint32(16))
+
+        return store_bf16
+
+    def store_f32(array, i, value):  # type: ignore[no-untyped-def]
+        array[i] = value
+
+    return store_f32
+
+
+@njit(inline="always")
+def exp_not_positive(x):  # type: ignore[no-untyped-def]
+    """e**x for x <= 0, relative error about 2e-7; 0 below -87; NaN stays NaN. Straight-line code that LLVM vectorises.
+
+    2**t = 2**n * 2**f with n the nearest integer and f in [-0.5, 0.5]; the polynomial is the Taylor series of 2**f.
+    """
+    t = np.float32(x) * LOG2_E
+    t = np.float32(-127.0) if t < np.float32(-127.0) else t
+    n = np.int32(t + np.float32(127.5))
+    f = t - np.float32(n - np.int32(127))
+    p = np.float32(1.5403530e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.6181291e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1.0)
+    return p * np.int32(n << np.int32(23)).view(np.float32)
+
+
+def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    """`simd.dot_tile` over 64 columns, for the element type of `tag`. Addresses and byte strides."""
+    raise NotImplementedError("compiled code only")
+
+
+def dot16(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    """The same over 16 columns."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(dot64)
+def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    dot = dot64_bf16 if tag == types.uint16 else dot64_f32
+
+    def call(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+        dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+
+    return call
+
+
+@overload(dot16)
+def _dot16(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    dot = dot16_bf16 if tag == types.uint16 else dot16_f32
+
+    def call(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+        dot(rows, x, xs, w, w, w, w, step, steps, out, os, add)
+
+    return call

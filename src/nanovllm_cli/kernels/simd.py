@@ -1,0 +1,195 @@
+"""The one inner loop that all CPU matmuls share, written as LLVM vectors so that numba compiles it for the host's processor.
+
+    out[r, 16 v + j] (+)= sum over s of  x[r, s] * w[v, s, j]        r < rows, v < vectors, j < 16
+
+is `dot_tile`: a tile of `rows` x `16 * vectors` fp32 sums that lives in registers while it walks along k. Each sum is one chain
+of fused multiply-adds in ascending k, so a row's bits depend on that row and the weights alone: not on how many rows share the
+tile, nor on how the rows were split over calls. That is what makes results independent of the batch (docs/architecture.md).
+
+Three kinds of element, by what one step s holds:
+
+    bf16 pairs, AVX512-BF16   two k's a step, vdpbf16ps                                  (Zen 4, Sapphire Rapids and newer)
+    bf16 pairs, elsewhere     two k's a step, widened to fp32 by shifts, two FMAs        (any processor LLVM knows)
+    fp32                      one k a step, one FMA
+
+Pairs mean that w holds [.., k / 2, 16, 2] bf16 and x holds bf16 rows, read 32 bits at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LANES = 16
+MAX_ROWS = 6
+VECTORS = 4
+TILE_COLUMNS = LANES * VECTORS
+
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+
+
+class _BFloatVector(ir.Type):
+    """<32 x bfloat>, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "<32 x bfloat>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloatVector)
+
+    def __hash__(self) -> int:
+        return hash("<32 x bfloat>")
+
+
+def host_has(feature: str) -> bool:
+    """True if LLVM says that this processor has the feature, by LLVM's name for it ("avx512bf16")."""
+    return bool(llvm.get_host_cpu_features().get(feature, False))
+
+
+HAS_BF16_DOT = host_has("avx512bf16")
+# With 32 wide registers, 6 rows x 4 vectors of sums fit; with 16 narrower ones, one vector at a time does.
+TILE_VECTORS = VECTORS if host_has("avx512f") else 1
+
+
+def _function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
+    return builder.call(_function(builder, "llvm.fma.v16f32", _VF, _VF, _VF, _VF), [a, b, c])
+
+
+def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    """acc + w.low * x.low + w.high * x.high for 16 pairs of bf16, by the processor's own instruction."""
+    pairs = _BFloatVector()
+    dot = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VF, _VF, pairs, pairs)
+    return builder.call(dot, [acc, builder.bitcast(w, pairs), builder.bitcast(x, pairs)])
+
+
+def _pair_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    """The same by widening: a bf16 is the upper half of an fp32."""
+    sixteen = ir.Constant(_VI, [16] * LANES)
+    upper = ir.Constant(_VI, [0xFFFF0000] * LANES)
+    for half in (lambda v: builder.shl(v, sixteen), lambda v: builder.and_(v, upper)):
+        acc = _fma(builder, builder.bitcast(half(w), _VF), builder.bitcast(half(x), _VF), acc)
+    return acc
+
+
+def _float_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    return _fma(builder, builder.bitcast(w, _VF), builder.bitcast(x, _VF), acc)
+
+
+def _make_tile(rows: int, vectors: int, multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> Any:
+    """An intrinsic over addresses and byte strides:
+    tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate)."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, x_stride, *bases, w_step, steps, out, out_stride, accumulate = args
+        at = lambda base, offset, kind: b.inttoptr(b.add(base, offset), kind.as_pointer())  # noqa: E731
+        scaled = lambda value, n: b.mul(value, ir.Constant(_I64, n))  # noqa: E731
+        cells = [(r, v) for r in range(rows) for v in range(vectors)]
+        out_at = {
+            (r, v): at(out, b.add(scaled(out_stride, r), ir.Constant(_I64, 4 * LANES * v)), _VF) for r, v in cells
+        }
+
+        zero = ir.Constant(_VF, [0.0] * LANES)
+        entry, function = b.block, b.function
+        load, loop, end = (function.append_basic_block(n) for n in ("load", "loop", "end"))
+        b.cbranch(b.icmp_signed("!=", accumulate, ir.Constant(_I64, 0)), load, loop)
+        b.position_at_end(load)
+        carried = {cell: b.load(out_at[cell], align=4) for cell in cells}
+        b.branch(loop)
+
+        b.position_at_end(loop)
+        step = b.phi(_I64)
+        sums = {cell: b.phi(_VF) for cell in cells}
+        step.add_incoming(ir.Constant(_I64, 0), entry)
+        step.add_incoming(ir.Constant(_I64, 0), load)
+        for cell, phi in sums.items():
+            phi.add_incoming(zero, entry)
+            phi.add_incoming(carried[cell], load)
+        w_offset, x_offset = b.mul(step, w_step), scaled(step, 4)
+        w = [b.load(at(bases[v], w_offset, _VI), align=4) for v in range(vectors)]
+        new = {}
+        for r in range(rows):
+            word = b.load(at(x, b.add(scaled(x_stride, r), x_offset), _I32), align=4)
+            first = b.insert_element(ir.Constant(_VI, ir.Undefined), word, ir.Constant(_I32, 0))
+            spread = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+            for v in range(vectors):
+                new[r, v] = multiply_add(b, sums[r, v], w[v], spread)
+        following = b.add(step, ir.Constant(_I64, 1))
+        step.add_incoming(following, loop)
+        for cell, phi in sums.items():
+            phi.add_incoming(new[cell], loop)
+        b.cbranch(b.icmp_signed("<", following, steps), loop, end)
+
+        b.position_at_end(end)
+        for cell in cells:
+            b.store(new[cell], out_at[cell], align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typing: Any, x, x_stride, w0, w1, w2, w3, w_step, steps, out, out_stride, accumulate):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 11), code
+
+    return tile
+
+
+def _make_dot(vectors: int, multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> Any:
+    """One compiled function that picks the tile for 1 to MAX_ROWS rows."""
+    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add) for rows in range(1, MAX_ROWS + 1))
+
+    @njit(nogil=True, error_model="numpy")
+    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+        if rows == 6:
+            t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        elif rows == 1:
+            t1(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        elif rows == 2:
+            t2(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        elif rows == 3:
+            t3(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        elif rows == 4:
+            t4(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        else:
+            t5(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+
+    return dot
+
+
+def _make_wide_dot(multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> tuple[Any, Any]:
+    """(dot over 4 vectors = 64 columns, dot over 1 vector = 16 columns) for one kind of element."""
+    narrow = _make_dot(1, multiply_add)
+    if TILE_VECTORS == VECTORS:
+        return _make_dot(VECTORS, multiply_add), narrow
+
+    @njit(nogil=True, error_model="numpy")
+    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+        narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add)
+        narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add)
+        narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add)
+        narrow(rows, x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add)
+
+    return wide, narrow
+
+
+dot64_bf16, dot16_bf16 = _make_wide_dot(_pair_dot if HAS_BF16_DOT else _pair_fma)
+dot64_f32, dot16_f32 = _make_wide_dot(_float_fma)
+
+
+@intrinsic
+def typed_pointer(typing: Any, address: Any, tag: Any) -> Any:
+    """A pointer for numba's `carray` from an address; its element type is that of the scalar `tag`."""
+    element = types.CPointer(tag)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(element))
+
+    return element(types.int64, tag), code

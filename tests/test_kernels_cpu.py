@@ -1,0 +1,199 @@
+"""Each CPU kernel against `kernels/reference.py`, at odd sizes, in bf16 and fp32; and the bit-level promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm_cli.kernels import cpu, reference
+
+DTYPES = [torch.bfloat16, torch.float32]
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
+GENERATOR = torch.Generator().manual_seed(7)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(dtype)
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    packed = torch.zeros(cpu.packed_size(*weight.shape, weight.dtype), dtype=weight.dtype)
+    cpu.pack_rows(packed, 0, weight)
+    return packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 64, 64), (2, 17, 33), (5, 513, 31), (7, 100, 24), (97, 130, 80), (200, 65, 256)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_matmul_equals_reference(tokens: int, n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(tokens, k, dtype=dtype), randn(n, k, dtype=dtype)
+    for out_dtype in {dtype, torch.float32}:
+        bias = randn(n, dtype=out_dtype) if with_bias else None
+        actual = cpu.matmul(x, pack(weight), n, bias, out_dtype)
+        assert error(actual, reference.matmul(x, weight, bias, torch.float64)) < TOLERANCE[out_dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [33, 256, 1000])
+def test_a_row_of_matmul_has_the_same_bits_in_any_batch(k: int, dtype: torch.dtype) -> None:
+    x, packed = randn(211, k, dtype=dtype), pack(randn(150, k, dtype=dtype))
+    whole = cpu.matmul(x, packed, 150, None, torch.float32)
+    for first, last in [(0, 1), (5, 6), (3, 5), (0, 7), (90, 101), (13, 211)]:
+        assert torch.equal(cpu.matmul(x[first:last].contiguous(), packed, 150, None, torch.float32), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_rows_come_back_and_can_be_packed_in_parts(dtype: torch.dtype) -> None:
+    weight = randn(135, 37, dtype=dtype)
+    packed = torch.zeros_like(pack(weight))
+    for first, last in [(0, 50), (50, 51), (51, 135)]:
+        cpu.pack_rows(packed, first, weight[first:last].contiguous())
+    assert torch.equal(packed, pack(weight))
+    ids = torch.tensor([134, 0, 77, 77])
+    assert torch.equal(cpu.unpack_rows(packed, ids, 37), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [17, 64, 1000])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_add_rms_norm_equals_reference(width: int, with_residual: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(9, width, dtype=dtype), randn(width, dtype=dtype)
+    residual = randn(9, width, dtype=dtype) if with_residual else None
+    expected_residual = residual.clone() if residual is not None else None
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-6, 1.0)
+    actual = cpu.add_rms_norm(x, residual, weight, 1e-6, 1.0)
+    assert error(actual, expected) < TOLERANCE[dtype]
+    if residual is not None and expected_residual is not None:
+        assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
+    x = randn(5, 2 * 37, dtype=dtype) * 8
+    assert error(cpu.gated_activation(x, activation), reference.gated_activation(x, activation)) < TOLERANCE[dtype]
+
+
+def test_activation_of_extremes_is_finite_and_nan_stays_nan() -> None:
+    x = torch.tensor([[200.0, -200.0, float("nan"), 0.0, 1.0, 1.0, 1.0, 1.0]])
+    out = cpu.gated_activation(x, "silu")[0]
+    assert out[0] == 200.0
+    assert out[1].abs() < 1e-30
+    assert out[2].isnan()
+    assert out[3] == 0.0
+
+
+class Paged:
+    """A paged cache with `lens` tokens of history per sequence, its blocks in random order, stale memory poisoned."""
+
+    def __init__(self, lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.lens, self.kv_heads, self.dim, self.dtype = lens, kv_heads, dim, dtype
+        width = max(-(-n // 16) for n in lens)
+        blocks = torch.randperm(width * len(lens) + 3, generator=GENERATOR).to(torch.int32)
+        self.tables = blocks[: width * len(lens)].reshape(len(lens), width).contiguous()
+        k_shape, v_shape = cpu.cache_shapes(len(blocks), kv_heads, dim, dtype)
+        self.k = torch.full(k_shape, float("nan"), dtype=dtype)
+        self.v = torch.full(v_shape, float("nan"), dtype=dtype)
+
+    def step(self, qkv: torch.Tensor, query_lens: list[int], kv_lens: list[int], heads: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write and attend; returns (q after rope, output)."""
+        positions = torch.cat([torch.arange(n - q, n) for q, n in zip(query_lens, kv_lens, strict=True)])
+        seq = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+        slots = self.tables[seq, positions // 16].long() * 16 + positions % 16
+        starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+        run = torch.cat([torch.arange(q, 0, -1) for q in query_lens]).int()
+        half = int(options.get("half", self.dim // 2))  # type: ignore[call-overload]
+        angles = positions[:, None].float() / 100 ** (torch.arange(half) / half)
+        q_norm, k_norm = options.get("q_norm"), options.get("k_norm")
+        q = cpu.rope_and_cache(
+            qkv, heads, self.kv_heads, self.dim, q_norm, k_norm, 1e-6, angles.cos(), angles.sin(),  # type: ignore[arg-type]
+            bool(options.get("interleaved", False)), slots, run, self.k, self.v,
+        )  # fmt: skip
+        tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
+        out = cpu.paged_attention(
+            q, self.k, self.v, tiles, self.tables, self.dim**-0.5, int(options.get("window", 0)),  # type: ignore[call-overload]
+            float(options.get("softcap", 0.0)), options.get("sinks"),  # type: ignore[arg-type]
+        )  # fmt: skip
+        return q, out
+
+    def history(self, seq: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [length, kv_heads, dim] as the cache holds them."""
+        blocks = self.tables[seq].long()
+        k = self.k[blocks].permute(0, 3, 1, 2, 4).reshape(-1, self.kv_heads, self.dim)
+        v = self.v[blocks].permute(0, 2, 4, 1, 3).reshape(-1, self.kv_heads, self.v.shape[3])
+        return k[:length], v[:length, :, : self.dim]
+
+
+CASES = [
+    # heads, kv_heads, dim, lens, options
+    (2, 1, 24, [33, 1, 17], {}),
+    (8, 8, 80, [70, 129], {"interleaved": True}),
+    (6, 2, 64, [5, 100, 64, 16], {"half": 16}),
+    (8, 1, 128, [150], {"window": 20}),
+    (4, 2, 64, [200, 31], {"softcap": 5.0}),
+    (3, 1, 32, [65, 3], {"sinks": True, "window": 64}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "lens", "options"), CASES)
+def test_rope_cache_and_attention_equal_reference(
+    heads: int, kv_heads: int, dim: int, lens: list[int], options: dict[str, object], dtype: torch.dtype
+) -> None:
+    options = dict(options)
+    if options.get("sinks"):
+        options["sinks"] = randn(heads)
+    options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype)}
+    paged = Paged(lens, kv_heads, dim, dtype)
+    qkv = randn(sum(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    q, out = paged.step(qkv, lens, lens, heads, **options)
+    row = 0
+    for seq, length in enumerate(lens):
+        rows = slice(row, row + length)
+        split = qkv[rows].reshape(length, -1, dim)
+        half = int(options.get("half", dim // 2))  # type: ignore[call-overload]
+        angles = torch.arange(length)[:, None].float() / 100 ** (torch.arange(half) / half)
+
+        def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
+            normed = reference.add_rms_norm(part.reshape(-1, dim).float(), None, options[norm].float(), 1e-6, 0.0)  # type: ignore[attr-defined]
+            return reference.rope(normed.reshape(part.shape), angles.cos(), angles.sin(), bool(options.get("interleaved")))
+
+        k, v = paged.history(seq, length)
+        assert error(q[rows], turned(split[:, :heads], "q_norm")) < TOLERANCE[dtype]
+        assert error(k, turned(split[:, heads : heads + kv_heads], "k_norm")) < TOLERANCE[dtype]
+        assert torch.equal(v, split[:, heads + kv_heads :])
+        expected = reference.attention(
+            q[rows].float(), k, v, 0, dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0)),  # type: ignore[call-overload, arg-type]
+            options.get("sinks"),  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert error(out[rows].reshape(length, heads, dim), expected) < TOLERANCE[dtype]
+        row += length
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 37])
+def test_attention_gives_the_same_bits_whatever_the_chunks(window: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, lens = 4, 2, 24, [150, 83]
+    qkv = [randn(n, (heads + 2 * kv_heads) * dim, dtype=dtype) for n in lens]
+    whole = Paged(lens, kv_heads, dim, dtype)
+    _, expected = whole.step(torch.cat(qkv), lens, lens, heads, window=window)
+    for chunk in (1, 7, 64):
+        parts = Paged(lens, kv_heads, dim, dtype)
+        outs: list[list[torch.Tensor]] = [[], []]
+        for begin in range(0, max(lens), chunk):
+            ends = [min(n, begin + chunk) for n in lens]
+            alive = [s for s in (0, 1) if ends[s] > begin]
+            sub = Paged([lens[s] for s in alive], kv_heads, dim, dtype)
+            sub.k, sub.v, sub.tables = parts.k, parts.v, parts.tables[alive].contiguous()
+            _, out = sub.step(
+                torch.cat([qkv[s][begin : ends[s]] for s in alive]), [ends[s] - begin for s in alive],
+                [ends[s] for s in alive], heads, window=window,
+            )  # fmt: skip
+            for s, piece in zip(alive, out.split([ends[s] - begin for s in alive]), strict=True):
+                outs[s].append(piece)
+        assert torch.equal(torch.cat([torch.cat(o) for o in outs]), expected)
