@@ -124,6 +124,8 @@ def _open_path(path: Path) -> Checkpoint:
         return _open_folder(path)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: no such file or folder")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: neither a file nor a folder")
     if path.suffix == ".gguf" or _starts_with(path, b"GGUF"):
         return GGUFCheckpoint(path)
     if path.suffix == ".safetensors":
@@ -384,8 +386,5 @@ def _pickle_error(path: Path) -> UnsupportedError:
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError:
-        return False
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic

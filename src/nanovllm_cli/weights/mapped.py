@@ -28,10 +28,10 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+                raise CheckpointError(f"{path}: not a regular file")
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise CheckpointError(f"{path}: not a regular file")
                 if status.st_size == 0:
                     raise CheckpointError(f"{path}: the file is empty", DOWNLOAD_AGAIN)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
