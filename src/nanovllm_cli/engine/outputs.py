@@ -1,7 +1,7 @@
 """What the engine hands to its callers: the state of a request after a step.
 
-Texts and id lists are cumulative; `delta_text` and `delta_ids` are what the last step added, so that a stream costs what it
-prints. A caller that keeps an output keeps a snapshot: nothing here is changed after it was handed out.
+Texts and id lists are cumulative; `delta_text` and `delta_ids` are what the last step added, so that a stream costs
+what it prints. A caller that keeps an output keeps a snapshot: nothing here is changed after it was handed out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class CompletionOutput:
     """One of the `n` answers to a request.
 
-    finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the context.
+    finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the
+        context.
     stop_reason: the stop string or stop id that ended it; None for the model's own end.
     error: what failed, with finish_reason "error".
     """
@@ -38,8 +39,10 @@ class CompletionOutput:
 class RequestMetrics:
     """Seconds on time.monotonic's clock; counts in tokens.
 
-    arrival: when it was added. first_scheduled: when its prompt first ran. first_token, finished: None until they happen.
-    num_cached_tokens: prompt tokens that came from the prefix cache. num_computed_prompt_tokens: prompt tokens done so far.
+    arrival: when it was added. first_scheduled: when its prompt first ran. first_token, finished: None until they
+        happen.
+    num_cached_tokens: prompt tokens that came from the prefix cache. num_computed_prompt_tokens: prompt tokens done
+        so far.
     num_preemptions: how often any of its sequences lost its blocks.
     """
 

@@ -1,7 +1,7 @@
 """What crosses between the scheduler and a worker: plain ints, floats and strings, in both directions.
 
-A `Plan` says what one step computes, a `StepOutput` what came of it. Nothing here holds a tensor, so both can cross to another
-process as they are; logits never cross.
+A `Plan` says what one step computes, a `StepOutput` what came of it. Nothing here holds a tensor, so both can cross
+to another process as they are; logits never cross.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from nanovllm_cli.sampling_params import SamplingParams
 class NewSequence(NamedTuple):
     """A sequence that the worker's sampler has not seen: what penalties, seeds and constraints need to begin.
 
-    stop_ids: ids that end the sequence (EOS included unless ignored); the sampler bans them while min_tokens is not reached.
+    stop_ids: ids that end the sequence (EOS included unless ignored); the sampler bans them while min_tokens is not
+        reached.
     """
 
     seq_id: int
@@ -28,9 +29,10 @@ class Scheduled(NamedTuple):
     """One sequence's share of one step: `token_ids` are fed at positions start, start + 1, …
 
     block_table: the blocks that hold positions 0 … start + len(token_ids) - 1, in order.
-    draws: ids of the sequences that draw a token from the logits of the last row. Empty for a prefill chunk that is not the
-        prompt's last; several where `n > 1` sequences share the prompt that this row ends.
-    prompt_logprobs: how many alternatives to report for each prompt token that this chunk's rows predict; None for none.
+    draws: ids of the sequences that draw a token from the logits of the last row. Empty for a prefill chunk that is
+        not the prompt's last; several where `n > 1` sequences share the prompt that this row ends.
+    prompt_logprobs: how many alternatives to report for each prompt token that this chunk's rows predict; None for
+        none.
     targets: the tokens that follow each row, known for prompt_logprobs (the last row of the prompt has no target).
     """
 
@@ -53,8 +55,8 @@ class Plan(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one token, and of the most likely ones. Natural logarithm, before temperature and filters (vLLM's
-    "raw_logprobs"). top: (token id, logprob) from the most likely down. rank: 1 for the most likely token."""
+    """Log-probability of one token, and of the most likely ones. Natural logarithm, before temperature and filters
+    (vLLM's "raw_logprobs"). top: (token id, logprob) from the most likely down. rank: 1 for the most likely token."""
 
     token_id: int
     logprob: float
@@ -72,7 +74,7 @@ class Drawn(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for the targets of its chunk."""
+    """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets."""
 
     drawn: list[Drawn]
     prompt_logprobs: dict[int, list[TokenLogprobs]]

@@ -1,0 +1,155 @@
+"""One answer as its reader sees it: which tokens count, when it ends and why, and its text.
+
+Rules, in the order in which they are looked at for every token:
+
+- An end id of the model, or one of `stop_token_ids`, ends the answer with "stop". It is part of the ids and not of
+  the text; with include_stop_str_in_output a stop_token_id (not the model's end) is part of the text too.
+- A stop string ends it with "stop"; the ids that were drawn stay, the text is cut.
+- `max_tokens`, the context or the KV cache end it with "length".
+
+The first two wait until more than `min_tokens` tokens are there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from nanovllm_cli.engine.outputs import CompletionOutput, FinishReason
+from nanovllm_cli.engine.plan import Drawn, TokenLogprobs
+from nanovllm_cli.engine.sequence import Sequence
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.detokenizer import Detokenizer
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class IncrementalDetokenizer(Protocol):
+    """What an answer needs of `text.detokenizer.Detokenizer`. push and finish return text that is new and final.
+
+    It looks for stop strings only behind the first `min_tokens` tokens.
+    """
+
+    stopped: str | None
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+DetokenizerFactory = Callable[[SamplingParams, tuple[int, ...]], IncrementalDetokenizer]
+
+
+def detokenizers_of(tokenizer: Tokenizer) -> DetokenizerFactory:
+    """Given a request's settings and prompt ids: a detokenizer for one of its answers, which continues the prompt."""
+
+    def make(params: SamplingParams, prompt_ids: tuple[int, ...]) -> IncrementalDetokenizer:
+        return Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            prompt_ids=prompt_ids,
+        )
+
+    return make
+
+
+class Answer:
+    """Grows with what its sequence draws. `finish_reason` is None until it ends."""
+
+    def __init__(
+        self, sequence: Sequence, eos_ids: Collection[int], detokenizer: IncrementalDetokenizer | None
+    ) -> None:
+        params = sequence.request.params
+        self.sequence = sequence
+        self.finish_reason: FinishReason | None = None
+        self._index = sequence.index
+        self._prompt_len = len(sequence.request.prompt_ids)
+        self._max_tokens = sequence.request.max_len - self._prompt_len
+        self._min_tokens = params.min_tokens
+        self._stop_ids = frozenset(sequence.request.stop_ids)
+        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self._shows_stop_ids = params.include_stop_str_in_output
+        self._detokenizer = detokenizer
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._text = ""
+        self._stop_reason: str | int | None = None
+        self._error: str | None = None
+        self._num_shown = 0
+        self._num_chars_shown = 0
+
+    def take(self, drawn: Drawn) -> None:
+        """Adds what one step drew, up to where the answer ends. An exception in detokenizing ends it with "error"."""
+        if drawn.error is not None:
+            self.fail(drawn.error)
+            return
+        try:
+            for token_id in drawn.token_ids:
+                self._add(token_id)
+                if self.finish_reason is not None:
+                    break
+        except Exception:
+            logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
+            self.fail("the text of the answer could not be decoded")
+        if self._logprobs is not None and drawn.logprobs is not None:
+            self._logprobs.extend(drawn.logprobs[: len(self._ids) - len(self._logprobs)])
+
+    def fail(self, error: str) -> None:
+        """Ends it with "error"; what is there so far stays."""
+        self.finish_reason, self._error = "error", error
+
+    def abort(self) -> None:
+        """Ends it with "abort"; text that was held back is shown."""
+        self.finish_reason = "abort"
+        try:
+            self._flush()
+        except Exception:
+            logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
+
+    def output(self) -> CompletionOutput:
+        """A snapshot. The deltas are what came since the last one."""
+        delta_ids = tuple(self._ids[self._num_shown :])
+        delta_text = self._text[self._num_chars_shown :]
+        self._num_shown, self._num_chars_shown = len(self._ids), len(self._text)
+        return CompletionOutput(
+            self._index,
+            self._text,
+            tuple(self._ids),
+            delta_text,
+            delta_ids,
+            None if self._logprobs is None else tuple(self._logprobs),
+            self.finish_reason,
+            self._stop_reason,
+            self._error,
+        )
+
+    def _add(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        if token_id in self._stop_ids and len(self._ids) > self._min_tokens:
+            self._end_at(token_id)
+            return
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.push((token_id,))
+            if self._detokenizer.stopped is not None:
+                self.finish_reason, self._stop_reason = "stop", self._detokenizer.stopped
+                return
+        if len(self._ids) >= self._max_tokens:
+            self.finish_reason = "length"
+            self._flush()
+
+    def _end_at(self, stop_id: int) -> None:
+        self.finish_reason = "stop"
+        if stop_id not in self._eos_ids:
+            self._stop_reason = stop_id
+            if self._shows_stop_ids and self._detokenizer is not None:
+                self._text += self._detokenizer.push((stop_id,))
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.finish()

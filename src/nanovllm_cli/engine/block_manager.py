@@ -1,0 +1,175 @@
+"""The KV cache's blocks: who holds them, which are free, which may be shared.
+
+A block is in exactly one of three states: in use (its reference count says by how many sequences), cached (nobody
+holds it but the prefix cache still finds it; the least recently released is evicted first), or free. Only numbers
+live here; the memory is `attention/kv_cache.py`'s. Sequences write only into blocks that they hold alone: see `grow`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
+from nanovllm_cli.engine.sequence import Sequence
+
+
+class BlockManager:
+    """All operations are O(1) per block that they touch."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, secret: bytes | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._prefixes = PrefixCache(block_size, secret) if enable_prefix_caching else None
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: the free ones, and the cached ones after eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, sequence: Sequence, headroom: int, *, use_cache: bool = True) -> bool:
+        """Gives an empty-handed sequence blocks for all of its tokens, cached ones where they hold its beginning.
+
+        False, and nothing changes, where fewer than `headroom` blocks would then be available. `num_computed` becomes
+        the number of tokens found; the last token is never among them, because its logits are wanted.
+        """
+        entries = self._match(sequence) if use_cache else []
+        fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
+        revived = sum(1 for entry in entries if self._references[entry.block] == 0)
+        if self.num_available - revived - fresh < headroom:
+            return False
+        for entry in entries:
+            self._share(entry.block)
+        sequence.block_table = [entry.block for entry in entries]
+        sequence.block_table.extend(self._take() for _ in range(fresh))
+        sequence.num_computed = len(entries) * self.block_size
+        return True
+
+    def adopt(self, sequence: Sequence) -> int:
+        """Swaps blocks that the sequence would compute next for cached ones that somebody else computed meanwhile.
+
+        Returns how many tokens that saves.
+        """
+        index = sequence.num_computed // self.block_size
+        if self._prefixes is None or index >= self._num_reusable(sequence):
+            return 0
+        if not self._prefixes.may_know(sequence, index):
+            return 0
+        entries = self._match(sequence)[index:]
+        for position, entry in enumerate(entries, start=index):
+            self._share(entry.block)
+            self._drop(sequence.block_table[position])
+            sequence.block_table[position] = entry.block
+        if not entries:
+            return 0
+        computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
+        return sequence.num_computed - computed
+
+    def missing(self, sequence: Sequence, end: int) -> int:
+        """How many blocks `grow(sequence, end)` would take."""
+        return self.blocks_for(end) - len(sequence.block_table) + (self._shared_index(sequence) is not None)
+
+    def grow(self, sequence: Sequence, end: int) -> tuple[int, int] | None:
+        """Makes positions num_computed … end - 1 writable; the blocks must be available.
+
+        Where the first of them lies in a block that others hold too, the sequence gets a block of its own, and the
+        pair (source, destination) to copy before anything is written. The source stays referenced until
+        `unpin(source)`, so that nobody can be given it within the same step.
+        """
+        copy: tuple[int, int] | None = None
+        index = self._shared_index(sequence)
+        if index is not None:
+            copy = (sequence.block_table[index], self._take())
+            sequence.block_table[index] = copy[1]
+        while len(sequence.block_table) * self.block_size < end:
+            sequence.block_table.append(self._take())
+        return copy
+
+    def unpin(self, block: int) -> None:
+        """Ends what `grow` began: the copy has been made."""
+        self._drop(block)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child`, whose tokens begin with the computed ones of `parent`, shares the parent's blocks."""
+        child.block_table = parent.block_table[: self.blocks_for(parent.num_computed)]
+        for block in child.block_table:
+            self._references[block] += 1
+        child.num_computed = parent.num_computed
+        child.block_digests = parent.block_digests[: parent.num_computed // self.block_size]
+        child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last."""
+        for block in reversed(sequence.block_table):
+            self._drop(block)
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_registered = sequence.last_uid = 0
+
+    def register(self, sequence: Sequence) -> None:
+        """Full blocks of computed tokens become findable. Call it only when a draw from them has proved them sound."""
+        num_full = sequence.num_computed // self.block_size
+        if self._prefixes is not None and num_full > sequence.num_registered:
+            self._reclaim(self._prefixes.register(sequence, num_full))
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Nothing that this sequence holds is to be found again: its numbers went bad."""
+        if self._prefixes is not None:
+            for block in sequence.block_table:
+                self._prefixes.forget(block)
+
+    def _match(self, sequence: Sequence) -> list[Entry]:
+        return self._prefixes.match(sequence, self._num_reusable(sequence)) if self._prefixes is not None else []
+
+    def _num_reusable(self, sequence: Sequence) -> int:
+        return (len(sequence.token_ids) - 1) // self.block_size
+
+    def _shared_index(self, sequence: Sequence) -> int | None:
+        index = sequence.num_computed // self.block_size
+        table = sequence.block_table
+        return index if index < len(table) and self._references[table[index]] > 1 else None
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            assert self._cached, "a block was taken that nobody had"
+            block, _ = self._cached.popitem(last=False)
+            assert self._prefixes is not None
+            self._prefixes.forget(block)
+        self._references[block] = 1
+        return block
+
+    def _share(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def _drop(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if self._prefixes is not None and block in self._prefixes:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+        assert self._references[block] >= 0, "a block was returned twice"
+
+    def _reclaim(self, ousted: list[int]) -> None:
+        for block in ousted:
+            if self._references[block] == 0:
+                del self._cached[block]
+                self._free.append(block)

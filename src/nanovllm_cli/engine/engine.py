@@ -1,0 +1,302 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+It joins the scheduler (who runs), an executor (which computes) and the answers (when they end). It knows token ids;
+texts only as what a detokenizer makes of them, and nothing of models, devices or tensors. It is not thread-safe: one
+thread calls add, step and abort.
+
+Room. The context of a request is the smaller of the model's and what the whole KV cache holds. A prompt must be
+shorter than that, or it is refused with PromptTooLongError; `max_tokens` is cut to what is left behind the prompt,
+and an answer that gets there ends with "length". `n` needs no room of its own: where blocks are short its answers are
+computed one after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import operator
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
+from nanovllm_cli.engine.block_manager import BlockManager
+from nanovllm_cli.engine.executor import Executor
+from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.scheduler import Scheduler
+from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.engine.strategy import Standard, Strategy
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_PRIORITY = 2**31
+
+
+class EngineStats(NamedTuple):
+    """Counts, the last five since the start. running and waiting are sequences.
+
+    used + cached + free blocks are the whole cache; the cached ones are kept for later requests and can be evicted.
+    prefix_hit_tokens: found instead of computed. scheduled_tokens: computed. generated_tokens: drawn.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    scheduled_tokens: int
+    generated_tokens: int
+
+
+class _Live(NamedTuple):
+    """An unfinished request and its answers."""
+
+    request: Request
+    answers: list[Answer]
+    first_token: list[float]
+
+
+class Engine:
+    """add() a request, step() while has_unfinished(); abort() whenever.
+
+    vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
+    answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
+    `tokenizer`. Without both, texts are empty and stop strings find nothing.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int,
+        max_model_len: int,
+        num_blocks: int,
+        eos_ids: tuple[int, ...] = (),
+        detokenizer_factory: DetokenizerFactory | None = None,
+        strategy: Strategy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._cache_len = num_blocks * config.block_size
+        self._eos_ids = eos_ids
+        self._detokenizer_factory = detokenizer_factory or (detokenizers_of(tokenizer) if tokenizer else None)
+        self._clock = clock
+        self._blocks = BlockManager(
+            num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            secret=config.cache_salt_secret,
+        )
+        self._scheduler = Scheduler(config, self._blocks, strategy or Standard(), clock)
+        self._live: dict[str, _Live] = {}
+        self._seq_ids = itertools.count()
+        self._scheduled_tokens = self._generated_tokens = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request. priority: lower is more urgent. cache_salt: cached prompts are shared only where it is
+        equal.
+
+        Raises UsageError for what has no meaning and PromptTooLongError for what can never run; nothing is queued
+        then.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise UsageError("a request needs an id, which is a string")
+        if request_id in self._live:
+            raise UsageError(f"request id {request_id!r} is already in use", "wait until it is finished, or abort it")
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise UsageError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+        params.check_vocabulary(self._vocab_size)
+        prompt = self._checked_prompt(prompt_ids)
+        room = min(self._max_model_len, self._cache_len) - len(prompt)
+        answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos_ids = () if params.ignore_eos else self._eos_ids
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt,
+            params=params,
+            max_len=len(prompt) + answer_len,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
+            arrival=self._clock(),
+            cache_salt=cache_salt,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        request.sequences = [
+            Sequence(next(self._seq_ids), request, index, _seed(params.seed, index), list(prompt))
+            for index in range(params.n)
+        ]
+        answers = [Answer(sequence, self._eos_ids, self._detokenizer(request)) for sequence in request.sequences]
+        self._scheduler.add(request, priority)
+        self._live[request_id] = _Live(request, answers, [])
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one step. Returns an output for every request that it moved on; empty where nothing is left to
+        do.
+        """
+        plan = self._scheduler.plan()
+        if plan is None:
+            return []
+        try:
+            output, failures = self._execute(plan)
+        except BaseException:
+            self._scheduler.rewind()
+            raise
+        self._scheduled_tokens += sum(len(scheduled.token_ids) for scheduled in plan.scheduled)
+        touched: dict[str, _Live] = {}
+        for sequence, drawn in self._scheduler.apply(output, failures):
+            live = self._live[sequence.request.request_id]
+            touched[sequence.request.request_id] = live
+            if drawn is None:
+                continue
+            answer = live.answers[sequence.index]
+            answer.take(drawn)
+            self._generated_tokens += len(drawn.token_ids)
+            if drawn.token_ids and not live.first_token:
+                live.first_token.append(self._clock())
+            if answer.finish_reason is not None:
+                self._scheduler.finish(sequence)
+        return [self._output(live) for live in touched.values()]
+
+    def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """Ends a request, or one of its answers, now, and returns its output (no step will). None if it is not
+        there.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        for answer in live.answers if index is None else live.answers[index : index + 1]:
+            if answer.finish_reason is None:
+                answer.abort()
+                self._scheduler.finish(answer.sequence)
+        return self._output(live)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def stats(self) -> EngineStats:
+        scheduler, blocks = self._scheduler, self._blocks
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=blocks.num_available - blocks.num_cached,
+            used_blocks=blocks.num_used,
+            cached_blocks=blocks.num_cached,
+            prefix_hit_tokens=scheduler.num_hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            steps=scheduler.num_steps,
+            scheduled_tokens=self._scheduled_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        return self._detokenizer_factory(request.params, request.prompt_ids) if self._detokenizer_factory else None
+
+    def _checked_prompt(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
+        try:
+            prompt = tuple(map(operator.index, prompt_ids))
+        except TypeError:
+            raise UsageError("a prompt is a list of token ids, which are integers") from None
+        if not prompt:
+            raise UsageError("the prompt is empty", "give it at least one token")
+        for token_id in (min(prompt), max(prompt)):
+            if not 0 <= token_id < self._vocab_size:
+                raise UsageError(f"token id {token_id} is not in the vocabulary, which has {self._vocab_size}")
+        if len(prompt) >= self._max_model_len:
+            raise PromptTooLongError(len(prompt), self._max_model_len)
+        if len(prompt) >= self._cache_len:
+            raise PromptTooLongError(len(prompt), self._cache_len, "that fills the KV cache: give it more memory")
+        return prompt
+
+    def _execute(self, plan: Plan) -> tuple[StepOutput, dict[int, str]]:
+        """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
+
+        At most two calls for each sequence of the plan. Halves copy only for themselves: what a half that succeeded
+        has written must not be copied over.
+        """
+        try:
+            return self._executor.execute(plan), {}
+        except Exception as error:
+            if len(plan.scheduled) == 1:
+                seq_id = plan.scheduled[0].seq_id
+                logger.exception("sequence %d failed", seq_id)
+                return StepOutput([], {}), {seq_id: _message(error)}
+            logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
+        drawn, prompt_logprobs, failures = [], {}, {}
+        middle = len(plan.scheduled) // 2
+        for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
+            ids = {seq_id for each in scheduled for seq_id in each.draws}
+            blocks = {block for each in scheduled for block in each.block_table}
+            half, failed = self._execute(
+                Plan(
+                    scheduled,
+                    [new for new in plan.new if new.seq_id in ids],
+                    plan.finished,
+                    [copy for copy in plan.copies if copy[1] in blocks],
+                )
+            )
+            drawn.extend(half.drawn)
+            prompt_logprobs.update(half.prompt_logprobs)
+            failures.update(failed)
+        return StepOutput(drawn, prompt_logprobs), failures
+
+    def _output(self, live: _Live) -> RequestOutput:
+        request = live.request
+        outputs = tuple([answer.output() for answer in live.answers])
+        finished = all(output.finish_reason is not None for output in outputs)
+        if finished:
+            del self._live[request.request_id]
+        prompt_logprobs = None if request.wants_prompt_logprobs else request.prompt_logprobs
+        return RequestOutput(
+            request.request_id,
+            request.prompt_ids,
+            outputs,
+            finished,
+            RequestMetrics(
+                request.arrival,
+                request.first_scheduled,
+                live.first_token[0] if live.first_token else None,
+                self._clock() if finished else None,
+                request.num_cached_tokens,
+                request.num_computed_prompt_tokens,
+                request.num_preemptions,
+            ),
+            None if prompt_logprobs is None else tuple(prompt_logprobs),
+        )
+
+
+def _seed(seed: int | None, index: int) -> int:
+    """The seed of answer `index`: the request's own for the first, then the first 63 bits of BLAKE2b("seed:index")."""
+    if seed is None:
+        return secrets.randbits(63)
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _message(error: Exception) -> str:
+    """What the request's owner may read: our own errors say something, others might say too much."""
+    return error.message if isinstance(error, NanovllmError) else f"an internal error ({type(error).__name__})"

@@ -1,0 +1,115 @@
+"""Which full blocks of tokens have their K and V in the cache, found by what they hold.
+
+A block is known by a chain: its digest covers its tokens and the digest of the block before it, the first one the
+request's salt. Digests are keyed with a secret of the process, so nobody outside can aim for a collision; should one
+happen anyway, the entry's tokens, salt and parent are compared and it is a miss. This file knows digests and block
+numbers; whether a block is in use, free or evicted is `block_manager.py`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from typing import NamedTuple
+
+from nanovllm_cli.engine.sequence import Sequence
+
+DIGEST_BYTES = 16
+ROOT_UID = 0
+
+
+class Entry(NamedTuple):
+    """One findable block. uid: never used twice, so that `parent_uid` names exactly one chain of tokens."""
+
+    uid: int
+    parent_uid: int
+    digest: bytes
+    tokens: bytes
+    salt: str | None
+    block: int
+
+
+class PrefixCache:
+    """Digest -> entry, and block -> entry. Every operation is O(1) per block."""
+
+    def __init__(self, block_size: int, secret: bytes | None = None) -> None:
+        self._block_size = block_size
+        self._key = hashlib.sha256(secret).digest() if secret else secrets.token_bytes(32)
+        self._by_digest: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
+        self._next_uid = ROOT_UID + 1
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def match(self, sequence: Sequence, limit: int) -> list[Entry]:
+        """Entries of the first blocks of `sequence`, as far as they are known without a gap, at most `limit`."""
+        found: list[Entry] = []
+        parent_uid = ROOT_UID
+        for index in range(limit):
+            entry = self._find(sequence, index, parent_uid)
+            if entry is None:
+                break
+            found.append(entry)
+            parent_uid = entry.uid
+        return found
+
+    def may_know(self, sequence: Sequence, index: int) -> bool:
+        """Whether a walk to block `index` of `sequence` can be worth its time."""
+        return self._digest(sequence, index) in self._by_digest
+
+    def register(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """Makes the first `num_blocks` blocks of `sequence` findable; where an equal block already is, that one stays.
+
+        Returns blocks that lost their entry to a newer one (a colliding digest, or an orphan of an evicted chain).
+        """
+        ousted: list[int] = []
+        parent_uid = sequence.last_uid
+        for index in range(sequence.num_registered, num_blocks):
+            entry = self._find(sequence, index, parent_uid)
+            if entry is None:
+                digest, block = self._digest(sequence, index), sequence.block_table[index]
+                rival = self._by_digest.get(digest)
+                if rival is not None:
+                    self.forget(rival.block)
+                    ousted.append(rival.block)
+                self.forget(block)
+                entry = Entry(self._next_uid, parent_uid, digest, self._tokens(sequence, index), sequence.salt, block)
+                self._next_uid += 1
+                self._by_digest[digest] = self._by_block[block] = entry
+            parent_uid = entry.uid
+        sequence.num_registered, sequence.last_uid = num_blocks, parent_uid
+        return ousted
+
+    def forget(self, block: int) -> None:
+        """The block's content is no longer to be found (evicted, or not to be trusted). Unknown blocks are fine."""
+        entry = self._by_block.pop(block, None)
+        if entry is not None:
+            del self._by_digest[entry.digest]
+
+    def _find(self, sequence: Sequence, index: int, parent_uid: int) -> Entry | None:
+        entry = self._by_digest.get(self._digest(sequence, index))
+        if entry is None or entry.parent_uid != parent_uid or entry.salt != sequence.salt:
+            return None
+        return entry if entry.tokens == self._tokens(sequence, index) else None
+
+    def _digest(self, sequence: Sequence, index: int) -> bytes:
+        digests = sequence.block_digests
+        while len(digests) <= index:
+            parent = digests[-1] if digests else self._root(sequence.salt)
+            digests.append(self._hash(parent + self._tokens(sequence, len(digests))))
+        return digests[index]
+
+    def _tokens(self, sequence: Sequence, index: int) -> bytes:
+        start = index * self._block_size
+        return array("q", sequence.token_ids[start : start + self._block_size]).tobytes()
+
+    def _root(self, salt: str | None) -> bytes:
+        return self._hash(b"no salt" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass"))
+
+    def _hash(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=self._key).digest()

@@ -1,0 +1,350 @@
+"""Who runs in the next step, with how many tokens, in which blocks.
+
+Each step takes decodes first, then prefill chunks of running sequences, then waiting ones, under two limits: tokens a
+step and sequences a step. What must hold, and why it does:
+
+- Progress. Every plan schedules a token. Requests have one fixed order, their rank; a sequence that lacks blocks
+  takes them from the running sequence with the highest rank above its own that is not in the step yet, or else sits
+  the step out. The most urgent one can preempt all others, and alone it fits: the engine refuses what does not.
+- No starvation. Waiting sequences enter in order of rank and nobody overtakes the first. With policy "priority" the
+  rank is priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike,
+  so the order never changes. Where decodes alone would fill the step they leave a part of it to prefills, and take
+  turns.
+- No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for each running sequence to grow
+  into, and not in a step that had to preempt.
+
+A sequence that was preempted keeps its tokens, and computes prompt and answer again when it comes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.block_manager import BlockManager
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.sequence import Request, Sequence, Status
+from nanovllm_cli.engine.strategy import Strategy
+
+
+class Result(NamedTuple):
+    """What a step did to one sequence. drawn: None after a prefill chunk that does not end the prompt."""
+
+    sequence: Sequence
+    drawn: Drawn | None
+
+
+class _Share(NamedTuple):
+    """A sequence's part of the step that is under way."""
+
+    sequence: Sequence
+    fed: list[int]
+    draws: bool
+
+
+class Scheduler:
+    """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate."""
+
+    def __init__(
+        self, config: EngineConfig, blocks: BlockManager, strategy: Strategy, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._strategy = strategy
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
+        self._finished: list[int] = []
+        self._refused_at: tuple[Sequence, int] | None = None
+        self._shares: list[_Share] = []
+        self._scheduled: list[Scheduled] = []
+        self._copies: list[tuple[int, int]] = []
+        self._budget = 0
+        self._preempted = False
+
+    def add(self, request: Request, priority: int) -> None:
+        """Takes a request with its sequences. The first computes the prompt, the others draw from its last row."""
+        aged = priority + request.arrival / self._config.aging_seconds if self._config.policy == "priority" else 0.0
+        request.rank = (aged, next(self._arrivals))
+        for sequence in request.sequences:
+            sequence.rank = (*request.rank, sequence.index)
+        first, *others = request.sequences
+        self._lead(first, others)
+
+    def plan(self) -> Plan | None:
+        """The next step, or None where nothing is left to do."""
+        if not self.running and not self.waiting:
+            return None
+        self.num_steps += 1
+        self._shares, self._scheduled, self._copies, self._preempted = [], [], [], False
+        self._budget = self._config.max_num_batched_tokens
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if len(sequence.token_ids) - sequence.num_computed == 1 else prefills).append(sequence)
+        prefills.sort(key=_rank)
+
+        self._serve(decodes, self._reserve(len(decodes), bool(prefills)))
+        self._serve(prefills, 0)
+        self._enter_waiting()
+        if self._budget:
+            self._serve(decodes, 0)
+        self._let_others_go_first_next_time()
+        assert self._scheduled, "a step without progress"
+        return Plan(self._scheduled, self._introduce(), list(self._finished), self._copies)
+
+    def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
+        """Takes in what the planned step gave. failures: sequence id -> what its rows raised.
+
+        Sequences with an error are still to be ended by the caller, with `finish`, as are those that reached their
+        end.
+        """
+        self._unpin()
+        self._finished.clear()
+        by_id = {drawn.seq_id: drawn for drawn in output.drawn}
+        results: list[Result] = []
+        for share in self._shares:
+            sequence = share.sequence
+            if failures and sequence.seq_id in failures:
+                self._blocks.distrust(sequence)
+                message = failures[sequence.seq_id]
+                results.extend(Result(each, Drawn(each.seq_id, [], None, message)) for each in _group(sequence))
+                continue
+            self._collect_prompt(sequence, share, output)
+            if not share.draws:
+                sequence.num_computed += len(share.fed)
+                results.append(Result(sequence, None))
+                continue
+            drawn = [_sound(by_id.get(each.seq_id), each) for each in _group(sequence)]
+            sequence.num_computed += self._strategy.num_valid(sequence, share.fed, drawn[0].token_ids)
+            if any(each.error is not None for each in drawn):
+                self._blocks.distrust(sequence)
+            else:
+                self._blocks.register(sequence)
+            if sequence.pending:
+                results.extend(self._fork(sequence, drawn[1:]))
+            sequence.registered = True
+            sequence.token_ids.extend(drawn[0].token_ids)
+            results.append(Result(sequence, drawn[0]))
+        self._shares = []
+        return results
+
+    def rewind(self) -> None:
+        """Forgets a planned step that was broken off: everybody starts again from the tokens that they have."""
+        self._unpin()
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence in whatever state it is, and frees what it held. Ended ones may be given again."""
+        status, sequence.status = sequence.status, Status.FINISHED
+        if status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._blocks.release(sequence)
+        elif status is Status.WAITING:
+            self._remove_waiting(sequence)
+        elif status is Status.PENDING:
+            for other in sequence.request.sequences:
+                if sequence in other.pending:
+                    other.pending.remove(sequence)
+        if sequence.announced and status is not Status.FINISHED:
+            self._finished.append(sequence.seq_id)
+        if sequence.pending:
+            heirs, sequence.pending = sequence.pending, []
+            self._lead(heirs[0], heirs[1:])
+
+    # Planning
+
+    def _reserve(self, num_decodes: int, prefilling: bool) -> int:
+        """Tokens that decodes leave to prefills, in a step that they could fill alone."""
+        budget = self._config.max_num_batched_tokens
+        if not prefilling and not (self.waiting and self._free_seats() > 0):
+            return 0
+        if budget == 1:
+            return self.num_steps % 2 if num_decodes else 0
+        return max(1, budget // 4)
+
+    def _serve(self, sequences: list[Sequence], reserve: int) -> None:
+        """Schedules each that is not in the step yet, until the budget is down to `reserve`."""
+        for sequence in sequences:
+            if self._budget <= reserve:
+                return
+            if sequence.status is Status.RUNNING and sequence.step != self.num_steps:
+                self._schedule(sequence, self._budget - reserve)
+
+    def _schedule(self, sequence: Sequence, limit: int) -> bool:
+        if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_prompt_logprobs:
+            self._count_hits(sequence, self._blocks.adopt(sequence))
+        fed = self._strategy.feed(sequence, limit)
+        start = sequence.num_computed
+        end = start + len(fed)
+        if not self._make_room(sequence, end):
+            return False
+        copy = self._blocks.grow(sequence, end)
+        if copy is not None:
+            self._copies.append(copy)
+        draws = end >= len(sequence.token_ids)
+        num_logprobs, targets = self._prompt_logprobs(sequence, start, end)
+        self._scheduled.append(
+            Scheduled(
+                sequence.seq_id,
+                fed,
+                start,
+                sequence.block_table[: self._blocks.blocks_for(end)],
+                tuple([each.seq_id for each in _group(sequence)]) if draws else (),
+                num_logprobs,
+                targets,
+            )
+        )
+        self._shares.append(_Share(sequence, fed, draws))
+        self._budget -= len(fed)
+        sequence.step = self.num_steps
+        return True
+
+    def _prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> tuple[int | None, tuple[int, ...]]:
+        request = sequence.request
+        if not request.wants_prompt_logprobs:
+            return None, ()
+        return request.params.prompt_logprobs, request.prompt_ids[start + 1 : end + 1]
+
+    def _make_room(self, sequence: Sequence, end: int) -> bool:
+        while self._blocks.missing(sequence, end) > self._blocks.num_available:
+            candidates = [each for each in self.running if each.rank > sequence.rank and each.step != self.num_steps]
+            if not candidates:
+                return False
+            self._preempt(max(candidates, key=_rank))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._blocks.release(sequence)
+        self._wait(sequence)
+        sequence.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._preempted = True
+
+    def _enter_waiting(self) -> None:
+        """Waiting sequences, in order, while there are tokens, seats and blocks."""
+        if self._preempted:
+            return
+        seats = self._free_seats() if self.waiting else 0
+        while self.waiting and self._budget and seats > 0:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                return
+            self.waiting.pop(0)
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            seats -= 1 + len(sequence.pending)
+            self._schedule(sequence, self._budget)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        headroom = len(self.running) + len(sequence.pending) if self.running else 0
+        spare = self._blocks.num_available - headroom
+        if self._refused_at is not None and self.running:
+            refused, had = self._refused_at
+            if refused is sequence and spare <= had:
+                return False
+        request = sequence.request
+        if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_prompt_logprobs):
+            self._refused_at = (sequence, spare)
+            return False
+        self._refused_at = None
+        if request.first_scheduled is None:
+            request.first_scheduled = self._clock()
+        self._count_hits(sequence, sequence.num_computed)
+        return True
+
+    def _count_hits(self, sequence: Sequence, num_tokens: int) -> None:
+        self.num_hit_tokens += num_tokens
+        if sequence.request.num_preemptions == 0 and sequence.index == 0:
+            sequence.request.num_cached_tokens += num_tokens
+
+    def _free_seats(self) -> int:
+        """Sequences that may still enter: those that will fork from a running one have their seats already."""
+        return self._config.max_num_seqs - sum(1 + len(each.pending) for each in self.running)
+
+    def _let_others_go_first_next_time(self) -> None:
+        if len(self._scheduled) < len(self.running):
+            self.running.sort(key=lambda each: each.step == self.num_steps)
+
+    def _introduce(self) -> list[NewSequence]:
+        new: list[NewSequence] = []
+        for share in self._shares:
+            if share.draws and not share.sequence.registered:
+                for each in _group(share.sequence):
+                    request = each.request
+                    prompt_ids = list(request.prompt_ids)
+                    new.append(NewSequence(each.seq_id, prompt_ids, request.params, each.seed, request.stop_ids))
+                    each.announced = True
+        return new
+
+    # What came back
+
+    def _unpin(self) -> None:
+        for source, _ in self._copies:
+            self._blocks.unpin(source)
+        self._copies = []
+
+    def _collect_prompt(self, sequence: Sequence, share: _Share, output: StepOutput) -> None:
+        request = sequence.request
+        done = min(sequence.num_computed + len(share.fed), len(request.prompt_ids))
+        request.num_computed_prompt_tokens = max(request.num_computed_prompt_tokens, done)
+        if request.wants_prompt_logprobs and request.prompt_logprobs is not None:
+            request.prompt_logprobs.extend(output.prompt_logprobs.get(sequence.seq_id, ()))
+
+    def _fork(self, parent: Sequence, drawn: list[Drawn]) -> list[Result]:
+        """Sequences that shared the prompt go their own ways, each with its first token. Without a seat they wait."""
+        children, parent.pending = parent.pending, []
+        results: list[Result] = []
+        for child, first in zip(children, drawn, strict=True):
+            child.registered = True
+            child.token_ids.extend(first.token_ids)
+            if len(self.running) < self._config.max_num_seqs:
+                self._blocks.fork(parent, child)
+                child.status = Status.RUNNING
+                self.running.append(child)
+            else:
+                self._wait(child)
+            results.append(Result(child, first))
+        return results
+
+    # The waiting line, in order of rank
+
+    def _lead(self, first: Sequence, others: list[Sequence]) -> None:
+        first.pending = others
+        for other in others:
+            other.status = Status.PENDING
+        self._wait(first)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        if sequence.request.wants_prompt_logprobs:
+            sequence.request.prompt_logprobs = [None]
+        insort(self.waiting, sequence, key=_rank)
+
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        index = bisect_left(self.waiting, sequence.rank, key=_rank)
+        assert self.waiting[index] is sequence
+        del self.waiting[index]
+
+
+def _rank(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.rank
+
+
+def _group(sequence: Sequence) -> list[Sequence]:
+    """A sequence and those that draw from the row that ends its prompt."""
+    return [sequence, *sequence.pending]
+
+
+def _sound(drawn: Drawn | None, sequence: Sequence) -> Drawn:
+    """A draw that moves its sequence on, or says why not."""
+    if drawn is not None and (drawn.error is not None or drawn.token_ids):
+        return drawn
+    return Drawn(sequence.seq_id, [], None, "the sampler drew nothing")

@@ -1,0 +1,90 @@
+"""What is being generated: a `Request` and its `n` sequences.
+
+This is the scheduler's bookkeeping and nothing else: tokens, how many of them are computed, and the blocks that hold
+them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """PENDING: shares a prompt that another sequence of its request is computing. WAITING: holds no blocks."""
+
+    PENDING = 0
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked for, and what is common to its `n` sequences.
+
+    max_len: most tokens of prompt and answer together. stop_ids: ids that end an answer.
+    rank: place in the one order that decides who runs first and who is preempted last; lower is more urgent. It never
+    changes.
+    prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
+    The last four fields feed `RequestMetrics`.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_len: int
+    stop_ids: tuple[int, ...]
+    arrival: float
+    rank: tuple[float, int] = (0.0, 0)
+    cache_salt: str | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    first_scheduled: float | None = None
+    num_cached_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens are left whose log-probabilities nobody has reported."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One answer in the making.
+
+    token_ids: the prompt and what was drawn. num_computed: how many of them have their K and V in `block_table`.
+    pending: sequences that will draw their first token from the row that ends this one's prompt.
+    block_digests, num_registered, last_uid: this sequence's way through the prefix cache (see `prefix_cache.py`).
+    step: the last step that scheduled it. announced: a plan has named it to the worker; registered: that plan
+    succeeded.
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    pending: list[Sequence] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    last_uid: int = 0
+    step: int = 0
+    announced: bool = False
+    registered: bool = False
+    rank: tuple[float, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = (*self.request.rank, self.index)
+
+    @property
+    def salt(self) -> str | None:
+        return self.request.cache_salt

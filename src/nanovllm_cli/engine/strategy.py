@@ -1,0 +1,36 @@
+"""How a sequence turns steps into tokens: the only thing that plain decoding and speculation do differently.
+
+The scheduler asks a strategy what to feed, and tells it what was drawn. It never learns which strategy it has.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nanovllm_cli.engine.sequence import Sequence
+
+
+class Strategy(Protocol):
+    """Both methods are called once for each sequence of a step, `feed` before it and `num_valid` after it."""
+
+    def feed(self, sequence: Sequence, limit: int) -> list[int]:
+        """Tokens for positions num_computed, num_computed + 1, …: known ones and, behind the last of these, guesses.
+
+        At least one and at most `limit` (which is at least one).
+        """
+        ...
+
+    def num_valid(self, sequence: Sequence, fed: list[int], drawn: list[int]) -> int:
+        """How many of the fed tokens turned out to belong to the sequence, given what its last rows drew."""
+        ...
+
+
+class Standard:
+    """Known tokens only, one draw a step."""
+
+    def feed(self, sequence: Sequence, limit: int) -> list[int]:
+        start = sequence.num_computed
+        return sequence.token_ids[start : start + limit]
+
+    def num_valid(self, sequence: Sequence, fed: list[int], drawn: list[int]) -> int:
+        return len(fed)

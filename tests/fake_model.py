@@ -1,0 +1,173 @@
+"""An executor without a model, which notices every mistake in block tables, copies and sharing.
+
+What it keeps for a position is (token, chain), where the chain is a hash of every token up to there: like a real K and V it
+depends on the whole prefix. Each step it reads the prefix of each sequence through its block table and recomputes the chain;
+the next token is a function of the chain (and of the seed, where the request is not greedy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+
+VOCAB = 97
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class FakeModel:
+    """`violations` stays empty while the engine is right. Faults are injected by the three hooks.
+
+    before: called with each plan, may raise. draw_error: message for a sequence, or None. drop: sequences without a draw.
+    """
+
+    def __init__(self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9) -> None:
+        self.block_size = block_size
+        self.max_tokens, self.max_seqs = max_tokens, max_seqs
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}
+        self.known: dict[int, NewSequence] = {}
+        self.forgotten: list[int] = []
+        self.plans: list[Plan] = []
+        self.violations: list[str] = []
+        self.before: Callable[[Plan], None] = lambda plan: None
+        self.midway: Callable[[Plan], None] = lambda plan: None
+        self.draw_error: Callable[[Scheduled, int], str | None] = lambda scheduled, seq_id: None
+        self.drop: set[int] = set()
+        self.closed = False
+
+    def execute(self, plan: Plan) -> StepOutput:
+        self.plans.append(plan)
+        self._expect(bool(plan.scheduled), "an empty plan")
+        self._expect(sum(len(each.token_ids) for each in plan.scheduled) <= self.max_tokens, "too many tokens")
+        self._expect(len(plan.scheduled) <= self.max_seqs, "too many sequences")
+        self._expect(len({each.seq_id for each in plan.scheduled}) == len(plan.scheduled), "a sequence twice")
+        self.before(plan)
+        for seq_id in plan.finished:
+            self.known.pop(seq_id, None)
+            self.forgotten.append(seq_id)
+        for new in plan.new:
+            self.known[new.seq_id] = new
+        for source, target in plan.copies:
+            for offset in range(self.block_size):
+                self.memory.pop((target, offset), None)
+                if (source, offset) in self.memory:
+                    self.memory[target, offset] = self.memory[source, offset]
+        for scheduled in plan.scheduled:
+            self._write(scheduled)
+        self.midway(plan)
+        drawn: list[Drawn] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for scheduled in plan.scheduled:
+            chain = self._read(scheduled)
+            for seq_id in scheduled.draws:
+                if seq_id not in self.drop:
+                    drawn.append(self._draw(scheduled, seq_id, chain))
+            if scheduled.prompt_logprobs is not None:
+                logprobs[scheduled.seq_id] = [TokenLogprobs(each, -1.0, 1, ()) for each in scheduled.targets]
+        return StepOutput(drawn, logprobs)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _write(self, scheduled: Scheduled) -> None:
+        self._expect(bool(scheduled.token_ids), "nothing to feed")
+        end = scheduled.start + len(scheduled.token_ids)
+        needed = -(-end // self.block_size)
+        self._expect(len(scheduled.block_table) == needed, "a block table of the wrong length")
+        self._expect(len(set(scheduled.block_table)) == needed, "a block twice in a table")
+        chain = self._at(scheduled, scheduled.start - 1)[1] if scheduled.start else 0
+        for position, token in enumerate(scheduled.token_ids, start=scheduled.start):
+            chain = hash((chain, token))
+            block, offset = divmod(position, self.block_size)
+            self.memory[scheduled.block_table[block], offset] = (token, chain)
+
+    def _read(self, scheduled: Scheduled) -> int:
+        chain = 0
+        for position in range(scheduled.start + len(scheduled.token_ids)):
+            token, kept = self._at(scheduled, position)
+            chain = hash((chain, token))
+            if kept != chain:
+                self._expect(False, f"sequence {scheduled.seq_id} reads foreign K and V at {position}")
+        return chain
+
+    def _at(self, scheduled: Scheduled, position: int) -> tuple[int, int]:
+        block, offset = divmod(position, self.block_size)
+        return self.memory.get((scheduled.block_table[block], offset), (-1, -1))
+
+    def _draw(self, scheduled: Scheduled, seq_id: int, chain: int) -> Drawn:
+        if seq_id not in self.known:
+            self._expect(False, f"sequence {seq_id} draws without being introduced")
+            return Drawn(seq_id, [], None, "unknown")
+        error = self.draw_error(scheduled, seq_id)
+        if error is not None:
+            return Drawn(seq_id, [], None, error)
+        params = self.known[seq_id].params
+        token = (chain if params.is_greedy else hash((chain, self.known[seq_id].seed))) % VOCAB
+        logprobs = None if params.logprobs is None else [TokenLogprobs(token, -0.5, 1, ())]
+        return Drawn(seq_id, [token], logprobs)
+
+    def _expect(self, holds: bool, message: str) -> None:
+        if not holds:
+            self.violations.append(message)
+
+
+class FakeClock:
+    """A clock that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 10_000,
+    eos_ids: tuple[int, ...] = (),
+    clock: Callable[[], float] | None = None,
+    factory: object = None,
+    **settings: object,
+) -> tuple[Engine, FakeModel]:
+    config = EngineConfig(block_size=block_size, **settings)  # type: ignore[arg-type]
+    model = FakeModel(block_size, max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
+    engine = Engine(
+        model,
+        config,
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        eos_ids=eos_ids,
+        detokenizer_factory=factory,  # type: ignore[arg-type]
+        clock=clock or FakeClock(),
+    )
+    return engine, model
+
+
+def drain(engine: Engine, most_steps: int = 100_000) -> dict[str, RequestOutput]:
+    """Steps until nothing is left, and returns the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    for _ in range(most_steps):
+        if not engine.has_unfinished():
+            return last
+        for output in engine.step():
+            last[output.request_id] = output
+    raise AssertionError("it does not end")
+
+
+def expected_tokens(prompt: list[int], count: int, seed: int | None = None) -> tuple[int, ...]:
+    """What the fake model answers, computed without any engine."""
+    chain, out = 0, []
+    for token in prompt:
+        chain = hash((chain, token))
+    for _ in range(count):
+        token = (chain if seed is None else hash((chain, seed))) % VOCAB
+        out.append(token)
+        chain = hash((chain, token))
+    return tuple(out)
