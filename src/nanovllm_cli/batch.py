@@ -17,6 +17,8 @@ class Batch:
 
     token_ids    [T] int64
     positions    [T] int64, absolute position of each token in its sequence
+    rope_lens    [T] int64, length of the token's sequence as far as length-dependent rope scaling goes: the prompt's length,
+                 or position + 1 for tokens after it
     query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T
     kv_lens      [B] int32, cached tokens of each sequence once this step's are written
     slots        [T] int64, where each token's K and V go: block * block_size + offset
@@ -26,6 +28,7 @@ class Batch:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
+    rope_lens: torch.Tensor
     query_starts: torch.Tensor
     kv_lens: torch.Tensor
     slots: torch.Tensor

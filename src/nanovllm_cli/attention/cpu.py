@@ -1,0 +1,55 @@
+"""Attention on the CPU, over the layout of kernels/cpu_attention.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.attention.backend import QKNorm
+from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.model_spec import AttentionSpec
+
+
+class CpuStep(NamedTuple):
+    """Of one batch: how many tokens of its sequence follow each token in this step (itself included), and the work's tiles
+    by size of the query group."""
+
+    batch: Batch
+    run: torch.Tensor
+    tiles: dict[int, torch.Tensor]
+
+
+class CpuAttention:
+    """An AttentionBackend; one kernel serves decode, chunks and verification."""
+
+    def prepare(self, batch: Batch) -> CpuStep:
+        ends = batch.query_starts[1:]
+        lens = ends - batch.query_starts[:-1]
+        run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
+        return CpuStep(batch, run, {})
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None,
+        cache: LayerCache,
+        step: CpuStep,
+    ) -> torch.Tensor:
+        batch, group = step.batch, spec.num_heads // spec.num_kv_heads
+        if group not in step.tiles:
+            step.tiles[group] = cpu.attention_tiles(batch.query_starts, batch.kv_lens, group)
+        q = cpu.rope_and_cache(
+            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+            norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
+            *angles, spec.rope.interleaved if spec.rope else False, batch.slots, step.run, *cache,
+        )  # fmt: skip
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        return cpu.paged_attention(
+            q, *cache, step.tiles[group], batch.block_tables, scale, spec.window or 0, spec.softcap or 0.0, sinks
+        )

@@ -1,0 +1,90 @@
+"""How much memory there is, and how much of it the KV cache gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import DoesNotFitError
+
+GIB = 1 << 30
+# What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
+OVERHEAD_BYTES = 512 << 20
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: the system's figure, or less where a control group sets a limit."""
+    return min(_system_available(), _group_available())
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _group_available() -> int:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 1 << 62
+    return (1 << 62) if limit == "max" else max(0, int(limit) - used)
+
+
+def check_weights_fit(num_bytes: int, available: int) -> None:
+    """Before anything is loaded. DoesNotFitError says what is needed and what is there."""
+    if num_bytes + OVERHEAD_BYTES > available:
+        raise DoesNotFitError(
+            f"the weights need {num_bytes / GIB:.1f} GiB and {available / GIB:.1f} GiB of memory are free",
+            "try a smaller model, or a machine with more memory",
+        )
+
+
+class CacheSize(NamedTuple):
+    """num_blocks of the KV cache, and the longest sequence that the engine takes, in tokens."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def size_cache(config: EngineConfig, max_position: int, block_bytes: int, available: int) -> CacheSize:
+    """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
+
+    max_position: the model's own limit. available: free bytes after loading. The context is max_model_len where given (at most
+    max_position), and the cache holds max_num_seqs of them if `memory_utilization` of what is free allows it.
+    """
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise DoesNotFitError(
+            f"a context of {config.max_model_len} tokens was asked for; the model holds {max_position}",
+            f"use --ctx-size {max_position} or less",
+        )
+    length = config.max_model_len or max_position
+    size = config.block_size
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    elif config.kv_cache_bytes is not None:
+        blocks = config.kv_cache_bytes // block_bytes
+    else:
+        blocks = min(-(-length // size) * config.max_num_seqs, int(available * config.memory_utilization) // block_bytes)
+    if blocks < 1:
+        raise DoesNotFitError(
+            f"no room for the KV cache: one block of {size} tokens takes {block_bytes / (1 << 20):.1f} MiB",
+            "give it more memory, or use a smaller model",
+        )
+    if blocks * size < length:
+        if config.max_model_len is not None:
+            raise DoesNotFitError(
+                f"a context of {length} tokens needs {-(-length // size) * block_bytes / GIB:.2f} GiB of KV cache, and it gets "
+                f"{blocks * block_bytes / GIB:.2f} GiB",
+                f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
+            )
+        length = blocks * size
+    return CacheSize(blocks, length)

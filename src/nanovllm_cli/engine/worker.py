@@ -1,0 +1,112 @@
+"""One rank: a loaded model, its KV cache and a runner. In-process for now; the same object is what another process would hold."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from nanovllm_cli.attention.cpu import CpuAttention
+from nanovllm_cli.attention.kv_cache import KVCache, block_bytes
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.memory import available_bytes, check_weights_fit, size_cache
+from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.runner import Runner
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import load_weights, read_spec
+
+EncodeText = Callable[[str], list[int]]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Worker:
+    """Loads a checkpoint and executes plans on the CPU.
+
+    encode: text -> ids without special tokens, for sampling parameters that are given as text (bad_words, DRY's breakers).
+    Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        encode: EncodeText | None = None,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        if config.device not in ("cpu", "auto"):
+            raise UnsupportedError(f"device {config.device!r} is not supported yet", "use --device cpu")
+        if config.block_size != cpu.BLOCK:
+            raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
+        self.spec: ModelSpec = read_spec(checkpoint)
+        self.dtype = _resolve_dtype(config, checkpoint)
+        self.threads = config.threads or len(os.sched_getaffinity(0))
+        self._thread: int | None = None
+        self._claim_thread()
+        check_weights_fit(self._estimate_bytes(checkpoint), available_bytes())
+        self._storages: list[DenseStorage] = []
+        self.model = Decoder(self.spec, self._make_storage, self.dtype, CpuAttention())
+        load_weights(self.model, checkpoint, progress)
+        heads = [
+            (b.attention.num_kv_heads, b.attention.head_dim)
+            for b in self.spec.blocks
+            if isinstance(b.attention, AttentionSpec)
+        ]
+        self.block_bytes = block_bytes(heads, self.dtype)
+        self.num_blocks, self.max_model_len = size_cache(
+            config, self.spec.max_position, self.block_bytes, available_bytes()
+        )
+        cache = KVCache(self.num_blocks, heads, self.dtype)
+        self.runner = Runner(self.model, cache, Sampler(self.spec.vocab_size, encode=encode), config.block_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all matrices and of the embedding; norms and biases are too small to count."""
+        return sum(storage.num_bytes for storage in self._storages) + self.model.embedding.num_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the checkpoint that the model uses."""
+        return sum(torch.Size(slot.shape).numel() for slot in self.model.slots().values())
+
+    def execute(self, plan: Plan) -> StepOutput:
+        """See Runner.run. May be called from any one thread at a time."""
+        self._claim_thread()
+        with torch.inference_mode():
+            return self.runner.run(plan)
+
+    def close(self) -> None:
+        """Memory goes with the object; nothing else is held."""
+
+    def _claim_thread(self) -> None:
+        """The kernels' thread count is a setting of the calling thread."""
+        if self._thread != threading.get_ident():
+            cpu.set_num_threads(self.threads)
+            self._thread = threading.get_ident()
+
+    def _make_storage(self, num_rows: int, width: int) -> DenseStorage:
+        storage = DenseStorage(num_rows, width, self.dtype)
+        self._storages.append(storage)
+        return storage
+
+    def _estimate_bytes(self, checkpoint: Checkpoint) -> int:
+        return sum(torch.Size(checkpoint.info(n).shape).numel() for n in checkpoint.names()) * self.dtype.itemsize
+
+
+def _resolve_dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """auto: float32 for a checkpoint whose matrices are float32, else bfloat16."""
+    name = config.dtype
+    if name == "auto":
+        matrices = {checkpoint.info(n).dtype_name for n in checkpoint.names() if len(checkpoint.info(n).shape) > 1}
+        name = "float32" if matrices == {"F32"} else "bfloat16"
+    if name not in _DTYPES:
+        raise UnsupportedError(f"{name} is not computed on a CPU", "use --dtype bfloat16 or --dtype float32")
+    return _DTYPES[name]

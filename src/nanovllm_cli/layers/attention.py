@@ -1,0 +1,48 @@
+"""The attention of a block: projections and norms around an AttentionBackend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanovllm_cli.attention.backend import AttentionBackend, QKNorm
+from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.layers.linear import Linear, MakeStorage
+from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.model_spec import AttentionSpec, NormSpec
+
+
+class Attention:
+    """out(attend(qkv(x)))."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        norm: NormSpec,
+        hidden_size: int,
+        make: MakeStorage,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+    ) -> None:
+        self.spec = spec
+        self.backend = backend
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, make, dtype, spec.qkv_bias)
+        self.out = Linear(q, {"o": hidden_size}, make, dtype, spec.out_bias)
+        ones = lambda: torch.ones(spec.head_dim, dtype=dtype)  # noqa: E731
+        self.norm = QKNorm(ones(), ones(), norm.eps) if spec.qk_norm else None
+        self.sinks = torch.zeros(spec.num_heads) if spec.sinks else None
+
+    def __call__(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        return self.out(self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, step))
+
+    def slots(self) -> Slots:
+        slots = self.qkv.slots() | self.out.slots()
+        if self.norm is not None:
+            slots |= {"q_norm.weight": table_slot(self.norm.q), "k_norm.weight": table_slot(self.norm.k)}
+        if self.sinks is not None:
+            slots["sinks"] = table_slot(self.sinks)
+        return slots

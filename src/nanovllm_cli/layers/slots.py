@@ -1,0 +1,28 @@
+"""WeightSlot: a place in the model that wants one tensor of a checkpoint. The loader fills slots; layers know nothing of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class WeightSlot(NamedTuple):
+    """shape: what the checkpoint's tensor must have. load(rows, first): rows of it, of any float type, from row `first` on;
+    a matrix may come in several slices, so that nobody holds it twice."""
+
+    shape: tuple[int, ...]
+    load: Callable[[torch.Tensor, int], None]
+
+
+Slots = dict[str, WeightSlot]
+
+
+def table_slot(table: torch.Tensor) -> WeightSlot:
+    """A slot for a plain tensor, converted to its type."""
+
+    def load(rows: torch.Tensor, first: int) -> None:
+        table[first : first + rows.shape[0]].copy_(rows)
+
+    return WeightSlot(tuple(table.shape), load)

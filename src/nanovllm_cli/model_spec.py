@@ -1,0 +1,154 @@
+"""ModelSpec: a model as slots filled with plain values. A family fills the slots from a config; `decoder.py` builds what they say.
+
+What is written down here but not built yet (MLASpec, MoESpec, an ungated MLP) raises UnsupportedError in the builder, by name.
+Frozen values without tensors: specs can be compared, hashed, printed and sent to another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions over the first `dim` dims of a head. Lengths in tokens. Meanings by scaling:
+
+    none; linear: positions / factor; dynamic: NTK base grown with the sequence past original_len; llama3: low frequencies /
+    factor, smoothed between low_freq and high_freq; yarn: interpolation by frequency between beta_fast and beta_slow;
+    longrope: one divisor a frequency, short_divisors up to original_len and long_divisors past it; divisors: short_divisors
+    always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
+    interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i).
+    """
+
+    dim: int
+    theta: float = 10000.0
+    interleaved: bool = False
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    original_len: int = 0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    short_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True where a token's angle depends on how long its sequence is, not on its position alone."""
+        return self.scaling in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
+
+    scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
+    a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek): ranks of the compressed query and key-value, and the two halves of a head."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+    rope: RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """down(act(gate(x)) * up(x)); ungated: down(act(up(x)))."""
+
+    intermediate_size: int
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """num_experts MLPs, of which a router picks `active` a token, and perhaps one that all tokens share."""
+
+    num_experts: int
+    active: int
+    expert: MLPSpec
+    shared: MLPSpec | None = None
+    normalise_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0."""
+
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """One layer. order:
+
+    pre       x += attention(norm(x)); x += mlp(norm(x))
+    sandwich  x += norm(attention(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2)
+    parallel  x += attention(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
+    """
+
+    attention: AttentionSpec | MLASpec
+    mlp: MLPSpec | MoESpec
+    order: Literal["pre", "sandwich", "parallel"] = "pre"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A whole decoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies embeddings,
+    logit_scale logits; logit_softcap caps them."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
+    max_position: int
+    tied_head: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    dtype: str = field(default="bfloat16", compare=False)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    def rope_regime(self, prompt_len: int) -> int:
+        """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""
+        regimes = []
+        for block in self.blocks:
+            rope = block.attention.rope
+            if rope is not None and rope.depends_on_length and prompt_len > rope.original_len:
+                regimes.append(prompt_len if rope.scaling == "dynamic" else 1)
+        return max(regimes, default=0)

@@ -1,0 +1,83 @@
+"""Reading numbers out of untrusted configs: config.json of a Hugging Face folder, metadata of a GGUF file.
+
+A value that is missing, of the wrong type or out of bounds raises CheckpointError with the key's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError
+
+MAX_INT = 1 << 31
+_MISSING = object()
+
+
+class ConfigReader:
+    """Typed look-ups in one mapping. where: what it is called in messages ("config.json")."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: Any = _MISSING, least: int = 1) -> int:
+        """A whole number in [least, 2**31)."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_INT:
+            raise self._bad(key, f"a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, default: Any = _MISSING, positive: bool = True) -> float:
+        """A finite number, above 0 unless told otherwise."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self._bad(key, "a finite number")
+        if positive and value <= 0:
+            raise self._bad(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._bad(key, "true or false")
+        return value
+
+    def text(self, key: str, default: Any = _MISSING) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._bad(key, "a string")
+        return value
+
+    def numbers(self, key: str, length: int | None = None) -> tuple[float, ...]:
+        """A list of finite numbers above 0, of that length where one is given."""
+        value = self._get(key, _MISSING)
+        good = isinstance(value, (list, tuple)) and all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) and v > 0 for v in value
+        )
+        if not good or (length is not None and len(value) != length):
+            raise self._bad(key, f"a list of {length if length is not None else 'positive'} numbers")
+        return tuple(float(v) for v in value)
+
+    def section(self, key: str) -> ConfigReader:
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise self._bad(key, "an object")
+        return ConfigReader(value, f"{self.where}: {key}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise CheckpointError(f"{self.where} has no {key!r}", "the file is incomplete, or for another kind of model")
+        return default
+
+    def _bad(self, key: str, wanted: str) -> CheckpointError:
+        shown = repr(self.values.get(key))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return CheckpointError(f"{self.where}: {key!r} must be {wanted}, not {shown}")

@@ -1,0 +1,120 @@
+"""Decoder: the only model class. It builds what a ModelSpec says and runs it; it knows no family by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanovllm_cli.attention.backend import AttentionBackend
+from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.layers.attention import Attention
+from nanovllm_cli.layers.embedding import Embedding, Head
+from nanovllm_cli.layers.linear import MakeStorage
+from nanovllm_cli.layers.mlp import MLP
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.rope import Rope
+from nanovllm_cli.layers.slots import Slots
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, RopeSpec
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block:
+    """One layer. `x` is what the layer before has still to add to the residual stream."""
+
+    def __init__(
+        self, spec: BlockSpec, model: ModelSpec, make: MakeStorage, dtype: torch.dtype, backend: AttentionBackend
+    ) -> None:
+        if not isinstance(spec.attention, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
+            kind = type(spec.mlp if isinstance(spec.attention, AttentionSpec) else spec.attention).__name__
+            raise UnsupportedError(f"{model.architecture} needs {kind.removesuffix('Spec')} layers, which are not supported yet")
+        width = model.hidden_size
+        norm = lambda: RMSNorm(model.norm, width, dtype)  # noqa: E731
+        self.order = spec.order
+        self.attention = Attention(spec.attention, model.norm, width, make, dtype, backend)
+        self.mlp = MLP(spec.mlp, width, make, dtype)
+        self.attention_norm = norm()
+        self.mlp_norm = norm() if spec.order != "parallel" else None
+        self.after_attention, self.after_mlp = (norm(), norm()) if spec.order == "sandwich" else (None, None)
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, angles: Angles, cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        h = self.attention_norm(residual) if x is None else self.attention_norm(x, residual)
+        attended = self.attention(h, angles, cache, step)
+        if self.mlp_norm is None:
+            return attended + self.mlp(h)
+        if self.after_attention is not None:
+            attended = self.after_attention(attended)
+        out = self.mlp(self.mlp_norm(attended, residual))
+        return out if self.after_mlp is None else self.after_mlp(out)
+
+    def slots(self) -> Slots:
+        norms = {
+            "attention_norm": self.attention_norm,
+            "mlp_norm": self.mlp_norm,
+            "after_attention_norm": self.after_attention,
+            "after_mlp_norm": self.after_mlp,
+        }
+        named = {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items() if norm is not None}
+        return self.attention.slots() | self.mlp.slots() | named
+
+
+class Decoder:
+    """A decoder-only transformer.
+
+    make: builds an empty weight in the chosen format. dtype: of activations, norms and biases.
+    """
+
+    def __init__(self, spec: ModelSpec, make: MakeStorage, dtype: torch.dtype, backend: AttentionBackend) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.backend = backend
+        self.head = Head(spec.vocab_size, spec.hidden_size, make, spec.tied_head)
+        self.embedding = Embedding(
+            spec.vocab_size, spec.hidden_size, dtype, self.head.weight if spec.tied_head else None
+        )
+        self.blocks = [Block(block, spec, make, dtype, backend) for block in spec.blocks]
+        self.norm = RMSNorm(spec.norm, spec.hidden_size, dtype)
+        ropes = {_rope_of(block) for block in spec.blocks}
+        self.ropes = {rope: Rope(rope, torch.device("cpu")) for rope in ropes if rope is not None}
+
+    def slots(self) -> Slots:
+        """Every tensor that a checkpoint must bring, by our names."""
+        slots = {f"embedding.{name}": slot for name, slot in self.embedding.slots().items()}
+        for i, block in enumerate(self.blocks):
+            slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
+        slots |= {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
+        return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
+
+    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
+        residual = self.embedding(batch.token_ids)
+        if self.spec.embedding_scale != 1.0:
+            residual *= self.spec.embedding_scale
+        step = self.backend.prepare(batch)
+        none = torch.empty(batch.num_tokens, 0)
+        angles: dict[RopeSpec | None, Angles] = {None: (none, none)}
+        angles |= {spec: rope.tables(batch.positions, batch.rope_lens) for spec, rope in self.ropes.items()}
+        x = None
+        for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
+            x = block(x, residual, angles[_rope_of(spec)], layer, step)
+        assert x is not None
+        rows = batch.logit_rows
+        return self.norm(x[rows], residual[rows])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] -> logits [R, vocab] fp32."""
+        logits = self.head(hidden)
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        if self.spec.logit_softcap:
+            logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
+        return logits
+
+
+def _rope_of(block: BlockSpec) -> RopeSpec | None:
+    return block.attention.rope

@@ -1,0 +1,42 @@
+"""Which family a checkpoint belongs to, by the name it gives itself. A new model is a row here and what the row points to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+
+HF_ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+}
+GGUF_ARCHITECTURES: dict[str, Family] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def hf_family(config: Mapping[str, Any]) -> Family:
+    """By "architectures", as written in config.json."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
+    return _look_up(names[0], HF_ARCHITECTURES)
+
+
+def gguf_family(metadata: Mapping[str, Any]) -> Family:
+    """By "general.architecture"."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError("GGUF metadata has no 'general.architecture'")
+    return _look_up(name, GGUF_ARCHITECTURES)
+
+
+def _look_up(name: str, table: dict[str, Family]) -> Family:
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)
+    suggestion = f"; nearest: {near[0]}" if near else ""
+    raise UnsupportedError(f"unknown architecture {name[:80]!r}", f"known: {', '.join(sorted(table))}{suggestion}")

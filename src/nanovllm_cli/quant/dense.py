@@ -1,0 +1,29 @@
+"""The format that is none: bf16 or fp32 weights, packed for the CPU's matmul (layout: kernels/cpu_matmul.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels import cpu
+
+
+class DenseStorage:
+    """A WeightStorage in the compute type. One copy serves decode, prefill and embedding look-ups."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self.num_rows = num_rows
+        self.width = width
+        self._packed = torch.zeros(cpu.packed_size(num_rows, width, dtype), dtype=dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes
+
+    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
+        cpu.pack_rows(self._packed, first_row, rows.to(self._packed.dtype).contiguous())
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        return cpu.matmul(x, self._packed, self.num_rows, bias, out_dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return cpu.unpack_rows(self._packed, ids, self.width)

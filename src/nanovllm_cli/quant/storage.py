@@ -1,0 +1,27 @@
+"""WeightStorage: what a linear layer asks of the format its weight is kept in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class WeightStorage(Protocol):
+    """One weight of num_rows outputs by width inputs, in whatever form its format keeps it."""
+
+    num_rows: int
+    width: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it holds."""
+
+    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
+        """rows [n, width] of any float type become rows first_row … first_row + n - 1."""
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        """x [T, width] @ weight.T + bias: [T, num_rows] in out_dtype. A row's bits don't depend on the other rows."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids [n] int64, as [n, width] in the compute type: what an embedding takes from a tied head."""
