@@ -1,8 +1,8 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
 Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `vocab.json` with `merges.txt` (byte-level
-BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat templates. The files are
-untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
+BPE). Beside them: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json` and chat templates. The files
+are untrusted: sizes are capped, and what is broken raises CheckpointError with the file's name.
 """
 
 from __future__ import annotations

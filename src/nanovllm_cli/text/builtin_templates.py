@@ -1,0 +1,133 @@
+"""Chat templates by name, for models that bring none (`--chat-template NAME`).
+
+Each writes the format as its family was trained on; `plain` is for models without any. `suggest` says which of them fits
+a vocabulary. Tools are not described by these: a model trained on tools brings its own template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nanovllm_cli.errors import TemplateError
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+# Sets `system` to the system text, or to nothing, and `turns` to the messages after it.
+_SPLIT_SYSTEM = (
+    "{% if messages and messages[0].role in ('system', 'developer') %}"
+    "{% set system = messages[0].content | trim %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+)
+_REFUSE_TWO_IN_A_ROW = (
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('this chat format takes user and assistant messages in turn') }}{% endif %}"
+)
+
+
+def _tagged(opening: str, closing: str, start: str = "{{ bos_token }}", assistant: str = "assistant") -> str:
+    """Every message between two tags, the role in the opening one (`ROLE`)."""
+    before, after = opening.split("ROLE")
+    return (
+        f"{start}{{% for message in messages %}}"
+        f"{{% set role = '{assistant}' if message.role == 'assistant' else message.role %}}"
+        f"{{{{ '{before}' + role + '{after}' + (message.content | trim) + '{closing}' }}}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{before}{assistant}{after}' }}}}{{% endif %}}"
+    )
+
+
+BUILTIN_TEMPLATES: dict[str, str] = {
+    "chatml": _tagged(r"<|im_start|>ROLE\n", r"<|im_end|>\n", start=""),
+    "llama3": _tagged(r"<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
+    "zephyr": _tagged(r"<|ROLE|>\n", r"{eos}\n", start="").replace("{eos}\\n'", "' + eos_token + '\\n'"),
+    "phi3": _tagged(r"<|ROLE|>\n", r"<|end|>\n", start=""),
+    "llama2": (
+        _SPLIT_SYSTEM + "{% for message in turns %}" + _REFUSE_TWO_IN_A_ROW + r"{% set text = message.content | trim %}"
+        r"{% if loop.first and system %}{% set text = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + text %}{% endif %}"
+        r"{% if message.role == 'user' %}{{ bos_token + '[INST] ' + text + ' [/INST]' }}"
+        r"{% else %}{{ ' ' + text + ' ' + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "mistral": (
+        _SPLIT_SYSTEM
+        + "{{ bos_token }}{% for message in turns %}"
+        + _REFUSE_TWO_IN_A_ROW
+        + r"{% set text = message.content | trim %}"
+        r"{% if loop.first and system %}{% set text = system + '\n\n' + text %}{% endif %}"
+        r"{% if message.role == 'user' %}{{ '[INST] ' + text + ' [/INST]' }}"
+        r"{% else %}{{ ' ' + text + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "gemma": (
+        _SPLIT_SYSTEM
+        + "{{ bos_token }}{% for message in turns %}"
+        + _REFUSE_TWO_IN_A_ROW
+        + r"{% set text = message.content | trim %}"
+        r"{% if loop.first and system %}{% set text = system + '\n\n' + text %}{% endif %}"
+        r"{% set role = 'model' if message.role == 'assistant' else message.role %}"
+        r"{{ '<start_of_turn>' + role + '\n' + text + '<end_of_turn>\n' }}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    ),
+    "alpaca": (
+        _SPLIT_SYSTEM + r"{{ bos_token }}{{ (system or 'Below is an instruction that describes a task. "
+        r"Write a response that appropriately completes the request.') + '\n\n' }}"
+        r"{% for message in turns %}{% if message.role == 'user' %}"
+        r"{{ '### Instruction:\n' + (message.content | trim) + '\n\n' }}"
+        r"{% else %}{{ '### Response:\n' + (message.content | trim) + eos_token + '\n\n' }}{% endif %}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    ),
+    "vicuna": (
+        _SPLIT_SYSTEM + r"{{ bos_token }}{% if system %}{{ system + '\n\n' }}{% endif %}"
+        r"{% for message in turns %}{% if message.role == 'user' %}"
+        r"{{ 'USER: ' + (message.content | trim) + '\n' }}"
+        r"{% else %}{{ 'ASSISTANT: ' + (message.content | trim) + eos_token + '\n' }}{% endif %}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    ),
+    "plain": (
+        r"{{ bos_token }}{% for message in messages %}{{ message.content }}"
+        r"{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+    ),
+}
+
+# A format fits a vocabulary that has all of these tokens.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("llama3", ("<|start_header_id|>", "<|eot_id|>")),
+    ("chatml", ("<|im_start|>", "<|im_end|>")),
+    ("gemma", ("<start_of_turn>", "<end_of_turn>")),
+    ("phi3", ("<|user|>", "<|assistant|>", "<|end|>")),
+    ("zephyr", ("<|user|>", "<|assistant|>")),
+    ("mistral", ("[INST]", "[/INST]")),
+)
+
+
+def builtin_template(name: str) -> str:
+    """The source called `name`. Raises TemplateError with the known names."""
+    try:
+        return BUILTIN_TEMPLATES[name]
+    except KeyError:
+        known = ", ".join(sorted(BUILTIN_TEMPLATES))
+        raise TemplateError(f"unknown chat template {name!r}; known: {known}") from None
+
+
+def suggest(tokens: Iterable[str]) -> str | None:
+    """The built-in format that a vocabulary's control tokens speak for, or None."""
+    present = set(tokens)
+    return next((name for name, signs in _SIGNS if present.issuperset(signs)), None)
+
+
+def chat_template_for(tokenizer: Tokenizer, choice: str | None = None) -> ChatTemplate:
+    """The template to talk to a model with.
+
+    `choice`: a built-in's name, the name of one of the model's own templates, or a template's source (anything with
+    `{{` or `{%`). Without one the model's default counts. Raises TemplateError, with a suggestion where there is one.
+    """
+    if choice is not None and choice in tokenizer.chat_templates:
+        return ChatTemplate.of(tokenizer, tokenizer.chat_templates[choice])
+    if choice is not None:
+        return ChatTemplate.of(tokenizer, choice if "{{" in choice or "{%" in choice else builtin_template(choice))
+    if "default" in tokenizer.chat_templates:
+        return ChatTemplate.of(tokenizer)
+    fits = suggest(tokenizer.control_tokens)
+    raise TemplateError(
+        "the model has no chat template",
+        f"its vocabulary looks like {fits}: --chat-template {fits}"
+        if fits
+        else f"choose one with --chat-template: {', '.join(sorted(BUILTIN_TEMPLATES))}",
+    )

@@ -1,0 +1,296 @@
+"""Splitting a model's answer into its reasoning and its content, while it streams.
+
+Models mark their reasoning with tags; which, follows from the chat template (`reasoning_format`). Everything here is a
+scan in one pass for fixed strings: the text is a model's, and a cleverer regular expression over it could be made slow.
+Text that may turn out to be the beginning of a tag waits until it is decided. Tool calls are another file's matter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class ReasoningDelta(NamedTuple):
+    """What one piece of text decided."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter(Protocol):
+    """What both parsers here offer."""
+
+    def push(self, text: str) -> ReasoningDelta: ...
+
+    def finish(self) -> ReasoningDelta: ...
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The tags of one family. `visible`: special tokens that a detokenizer must leave in the text for the parser."""
+
+    name: str
+    open: str
+    close: str
+    visible: tuple[str, ...]
+
+    def parser(self, prompt: str = "") -> ReasoningSplitter:
+        """A parser for the answer to a rendered prompt."""
+        if self.name == "harmony":
+            return HarmonyParser(starts_in=_harmony_channel(prompt))
+        return ReasoningParser(
+            self.open,
+            self.close,
+            starts_inside=prompt_opens_reasoning(prompt, self),
+            starts_after=prompt.rstrip().endswith(self.close),
+        )
+
+
+def _tags(name: str, opening: str, closing: str) -> ReasoningFormat:
+    return ReasoningFormat(name, opening, closing, (opening, closing))
+
+
+HARMONY = ReasoningFormat(
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+)
+THINK = _tags("think", "<think>", "</think>")
+FORMATS: tuple[ReasoningFormat, ...] = (
+    HARMONY,
+    _tags("mistral", "[THINK]", "[/THINK]"),
+    _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    _tags("seed", "<seed:think>", "</seed:think>"),
+    _tags("gemma", "<|channel>thought", "<channel|>"),
+    _tags("exaone", "<thought>", "</thought>"),
+    THINK,
+)
+
+
+def reasoning_format(template_source: str) -> ReasoningFormat | None:
+    """The format whose tags a chat template writes, or None for a model that does not reason aloud."""
+    if "<|channel|>analysis" in template_source:
+        return HARMONY
+    for known in FORMATS[1:]:
+        if known.open in template_source or known.close in template_source:
+            return known
+    return None
+
+
+def prompt_opens_reasoning(prompt: str, known: ReasoningFormat = THINK) -> bool:
+    """Whether a rendered prompt ends inside a reasoning block, so that the answer begins there.
+
+    Only a block that nothing but white space follows counts: an opening tag in the middle of the conversation is text.
+    """
+    return prompt.rstrip().endswith(known.open)
+
+
+class ReasoningParser:
+    """Splits at one pair of tags. Reasoning comes first in an answer or not at all; later tags are content.
+
+    White space around the tags is dropped. A closing tag without a block (the model's, or one that the prompt opened)
+    is dropped from the content: what came before it has been given out. `split` knows the whole answer and does better.
+    """
+
+    def __init__(
+        self, open: str = "<think>", close: str = "</think>", *, starts_inside: bool = False, starts_after: bool = False
+    ) -> None:
+        """`starts_inside`: the prompt opened the block. `starts_after`: the prompt also closed it."""
+        self._open, self._close = open, close
+        self._state = "inside" if starts_inside else "content" if starts_after else "before"
+        self._seen_block = starts_after
+        self._trim = True  # white space at the beginning of a part is the tag's, not the part's
+        self._held = ""  # perhaps the beginning of a tag
+        self._space: list[str] = []  # white space whose side is not known yet
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text now arriving is reasoning."""
+        return self._state == "inside"
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        held, self._held = self._held + text, ""
+        reasoning = content = ""
+        if self._state == "before":
+            held = self._before(held)
+        if self._state == "inside":
+            reasoning, held = self._inside(held)
+        if self._state == "content":
+            content = self._content(held)
+        return ReasoningDelta(reasoning, content)
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return ReasoningDelta(self._reason(held), "")
+        if self._state == "before":
+            held = "".join(self._space) + held
+        return ReasoningDelta("", self._trimmed(held) if self._state == "content" else held)
+
+    def _before(self, text: str) -> str:
+        """Only white space so far: decides whether a block begins, and returns what is left to read."""
+        start = text.lstrip()
+        self._space.append(text[: len(text) - len(start)])
+        if start.startswith(self._open):
+            self._state, self._space = "inside", []
+            return start[len(self._open) :]
+        if self._open.startswith(start):
+            self._held = start
+            return ""
+        self._state, self._trim = "content", False
+        space, self._space = "".join(self._space), []
+        return space + start
+
+    def _inside(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what follows it once it is closed."""
+        if self._trim:  # a model may repeat the tag that the prompt wrote
+            start = text.lstrip()
+            if start.startswith(self._open):
+                text = start[len(self._open) :]
+            elif start and self._open.startswith(start):
+                self._held = start
+                return "", ""
+        at = text.find(self._close)
+        if at < 0:
+            cut = len(text) - overlap(text, self._close)
+            self._held = text[cut:]
+            return self._reason(text[:cut]), ""
+        reasoning = self._reason(text[:at])
+        self._state, self._seen_block, self._trim, self._space = "content", True, True, []
+        return reasoning, text[at + len(self._close) :]
+
+    def _content(self, text: str) -> str:
+        if self._seen_block:
+            return self._trimmed(text)
+        at = text.find(self._close)
+        if at >= 0:
+            self._seen_block = True
+            before = self._trimmed(text[:at])
+            self._trim = True
+            return before + self._trimmed(text[at + len(self._close) :])
+        cut = len(text) - overlap(text, self._close)
+        self._held = text[cut:]
+        return self._trimmed(text[:cut])
+
+    def _trimmed(self, text: str) -> str:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        return text
+
+    def _reason(self, text: str) -> str:
+        """Reasoning without the white space next to its tags: what ends a piece waits for what follows."""
+        text = self._trimmed(text)
+        kept = text.rstrip()
+        if not kept:
+            if text:
+                self._space.append(text)
+            return ""
+        out = "".join(self._space) + kept
+        self._space = [text[len(kept) :]]
+        return out
+
+
+class HarmonyParser:
+    """The channels of gpt-oss: `analysis` is reasoning, `final` and spoken `commentary` are content.
+
+    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included, for the tool-call
+    parser.
+    """
+
+    _MAX_HEADER = 4096
+
+    def __init__(self, starts_in: str = "") -> None:
+        """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
+        self._channel = starts_in or "header"
+        self._held = ""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text now arriving is reasoning."""
+        return self._channel == "analysis"
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        text, position = self._held + text, 0
+        parts: dict[str, list[str]] = {"analysis": [], "content": []}
+        while position < len(text):
+            if self._channel == "header":
+                end = text.find("<|message|>", position)
+                if end < 0:
+                    if len(text) - position > self._MAX_HEADER:  # no header: a model out of its format
+                        self._channel = "final"
+                        continue
+                    break
+                end += len("<|message|>")
+                self._channel = _channel_of(text[position:end])
+                if self._channel == "tool":
+                    parts["content"].append(text[position:end])
+                position = end
+                continue
+            match = _HARMONY_END.search(text, position)
+            end = match.start() if match else len(text) - _longest_overlap(text, position)
+            parts["analysis" if self._channel == "analysis" else "content"].append(text[position:end])
+            position = end
+            if match is None:
+                break
+            if self._channel == "tool":
+                parts["content"].append(match.group())
+            if match.group() not in ("<|start|>", "<|channel|>"):
+                position = match.end()
+            self._channel = "header"
+        self._held = text[position:]
+        return ReasoningDelta("".join(parts["analysis"]), "".join(parts["content"]))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. A header without a message is nothing."""
+        held, self._held = self._held, ""
+        if self._channel == "header":
+            return ReasoningDelta("", "" if held.startswith("<|") else held)
+        return ReasoningDelta(held, "") if self._channel == "analysis" else ReasoningDelta("", held)
+
+
+def split(answer: str, known: ReasoningFormat = THINK, prompt: str = "") -> ReasoningDelta:
+    """A whole answer's reasoning and content. What precedes a closing tag without an opening one is reasoning."""
+    parser = known.parser(prompt)
+    if isinstance(parser, ReasoningParser) and not answer.lstrip().startswith(known.open) and known.close in answer:
+        parser = ReasoningParser(known.open, known.close, starts_inside=not prompt.rstrip().endswith(known.close))
+    first, last = parser.push(answer), parser.finish()
+    return ReasoningDelta(first.reasoning + last.reasoning, first.content + last.content)
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the end of `text` are a beginning of `tag`, short of all of it."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+_HARMONY_MARKS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_HARMONY_END = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
+
+
+def _longest_overlap(text: str, position: int) -> int:
+    tail = text[max(position, len(text) - 16) :]
+    return max(overlap(tail, mark) for mark in _HARMONY_MARKS)
+
+
+def _channel_of(header: str) -> str:
+    """`analysis`, `final`, `tool` or another channel's name, from `<|start|>role to=…<|channel|>name …<|message|>`."""
+    name = header.partition("<|channel|>")[2].partition("<|message|>")[0].split()
+    if " to=" in header:
+        return "tool"
+    return name[0] if name else "final"
+
+
+def _harmony_channel(prompt: str) -> str:
+    """The channel that the end of a prompt has opened, or nothing."""
+    start = prompt.rfind("<|start|>")
+    tail = prompt[start:] if start >= 0 else ""
+    return _channel_of(tail) if tail.endswith("<|message|>") else ""
