@@ -1,7 +1,7 @@
 """Chat templates by name, for models that bring none (`--chat-template NAME`).
 
-Each writes the format as its family was trained on; `plain` is for models without any. `suggest` says which of them fits
-a vocabulary. Tools are not described by these: a model trained on tools brings its own template.
+Each writes the format that its family was trained on; `plain` is for models without any. `suggest` says which of them
+fits a vocabulary. Tools are not described by these: a model trained on tools brings its own template.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Messages to a prompt: chat templates, and their tokenization that a user's text cannot break out of.
 
 `ChatTemplate` renders as transformers' `apply_chat_template` does, in the sandbox of `template_sandbox.py`.
-`encode_chat` also tokenizes: control tokens count where the template writes them and are plain characters where they come from a
-message, a tool description or a tool's answer. Templates for models that bring none are in `builtin_templates.py`.
+`encode_chat` also tokenizes: control tokens count where the template writes them and are plain characters where they
+come from a message, a tool description or a tool's answer. Templates for models that bring none are in
+`builtin_templates.py`.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def prepare_chat(
 
     Every control token begins with one of few characters. In the caller's strings those are replaced, one for one, by
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
-    text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds them.
+    text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
+    them.
     """
     inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)

@@ -18,6 +18,7 @@ from jinja2.exceptions import SecurityError, TemplateRuntimeError
 MAX_INT_BITS = 4096
 MAX_FIELD_WIDTH = 4096
 CONTAINERS = (list, tuple, Mapping, set, frozenset)
+SIZED = (str, bytes, *CONTAINERS)
 _TICKS_PER_LOOK = 16
 _CLAIM_TO_LOOK = 1 << 16
 
@@ -54,7 +55,7 @@ class Budget:
     def made(self, value: Any) -> Any:
         """Claims the room that a new value takes, not that of what it refers to, and returns it."""
         self.tick()
-        if isinstance(value, str | bytes | list | tuple | Mapping | set | frozenset):
+        if isinstance(value, SIZED):
             self.claim(len(value))
         elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise LimitExceeded(f"it computes an integer of more than {MAX_INT_BITS} bits")
@@ -179,7 +180,7 @@ def _check_replace(budget: Budget, text: Any, old: Any = "", new: Any = "", coun
 
 
 def _check_join(budget: Budget, values: Any, separator: Any = "", *_: Any, **__: Any) -> None:
-    if isinstance(values, str | bytes | CONTAINERS):
+    if isinstance(values, SIZED):
         budget.read(values)
         budget.claim(len(values) * len(str(separator)))
 
