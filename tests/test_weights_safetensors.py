@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.safetensors import stays_inside
+from nanovllm_cli.weights.files import stays_inside
 
 DTYPES = [
     torch.float32,
@@ -89,6 +89,7 @@ def test_tensor_at_an_odd_offset_is_right(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(handmade(padded, struct.pack("<2f", 1.5, -2)))
         with open_checkpoint(folder(tmp_path)) as checkpoint:
             assert checkpoint.tensor("w").tolist() == [1.5, -2]
+            assert checkpoint.tensor("w").data_ptr() % 4 == 0
 
 
 def test_dtype_of_less_than_a_byte_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ in `source.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,14 +25,13 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
+from nanovllm_cli.weights.files import PICKLES, gguf_models, pickle_error, read_index, some, split_parts
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
-from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded, read_index, some
+from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
 
 MAX_CONFIG_BYTES = 10_000_000
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 # GGUF's general.sampling.* under the names of generation_config.json
 _SAMPLING_KEYS = {
@@ -130,8 +128,8 @@ def _open_path(path: Path) -> Checkpoint:
         return GGUFCheckpoint(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    if path.suffix in _PICKLES:
-        raise _pickle_error(path)
+    if path.suffix in PICKLES:
+        raise pickle_error(str(path))
     raise UnsupportedError(f"{path}: neither a .safetensors nor a .gguf file")
 
 
@@ -263,26 +261,8 @@ class GGUFCheckpoint(_Closing):
         return self._files[name]
 
 
-def gguf_models(folder: Path) -> list[Path]:
-    """The GGUF models in a folder: one path for each, the first part of those that are split."""
-    models: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.gguf")):
-        match = _SPLIT_NAME.fullmatch(file.name)
-        models.setdefault(match["prefix"] if match else file.name, file)
-    return list(models.values())
-
-
-def split_parts(file: Path) -> list[Path]:
-    """The paths of all parts of the split GGUF that `file`, by its name, belongs to; [file] when it is not split."""
-    match = _SPLIT_NAME.fullmatch(file.name)
-    if not match:
-        return [file]
-    count = int(match["count"])
-    return [file.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-
-
 def _open_parts(path: Path) -> list[GGUFFile]:
-    paths = split_parts(path)
+    paths = [path.with_name(part) for part in split_parts(path.name)]
     if path not in paths:
         raise CheckpointError(f"{path}: the number in its name is not one of 1 to {len(paths)}")
     missing = [part.name for part in paths if not part.is_file()]
@@ -348,8 +328,8 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"{folder}: several .safetensors files and no index: {some([file.name for file in others])}",
             "download model.safetensors.index.json too, or name one of the files",
         )
-    if pickles := sorted(file for file in folder.iterdir() if file.suffix in _PICKLES):
-        raise _pickle_error(pickles[0])
+    if pickles := sorted(file for file in folder.iterdir() if file.suffix in PICKLES):
+        raise pickle_error(str(pickles[0]))
     raise CheckpointError(
         f"{folder}: no .safetensors or .gguf file in it", "download the model again, or check the path"
     )
@@ -376,13 +356,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
         )
     return read_json_file(folder / "config.json", MAX_CONFIG_BYTES)
-
-
-def _pickle_error(path: Path) -> UnsupportedError:
-    return UnsupportedError(
-        f"{path}: pickled weights, which can run any code when they are read, are never opened",
-        "convert the model to safetensors: nanovllm convert",
-    )
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

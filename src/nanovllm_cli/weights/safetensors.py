@@ -11,17 +11,17 @@ Which names a model needs is the loader's business, which folder to look into is
 from __future__ import annotations
 
 import math
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.weights.json_file import parse_json, read_json_file
+from nanovllm_cli.weights.files import read_index, some
+from nanovllm_cli.weights.json_file import parse_json
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN, MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_INDEX_BYTES = 100_000_000
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 2**60
 
@@ -116,46 +116,6 @@ def open_sharded(index_path: Path) -> dict[str, SafetensorsFile]:
             shard.close()
         raise
     return {name: shards[shard_name] for name, shard_name in weight_map.items()}
-
-
-def read_index(index_path: Path) -> dict[str, str]:
-    """The index's weight map, tensor name -> shard file name; every shard name stays inside the folder."""
-    weight_map = read_json_file(index_path, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path}: no weight_map in it", DOWNLOAD_AGAIN)
-    for name, shard_name in weight_map.items():
-        if not isinstance(shard_name, str) or not stays_inside(shard_name):
-            raise CheckpointError(
-                f"{index_path}: tensor {name!r} is said to be in {shard_name!r}, which is not a file of this folder",
-                "do not use this model: its index points outside its folder",
-            )
-        if not shard_name.endswith(".safetensors"):
-            raise UnsupportedError(
-                f"{index_path}: tensor {name!r} is in {shard_name!r}, which is not a .safetensors file",
-                "convert the model to safetensors: nanovllm convert",
-            )
-    return weight_map
-
-
-def stays_inside(name: str) -> bool:
-    """Whether a file name from a downloaded file stays below the folder it is relative to, by its text alone
-    (the Hugging Face cache's own files are symbolic links that lead out of theirs, and are fine)."""
-    posix, windows = PurePosixPath(name), PureWindowsPath(name)
-    return bool(
-        name
-        and name.isprintable()
-        and not posix.is_absolute()
-        and not windows.drive
-        and not windows.root
-        and ".." not in windows.parts
-        and windows.parts
-    )
-
-
-def some(names: list[str], limit: int = 5) -> str:
-    """The first few of `names` for a message, and how many more there are."""
-    listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:limit])
-    return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _check_shards(index_path: Path, weight_map: dict[str, str], shards: dict[str, SafetensorsFile]) -> None:

@@ -1,0 +1,82 @@
+"""Short names for models: `qwen3:4b` instead of `Qwen/Qwen3-4B`.
+
+The part before the colon is the family, the part after it the size; the bare family is its smallest member.
+Only families that this package runs, and only the publishers' own repositories (those of Llama ask for a licence to be
+accepted first). `tiny` is the model that comes with the package. Nothing is imported here: shell completion reads it.
+"""
+
+from __future__ import annotations
+
+BUNDLED = "tiny"
+
+_FAMILIES: dict[str, dict[str, str]] = {
+    "qwen3": {
+        "0.6b": "Qwen/Qwen3-0.6B",
+        "1.7b": "Qwen/Qwen3-1.7B",
+        "4b": "Qwen/Qwen3-4B",
+        "4b-instruct": "Qwen/Qwen3-4B-Instruct-2507",
+        "4b-thinking": "Qwen/Qwen3-4B-Thinking-2507",
+        "8b": "Qwen/Qwen3-8B",
+        "14b": "Qwen/Qwen3-14B",
+        "32b": "Qwen/Qwen3-32B",
+    },
+    "qwen2.5": {
+        "0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+        "1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+        "3b": "Qwen/Qwen2.5-3B-Instruct",
+        "7b": "Qwen/Qwen2.5-7B-Instruct",
+        "14b": "Qwen/Qwen2.5-14B-Instruct",
+        "32b": "Qwen/Qwen2.5-32B-Instruct",
+        "72b": "Qwen/Qwen2.5-72B-Instruct",
+    },
+    "qwen2.5-coder": {
+        "0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        "3b": "Qwen/Qwen2.5-Coder-3B-Instruct",
+        "7b": "Qwen/Qwen2.5-Coder-7B-Instruct",
+        "14b": "Qwen/Qwen2.5-Coder-14B-Instruct",
+        "32b": "Qwen/Qwen2.5-Coder-32B-Instruct",
+    },
+    "qwen2": {
+        "0.5b": "Qwen/Qwen2-0.5B-Instruct",
+        "1.5b": "Qwen/Qwen2-1.5B-Instruct",
+        "7b": "Qwen/Qwen2-7B-Instruct",
+        "72b": "Qwen/Qwen2-72B-Instruct",
+    },
+    "qwq": {"32b": "Qwen/QwQ-32B"},
+    "llama3.3": {"70b": "meta-llama/Llama-3.3-70B-Instruct"},
+    "llama3.2": {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"},
+    "llama3.1": {"8b": "meta-llama/Llama-3.1-8B-Instruct", "70b": "meta-llama/Llama-3.1-70B-Instruct"},
+    "llama3": {"8b": "meta-llama/Meta-Llama-3-8B-Instruct", "70b": "meta-llama/Meta-Llama-3-70B-Instruct"},
+    "llama2": {
+        "7b": "meta-llama/Llama-2-7b-chat-hf",
+        "13b": "meta-llama/Llama-2-13b-chat-hf",
+        "70b": "meta-llama/Llama-2-70b-chat-hf",
+    },
+    "tinyllama": {"1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"},
+    "smollm2": {
+        "135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+        "1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    },
+    "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
+    "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
+    "deepseek-r1": {
+        "1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+        "14b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B",
+        "32b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        "70b": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+    },
+}
+
+# alias -> repository on the hub
+ALIASES: dict[str, str] = {
+    name: repo
+    for family, sizes in _FAMILIES.items()
+    for name, repo in [
+        (family, next(iter(sizes.values()))),
+        *((f"{family}:{size}", repo) for size, repo in sizes.items()),
+    ]
+}

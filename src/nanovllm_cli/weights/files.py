@@ -1,0 +1,221 @@
+"""Which files make a model: decided by their names, for folders here and for listings of the hub alike.
+
+No tensors, no network, and no heavy import: the command line asks this module while it completes names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.weights.json_file import read_json_file
+
+MAX_INDEX_BYTES = 100_000_000
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF files, when nobody says which
+
+# What a Hugging Face model has beside its weights and is read here
+_SETTINGS = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "quantize_config.json",
+    "quant_config.json",
+}
+_SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_QUANT = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|F64|MXFP4\w*|NVFP4\w*))(?=[-.]|$)", re.IGNORECASE
+)
+
+
+class Weights(NamedTuple):
+    """What to fetch for one model: `files` are all names, `entry` is the one to open (None: the whole folder).
+
+    `index_file`, where given, is among `files` and names further files, which can be known only when it is here.
+    `quant` is the quantization of GGUF files; `note` is what a user should hear about the choice.
+    """
+
+    files: tuple[str, ...]
+    entry: str | None = None
+    index_file: str | None = None
+    quant: str | None = None
+    note: str | None = None
+
+
+def choose(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
+    """The files of the model among `names`, paths with `/` below a repository or snapshot that is called `where`.
+
+    `file` picks a GGUF by its path, `quant` by its quantization, whatever the case. Otherwise safetensors come before
+    GGUF, one file before shards, and consolidated.safetensors last. Raises UsageError when there is no such file or
+    quantization (what is there is listed), UnsupportedError when nothing here can be read.
+    """
+    names = [name for name in names if stays_inside(name)]
+    if file is not None:
+        return _chosen_file(names, where, file)
+    if quant is not None:
+        return _chosen_quant(names, where, quant)
+    settings = sorted(name for name in names if name in _SETTINGS or name.startswith("additional_chat_templates/"))
+    top = sorted(name for name in names if "/" not in name)
+    tensors = [name for name in top if name.endswith(".safetensors")]
+    indexes = [name for name in top if name.endswith(".safetensors.index.json")]
+    if "config.json" in names:
+        if "model.safetensors" in tensors:
+            return Weights((*settings, "model.safetensors"))
+        index = "model.safetensors.index.json"
+        if index in indexes or len(indexes) == 1:
+            index = index if index in indexes else indexes[0]
+            return Weights((*settings, index), index_file=index)
+        others = [name for name in tensors if name != "consolidated.safetensors"]
+        if len(others) == 1 or (tensors and not others):
+            return Weights((*settings, (others or tensors)[0]))
+    if models := _gguf_models(names):
+        return _default_quant(names, models, where)
+    raise _nothing_to_read(names, where)
+
+
+def quants(names: Iterable[str]) -> list[str]:
+    """The quantizations of the GGUF models among `names`, as their files spell them."""
+    return sorted({quant_of(first) for first in _gguf_models(names)})
+
+
+def quant_of(name: str) -> str:
+    """The quantization in a GGUF's name: Q4_K_M of `m-q4_k_m-00001-of-00002.gguf`; where there is none, the stem."""
+    match = _SPLIT_NAME.fullmatch(name)
+    stem = PurePosixPath(match["prefix"] if match else name.removesuffix(".gguf")).name
+    found = _QUANT.findall(stem)
+    return str(found[-1]).upper() if found else stem
+
+
+def split_parts(name: str) -> list[str]:
+    """All parts of the split GGUF that `name` (a path, or a name) belongs to; [name] when it is not split."""
+    match = _SPLIT_NAME.fullmatch(name)
+    count = int(match["count"]) if match else 0
+    if not match or not count:
+        return [name]
+    return [f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """The GGUF models in a folder: one path for each, the first part of those that are split."""
+    return [folder / name for name in _gguf_models(file.name for file in folder.glob("*.gguf"))]
+
+
+def read_index(index_path: Path) -> dict[str, str]:
+    """The weight map of a `*.safetensors.index.json`: tensor name -> shard, a name that stays inside the folder."""
+    hint = "the file is damaged or incomplete: download it again"
+    weight_map = read_json_file(index_path, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path}: no weight_map in it", hint)
+    for name, shard_name in weight_map.items():
+        if not isinstance(shard_name, str) or not stays_inside(shard_name):
+            raise CheckpointError(
+                f"{index_path}: tensor {name!r} is said to be in {shard_name!r}, which is not a file of this folder",
+                "do not use this model: its index points outside its folder",
+            )
+        if not shard_name.endswith(".safetensors"):
+            raise UnsupportedError(
+                f"{index_path}: tensor {name!r} is in {shard_name!r}, which is not a .safetensors file",
+                "convert the model to safetensors: nanovllm convert",
+            )
+    return weight_map
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a file name from a downloaded file stays below the folder it is relative to, by its text alone
+    (the Hugging Face cache's own files are symbolic links that lead out of theirs, and are fine)."""
+    windows = PureWindowsPath(name)
+    return bool(
+        name
+        and name.isprintable()
+        and not PurePosixPath(name).is_absolute()
+        and not windows.drive
+        and not windows.root
+        and ".." not in windows.parts
+        and windows.parts
+    )
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    """The first few of `names` for a message, and how many more there are."""
+    listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:limit])
+    return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def pickle_error(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: pickled weights, which can run any code when they are read, are never opened",
+        "convert the model to safetensors: nanovllm convert",
+    )
+
+
+def _gguf_models(names: Iterable[str]) -> list[str]:
+    """The first part of each model, in order; projectors of vision models and importance matrices are none."""
+    models: dict[str, str] = {}
+    for name in sorted(names):
+        base = PurePosixPath(name).name.lower()
+        if base.endswith(".gguf") and not base.startswith(("mmproj", "imatrix")):
+            models.setdefault(split_parts(name)[0], name)
+    return list(models.values())
+
+
+def _chosen_file(names: list[str], where: str, file: str) -> Weights:
+    if not file.endswith(".gguf"):
+        raise UsageError(f"{file}: only a .gguf file can be picked from {where}", "name the repository alone")
+    parts = split_parts(file)
+    missing = [part for part in parts if part not in names]
+    if missing:
+        models = _gguf_models(names)
+        raise UsageError(
+            f"{where} has no file {missing[0]}", f"there are: {some(models, 30)}" if models else "it has no GGUF files"
+        )
+    return Weights(tuple(parts), entry=parts[0], quant=quant_of(file))
+
+
+def _chosen_quant(names: list[str], where: str, quant: str) -> Weights:
+    models = _gguf_models(names)
+    if not models:
+        raise UsageError(
+            f"{where} has no GGUF files to choose {quant} from",
+            "leave the part after the colon out; --quant quantizes other weights while they load",
+        )
+    fitting = [name for name in models if quant_of(name).casefold() == quant.casefold()]
+    if not fitting:
+        raise UsageError(f"{where} has no quantization {quant}", f"there are: {some(quants(names), 40)}")
+    weights = _chosen_file(names, where, fitting[0])
+    if len(fitting) > 1:
+        weights = weights._replace(note=f"{where} has {len(fitting)} files of {quant}: took {fitting[0]}")
+    return weights
+
+
+def _default_quant(names: list[str], models: list[str], where: str) -> Weights:
+    by_quant = {quant_of(name): name for name in reversed(models)}
+    quant = next((quant for quant in PREFERRED_QUANTS if quant in by_quant), quant_of(models[0]))
+    weights = _chosen_file(names, where, by_quant[quant])
+    if len(models) > 1:
+        others = [other for other in by_quant if other != quant]
+        weights = weights._replace(note=f"{where}: took {quant}; there are also {some(others, 30)}" if others else None)
+    return weights
+
+
+def _nothing_to_read(names: list[str], where: str) -> UnsupportedError:
+    if "adapter_config.json" in names:
+        return UnsupportedError(f"{where}: an adapter, not a model", "merge it into its base model first")
+    if pickles := sorted(name for name in names if name.endswith(PICKLES)):
+        return pickle_error(f"{where}: {pickles[0]}")
+    if any(name.endswith(".safetensors") for name in names):
+        if "config.json" not in names:
+            return UnsupportedError(f"{where}: no config.json beside the weights: not a language model?")
+        return UnsupportedError(f"{where}: several .safetensors files and no index that names them")
+    return UnsupportedError(f"{where}: no .safetensors or .gguf weights in it", "look for a conversion of this model")

@@ -1,0 +1,274 @@
+"""From what a user calls a model to the files of it on this machine, downloaded first where that is needed.
+
+Tried in this order: an existing path; a name on the hub (`hf:org/repo`, a huggingface.co address, `org/repo`, each with
+`:quant`, `@revision` or a GGUF's path after it); an alias. Downloads go into the Hugging Face cache and nowhere else.
+What the files hold is not looked at here: `checkpoint.py` opens them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
+from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.weights import hub
+from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
+from nanovllm_cli.weights.files import Weights, choose, quant_of, read_index, some, split_parts
+
+DEFAULT_REVISION = "main"
+_MAX_ALIAS_STEPS = 8
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """`path` is for `open_checkpoint`; `name` is what the user wrote. `repo` and `revision` (a commit) are None for
+    paths and for the bundled model, `quant` for everything but GGUF files of the hub. `num_bytes`: of all its files."""
+
+    path: Path
+    name: str
+    repo: str | None
+    revision: str | None
+    quant: str | None
+    num_bytes: int
+    format: Literal["hf", "gguf"]
+
+    def __str__(self) -> str:
+        size = f"{self.num_bytes / 1e9:.2f} GB" if self.num_bytes >= 1e8 else f"{self.num_bytes / 1e6:.1f} MB"
+        if self.repo is None:
+            return f"{self.path} ({size})"
+        quant = f", {self.quant}" if self.quant else ""
+        return f"{self.repo}@{(self.revision or '')[:7]}{quant} ({size})"
+
+
+class HubName(NamedTuple):
+    """What a name on the hub says. `file` is a GGUF's path in the repository."""
+
+    repo: str
+    quant: str | None = None
+    revision: str | None = None
+    file: str | None = None
+
+
+def resolve(
+    name: str,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    quant: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: LoadProgress | None = None,
+    token: str | bool | None = None,
+) -> ResolvedModel:
+    """The model that `name` means, on this machine.
+
+    `revision` and `quant` count where the name has none of its own; `aliases` are the user's, and come before ours.
+    `progress` hears of the download, and of choices made (`note`). HF_HUB_OFFLINE means `offline`.
+
+    Raises ModelNotFoundError (with the nearest names), AccessRefusedError, DownloadError, DoesNotFitError (disk),
+    UnsupportedError (nothing readable in it), UsageError (no such quantization or file, a name with two meanings).
+    """
+    progress = progress or NullProgress()
+    if (path := _existing_path(name)) is not None:
+        return _local(path, name, quant)
+    known = {**ALIASES, **{alias.lower(): target for alias, target in (aliases or {}).items()}}
+    target = name
+    for _ in range(_MAX_ALIAS_STEPS):
+        if target.lower() == BUNDLED and BUNDLED not in (aliases or {}):
+            return _local(_bundled(), name, quant)
+        alias, at, alias_revision = target.partition("@")
+        if alias.lower() not in known:
+            break
+        target = known[alias.lower()]
+        if at:
+            target = target.partition("@")[0] + at + alias_revision
+        if (path := _existing_path(target)) is not None:
+            return _local(path, name, quant)
+    else:
+        raise UsageError(f"the alias {name!r} leads in a circle", "look at [aliases] in the configuration")
+    parsed = parse_hub_name(target)
+    if parsed is None:
+        raise _not_found(name, known)
+    parsed = parsed._replace(quant=parsed.quant or quant, revision=parsed.revision or revision)
+    try:
+        return _from_hub(parsed, name, offline or hub.offline_by_environment(), progress, token)
+    except ModelNotFoundError as error:
+        error.hint = error.hint or _suggestion(parsed.repo, known)
+        raise
+
+
+def parse_hub_name(name: str) -> HubName | None:
+    """`[hf:]org/repo[:quant][@revision]`, `org/repo/path/file.gguf`, or an address; None for other text.
+
+    A repository without an organization needs `hf:`, as a bare word is an alias.
+    """
+    rest, prefixed, revision = name, False, None
+    for prefix in ("hf://", "hf:", "https://", "http://"):
+        if rest.lower().startswith(prefix):
+            rest, prefixed = rest[len(prefix) :], prefix.startswith("hf")
+            break
+    host, slash, path = rest.partition("/")
+    if slash and host.lower() in (*_HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc):
+        parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
+        if len(parts) > 3 and parts[2] in ("tree", "blob", "resolve"):
+            revision, parts = parts[3], [*parts[:2], *parts[4:]]
+        rest, prefixed = "/".join(parts), True
+    elif "://" in name and not prefixed:
+        return None
+    rest, _, after_at = rest.partition("@")
+    rest, _, quant = rest.partition(":")
+    parts = rest.split("/")
+    repo, file = "/".join(parts[:2]), "/".join(parts[2:])
+    if (
+        not _REPO.fullmatch(repo)
+        or len(repo) > 96
+        or "--" in repo
+        or ".." in repo
+        or (len(parts) == 1 and not prefixed)
+    ):
+        return None
+    if not all(parts) or (_looks_like_path(name) and not file):
+        return None
+    return HubName(repo, quant or None, after_at or revision, file or None)
+
+
+def _from_hub(
+    wanted: HubName, name: str, offline: bool, progress: LoadProgress, token: str | bool | None
+) -> ResolvedModel:
+    revision = wanted.revision or DEFAULT_REVISION
+    here = _from_cache(wanted, revision, name)
+    if here is not None and (offline or wanted.revision == here.revision):  # a commit never changes: nothing to ask
+        return here
+    if offline:
+        raise ModelNotFoundError(
+            f"{wanted.repo} is not in the cache ({hub.cache_folder()}), at least not completely, and this is offline",
+            "run once without --offline and HF_HUB_OFFLINE; cached are: " + (some(hub.cached_repos(), 8) or "none"),
+        )
+    try:
+        listing = hub.list_repo(wanted.repo, revision, token, attempts=1 if here else 1 + len(hub.RETRY_WAITS))
+    except hub.HubUnreachableError as error:
+        if here is None:
+            raise
+        progress.note(f"{error.message}; using the copy in the cache, {(here.revision or '')[:7]}")
+        return here
+    except AccessRefusedError as error:
+        if here is not None:
+            error.hint = f"{error.hint}; --offline uses the copy in the cache"
+        raise
+    weights = choose(listing.sizes, wanted.repo, quant=wanted.quant, file=wanted.file)
+    files = weights.files
+    if weights.note:
+        progress.note(weights.note)
+    if weights.index_file:
+        snapshot = hub.fetch(wanted.repo, listing, [weights.index_file], NullProgress(), token)
+        files = _with_shards(weights, snapshot)
+    snapshot = hub.fetch(wanted.repo, listing, files, progress, token)
+    hub.remember_revision(wanted.repo, revision, listing.commit)
+    return _resolved(snapshot, listing.commit, weights, files, wanted.repo, name)
+
+
+def _from_cache(wanted: HubName, revision: str, name: str) -> ResolvedModel | None:
+    """The model as the cache has it, if it has all of it."""
+    cached = hub.cached_snapshot(wanted.repo, revision)
+    if cached is None:
+        return None
+    commit, snapshot = cached
+    names = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.is_file()]
+    try:
+        weights = choose(names, wanted.repo, quant=wanted.quant, file=wanted.file)
+        files = _with_shards(weights, snapshot) if weights.index_file else weights.files
+    except NanovllmError:
+        return None
+    if not all((snapshot / file).is_file() for file in files):
+        return None
+    return _resolved(snapshot, commit, weights, files, wanted.repo, name)
+
+
+def _with_shards(weights: Weights, snapshot: Path) -> tuple[str, ...]:
+    assert weights.index_file is not None
+    return (*weights.files, *dict.fromkeys(read_index(snapshot / weights.index_file).values()))
+
+
+def _resolved(
+    snapshot: Path, commit: str, weights: Weights, files: Collection[str], repo: str, name: str
+) -> ResolvedModel:
+    path = snapshot / weights.entry if weights.entry else snapshot
+    num_bytes = sum((snapshot / file).stat().st_size for file in files)
+    return ResolvedModel(path, name, repo, commit, weights.quant, num_bytes, "gguf" if weights.entry else "hf")
+
+
+def _existing_path(name: str) -> Path | None:
+    if not name or "\0" in name:
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except PermissionError as error:
+        raise AccessRefusedError(f"{name}: permission denied", "check the permissions of the folder") from error
+    except (OSError, RuntimeError):  # too long for a path, a home folder that is not known
+        return None
+
+
+def _local(path: Path, name: str, quant: str | None) -> ResolvedModel:
+    """A path as it is; of a folder with several GGUF models the one of that quantization."""
+    try:
+        if path.is_dir():
+            files = [file for file in path.iterdir() if file.is_file()]
+            if quant is not None:
+                weights = choose([file.name for file in files], str(path), quant=quant)
+                assert weights.entry is not None
+                return _local(path / weights.entry, name, None)
+            kinds = {file.suffix for file in files}
+            format_: Literal["hf", "gguf"] = "gguf" if ".gguf" in kinds and ".safetensors" not in kinds else "hf"
+        else:
+            if quant is not None and quant_of(path.name).casefold() != quant.casefold():
+                raise UsageError(f"{path} is {quant_of(path.name)}, not {quant}", "name one of the two")
+            files = [path.with_name(part) for part in split_parts(path.name)]
+            format_ = "hf" if path.suffix == ".safetensors" else "gguf"
+        num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    except PermissionError as error:
+        raise AccessRefusedError(f"{path}: permission denied", "check its permissions") from error
+    return ResolvedModel(path, name, None, None, None, num_bytes, format_)
+
+
+def _bundled() -> Path:
+    path = Path(str(resources.files("nanovllm_cli").joinpath("assets", BUNDLED)))
+    if not path.is_dir():
+        raise ModelNotFoundError("the bundled model is not part of this installation", "install nanovllm-cli again")
+    return path
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or "\\" in name or name.endswith((".gguf", ".safetensors"))
+
+
+def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
+    shown = name if name.isprintable() else repr(name)
+    if _looks_like_path(name) or "/" in name.rstrip("/"):
+        return ModelNotFoundError(f"{shown}: no such file or folder", _suggestion(name, known))
+    return ModelNotFoundError(
+        f"no model is called {shown!r}" if name.isprintable() else f"no model is called {shown}",
+        _suggestion(name, known) or "a name is a path, org/repo on the hub, or an alias such as qwen3:0.6b",
+    )
+
+
+def _suggestion(name: str, known: Mapping[str, str]) -> str | None:
+    """The nearest of all aliases and cached repositories, compared whole and without their organization."""
+    candidates = [BUNDLED, *known, *hub.cached_repos(), *known.values()]
+    forms = {
+        form.lower(): candidate for candidate in reversed(candidates) for form in (candidate, candidate.split("/")[-1])
+    }
+    wanted = name[:200].lower()
+    close = difflib.get_close_matches(wanted, forms, n=6, cutoff=0.6)
+    close += difflib.get_close_matches(wanted.split("/")[-1], forms, n=6, cutoff=0.75)
+    nearest = list(dict.fromkeys(forms[form] for form in close))[:3]
+    return f"did you mean {' or '.join(nearest)}?" if nearest else None
