@@ -1,8 +1,8 @@
 """An executor without a model, which notices every mistake in block tables, copies and sharing.
 
-What it keeps for a position is (token, chain), where the chain is a hash of every token up to there: like a real K and V it
-depends on the whole prefix. Each step it reads the prefix of each sequence through its block table and recomputes the chain;
-the next token is a function of the chain (and of the seed, where the request is not greedy).
+What it keeps for a position is (token, chain), where the chain is a hash of every token up to there: like a real K
+and V it depends on the whole prefix. Each step it reads the prefix of each sequence through its block table and
+recomputes the chain; the next token is a function of the chain (and of the seed, where the request is not greedy).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class FakeModel:
-    """`violations` stays empty while the engine is right. Faults are injected by the three hooks.
+    """`violations` stays empty while the engine is right. Faults are injected by hooks.
 
-    before: called with each plan, may raise. draw_error: message for a sequence, or None. drop: sequences without a draw.
+    before, midway: called with each plan before anything is done and when everything is written; may raise.
+    draw_error: message for a sequence, or None. drop: sequences without a draw. script: the answer of every sequence,
+    instead of what the chain says.
     """
 
     def __init__(self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9) -> None:
@@ -37,6 +39,7 @@ class FakeModel:
         self.midway: Callable[[Plan], None] = lambda plan: None
         self.draw_error: Callable[[Scheduled, int], str | None] = lambda scheduled, seq_id: None
         self.drop: set[int] = set()
+        self.script: list[int] | None = None
         self.closed = False
 
     def execute(self, plan: Plan) -> StepOutput:
@@ -63,9 +66,8 @@ class FakeModel:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for scheduled in plan.scheduled:
             chain = self._read(scheduled)
-            for seq_id in scheduled.draws:
-                if seq_id not in self.drop:
-                    drawn.append(self._draw(scheduled, seq_id, chain))
+            wanted = [seq_id for seq_id in scheduled.draws if seq_id not in self.drop]
+            drawn.extend(self._draw(scheduled, seq_id, chain) for seq_id in wanted)
             if scheduled.prompt_logprobs is not None:
                 logprobs[scheduled.seq_id] = [TokenLogprobs(each, -1.0, 1, ()) for each in scheduled.targets]
         return StepOutput(drawn, logprobs)
@@ -107,6 +109,9 @@ class FakeModel:
             return Drawn(seq_id, [], None, error)
         params = self.known[seq_id].params
         token = (chain if params.is_greedy else hash((chain, self.known[seq_id].seed))) % VOCAB
+        if self.script is not None:
+            end = scheduled.start + len(scheduled.token_ids)
+            token = self.script[end - len(self.known[seq_id].prompt_ids)]
         logprobs = None if params.logprobs is None else [TokenLogprobs(token, -0.5, 1, ())]
         return Drawn(seq_id, [token], logprobs)
 

@@ -22,6 +22,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
+        self._pins = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._prefixes = PrefixCache(block_size, secret) if enable_prefix_caching else None
@@ -82,26 +83,29 @@ class BlockManager:
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""
-        return self.blocks_for(end) - len(sequence.block_table) + (self._shared_index(sequence) is not None)
+        behind = max(0, self.blocks_for(end) - len(sequence.block_table))
+        return behind + (self._shared_index(sequence) is not None)
 
     def grow(self, sequence: Sequence, end: int) -> tuple[int, int] | None:
         """Makes positions num_computed … end - 1 writable; the blocks must be available.
 
         Where the first of them lies in a block that others hold too, the sequence gets a block of its own, and the
         pair (source, destination) to copy before anything is written. The source stays referenced until
-        `unpin(source)`, so that nobody can be given it within the same step.
+        `unpin(source)`, so that nobody can be given it within the same step. Its last holder may write behind what was shared.
         """
         copy: tuple[int, int] | None = None
         index = self._shared_index(sequence)
         if index is not None:
             copy = (sequence.block_table[index], self._take())
             sequence.block_table[index] = copy[1]
+            self._pins[copy[0]] += 1
         while len(sequence.block_table) * self.block_size < end:
             sequence.block_table.append(self._take())
         return copy
 
     def unpin(self, block: int) -> None:
         """Ends what `grow` began: the copy has been made."""
+        self._pins[block] -= 1
         self._drop(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -141,7 +145,9 @@ class BlockManager:
     def _shared_index(self, sequence: Sequence) -> int | None:
         index = sequence.num_computed // self.block_size
         table = sequence.block_table
-        return index if index < len(table) and self._references[table[index]] > 1 else None
+        if index >= len(table) or self._references[table[index]] == 1:
+            return None
+        return index if self._references[table[index]] - self._pins[table[index]] > 1 else None
 
     def _take(self) -> int:
         if self._free:

@@ -89,9 +89,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._config = config
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._cache_len = num_blocks * config.block_size
+        self._context_len = min(max_model_len, num_blocks * config.block_size)
         self._eos_ids = eos_ids
         self._detokenizer_factory = detokenizer_factory or (detokenizers_of(tokenizer) if tokenizer else None)
         self._clock = clock
@@ -125,11 +126,13 @@ class Engine:
             raise UsageError("a request needs an id, which is a string")
         if request_id in self._live:
             raise UsageError(f"request id {request_id!r} is already in use", "wait until it is finished, or abort it")
+        if priority != 0 and self._config.policy != "priority":
+            raise UsageError("this engine takes requests in order; priorities mean nothing", 'set policy "priority"')
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise UsageError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}")
         params.check_vocabulary(self._vocab_size)
         prompt = self._checked_prompt(prompt_ids)
-        room = min(self._max_model_len, self._cache_len) - len(prompt)
+        room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
         request = Request(
@@ -225,10 +228,9 @@ class Engine:
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < self._vocab_size:
                 raise UsageError(f"token id {token_id} is not in the vocabulary, which has {self._vocab_size}")
-        if len(prompt) >= self._max_model_len:
-            raise PromptTooLongError(len(prompt), self._max_model_len)
-        if len(prompt) >= self._cache_len:
-            raise PromptTooLongError(len(prompt), self._cache_len, "that fills the KV cache: give it more memory")
+        if len(prompt) >= self._context_len:
+            hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
+            raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt
 
     def _execute(self, plan: Plan) -> tuple[StepOutput, dict[int, str]]:

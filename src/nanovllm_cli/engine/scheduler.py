@@ -122,6 +122,7 @@ class Scheduler:
                 continue
             drawn = [_sound(by_id.get(each.seq_id), each) for each in _group(sequence)]
             sequence.num_computed += self._strategy.num_valid(sequence, share.fed, drawn[0].token_ids)
+            sequence.token_ids.extend(drawn[0].token_ids)
             if any(each.error is not None for each in drawn):
                 self._blocks.distrust(sequence)
             else:
@@ -129,7 +130,6 @@ class Scheduler:
             if sequence.pending:
                 results.extend(self._fork(sequence, drawn[1:]))
             sequence.registered = True
-            sequence.token_ids.extend(drawn[0].token_ids)
             results.append(Result(sequence, drawn[0]))
         self._shares = []
         return results

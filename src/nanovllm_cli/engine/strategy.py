@@ -16,7 +16,8 @@ class Strategy(Protocol):
     def feed(self, sequence: Sequence, limit: int) -> list[int]:
         """Tokens for positions num_computed, num_computed + 1, …: known ones and, behind the last of these, guesses.
 
-        At least one and at most `limit` (which is at least one).
+        At least one and at most `limit` (which is at least one), and none past the request's `max_len`. Guesses are
+        only for a sequence whose known tokens all fit and that has nobody `pending`.
         """
         ...
 
