@@ -1,16 +1,118 @@
 """What a request may ask of the sampler. Every field is bounded here, before anything else sees it.
 
-(Filled in with meanings and bounds by field; see SamplingParams.)
+Plain data only: numbers, strings and tuples of them, so that a `SamplingParams` crosses to a worker inside a Plan and
+can be a dict key. What the fields do to the logits, and in which order, is `engine/sampler.py`'s docstring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, UsageError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy (vLLM's limit): dividing logits by them leaves nothing but the largest."""
+
+MAX_LOGPROBS = 100
+MAX_SEQUENCES = 128
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
+
+# Inclusive bounds by field. Every number that a request can carry is in one of these two tables.
+_FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+}
+_INT_BOUNDS: dict[str, tuple[int, int]] = {
+    "top_k": (-1, MAX_TOKEN_ID),
+    "penalty_last_n": (-1, MAX_TOKENS),
+    "dry_allowed_length": (0, MAX_TOKENS),
+    "dry_penalty_last_n": (-1, MAX_TOKENS),
+    "n": (1, MAX_SEQUENCES),
+    "min_tokens": (0, MAX_TOKENS),
+}
+_OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
+    "seed": (-1, 2**64 - 1),
+    "max_tokens": (1, MAX_TOKENS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+# Field -> most strings, most characters in each.
+_STRING_LISTS: dict[str, tuple[int, int]] = {
+    "stop": (64, 1024),
+    "bad_words": (256, 256),
+    "dry_sequence_breakers": (32, 40),
+}
+# Field -> most ids.
+_ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+
+_FROM_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
+    """One request's sampling settings. A value out of bounds raises UsageError; lists become tuples.
+
+    As vLLM means them:
+
+    temperature: divides the logits; 0 (anything below 1e-5) takes the most likely token, whatever the filters say.
+    top_k: keep the k most likely tokens; 0 and -1 keep all (stored as 0). Of equal logits at the border the lower ids
+        stay (vLLM keeps all of them; llama.cpp keeps k).
+    top_p: keep the most likely tokens until they hold this share of what earlier filters left; 1 keeps all, 0 one.
+    min_p: keep tokens at least this times as likely as the most likely one; 0 keeps all.
+    repetition_penalty: logits of tokens seen in prompt or output are divided by it where positive, else multiplied.
+    presence_penalty, frequency_penalty: subtracted from tokens seen in the output: once, and once for each time seen.
+    logit_bias: token id -> added to its logit, -100 to 100.
+    bad_words: strings that may not appear; the token that would complete one is banned.
+    allowed_token_ids: nothing else may be drawn. None allows all.
+    seed: 0 to 2**64 - 1; None and -1 (stored as None) let the engine draw one.
+    n: answers to this prompt, each with a seed of its own.
+    min_tokens: end and stop ids are banned until so many tokens are out.
+    max_tokens: longest answer; None goes as far as the context does.
+    stop: strings that end the answer. include_stop_str_in_output: leave the string in the text.
+    stop_token_ids: ids that end the answer.
+    ignore_eos: the model's own end ids do not end the answer.
+    logprobs: report this many alternatives beside each drawn token; 0 reports the drawn token only, None nothing.
+        Natural logarithms of the model's own distribution, before any of the above (vLLM's "raw_logprobs").
+    prompt_logprobs: the same for the prompt's tokens.
+    skip_special_tokens: leave special tokens out of the text.
+
+    As llama.cpp means them:
+
+    typical_p: keep the tokens whose surprise is nearest to the expected one, until they hold this much (locally typical
+        sampling, Meister et al. 2022); 1 keeps all.
+    penalty_last_n: how many of the last tokens the three penalties look at; -1 all of them, 0 none.
+    dry_multiplier, dry_base, dry_allowed_length: a token that would continue a repetition of m >= dry_allowed_length
+        tokens loses multiplier * base ** (m - dry_allowed_length); multiplier 0 is off.
+    dry_penalty_last_n: how far back repetitions are looked for; -1 all, 0 off.
+    dry_sequence_breakers: strings across which no repetition is counted.
+    xtc_probability, xtc_threshold: with this chance at each token, drop all tokens at least this likely but the least
+        likely of them ("exclude top choices"); probability 0 and thresholds above 0.5 are off.
+    """
+
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -41,3 +143,179 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _FLOAT_BOUNDS.items():
+            self._set(name, _number(name, getattr(self, name), low, high))
+        for name, bounds in _INT_BOUNDS.items():
+            _check_int(name, getattr(self, name), *bounds)
+        for name, bounds in _OPTIONAL_INT_BOUNDS.items():
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), *bounds)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refused(name, getattr(self, name), "true or false")
+        for name, (most, longest) in _STRING_LISTS.items():
+            self._set(name, _strings(name, getattr(self, name), most, longest))
+        for name, most in _ID_LISTS.items():
+            if name != "allowed_token_ids" or self.allowed_token_ids is not None:
+                self._set(name, _ids(name, getattr(self, name), most))
+        if self.allowed_token_ids == ():
+            raise UsageError("allowed_token_ids is empty: nothing could be drawn")
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases(self.logit_bias))
+        if self.top_k == -1:
+            self._set("top_k", 0)
+        if self.seed == -1:
+            self._set("seed", None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """True where repetition, presence or frequency change a logit."""
+        unchanged = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return not unchanged and self.penalty_last_n != 0
+
+    @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
+
+    @property
+    def has_xtc(self) -> bool:
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise UsageError if an id lies outside a vocabulary of `vocab_size` tokens."""
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            ids: Iterable[int] = getattr(self, name) or ()
+            worst = max(ids, default=0)
+            if worst >= vocab_size:
+                raise UsageError(f"{name}: token id {worst} is outside the vocabulary of {vocab_size} tokens")
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
+
+        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here), and
+        `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The
+        rest is ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes
+        its place.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(overrides.keys() - known)
+        if unknown:
+            raise UsageError(f"unknown sampling parameter {unknown[0]!r}", "known: " + ", ".join(sorted(known)))
+        defaults: dict[str, Any] = {}
+        for theirs, ours in _FROM_GENERATION_CONFIG.items():
+            if config.get(theirs) is not None and ours not in overrides:
+                defaults[ours] = _trusted(cls, theirs, ours, config[theirs])
+        do_sample = config.get("do_sample")
+        if not isinstance(do_sample, bool | None):
+            raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {_shown(do_sample)}")
+        if do_sample is False and "temperature" not in overrides:
+            defaults["temperature"] = 0.0
+        if overrides.get("min_tokens", 0) and "max_tokens" in defaults:
+            # The user's floor wins over the file's ceiling.
+            defaults["max_tokens"] = max(defaults["max_tokens"], overrides["min_tokens"])
+        return cls(**{**defaults, **overrides})
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+class LogitBias(Mapping[int, float]):
+    """A mapping that cannot change: hashable, ordered by id, equal to the dict it was made of."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[int, float]) -> None:
+        self._items = dict(sorted(items.items()))
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._items[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _trusted(cls: type[SamplingParams], theirs: str, ours: str, value: object) -> Any:
+    try:
+        return getattr(cls(**{ours: value}), ours)  # type: ignore[arg-type]
+    except UsageError as error:
+        raise CheckpointError(
+            f"generation_config.json: {theirs}: {error.message}", f"correct the file, or give {ours} yourself"
+        ) from error
+
+
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value).replace("\n", " ")
+    except ValueError:  # an integer with more digits than Python prints
+        return "a number of thousands of digits"
+
+
+def _refused(name: str, value: object, allowed: str) -> UsageError:
+    return UsageError(f"{name} must be {allowed}, not {_shown(value)}")
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise _refused(name, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _refused(name, value, f"a whole number from {low} to {high}")
+
+
+def _sequence(name: str, value: object, most: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise _refused(name, value, "a list")
+    if len(value) > most:
+        raise UsageError(f"{name} has {len(value)} entries, at most {most} are allowed")
+    return value
+
+
+def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ...]:
+    """One string stands for a list of itself."""
+    entries = _sequence(name, [value] if isinstance(value, str) else value, most)
+    for entry in entries:
+        if not isinstance(entry, str) or not 1 <= len(entry) <= longest:
+            raise _refused(name, entry, f"strings of 1 to {longest} characters")
+        if any("\ud800" <= character <= "\udfff" for character in entry):
+            raise UsageError(f"{name} must be valid text, not {entry[:32]!a} with half a surrogate pair")
+    return tuple(entries)
+
+
+def _ids(name: str, value: object, most: int) -> tuple[int, ...]:
+    entries = _sequence(name, value, most)
+    for entry in entries:
+        _check_int(f"{name}: a token id", entry, 0, MAX_TOKEN_ID)
+    return tuple(entries)
+
+
+def _biases(value: object) -> LogitBias:
+    if not isinstance(value, Mapping):
+        raise _refused("logit_bias", value, "a mapping of token ids to numbers")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise UsageError(f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIASES} are allowed")
+    biases: dict[int, float] = {}
+    for token_id, bias in value.items():
+        _check_int("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
+        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return LogitBias(biases)

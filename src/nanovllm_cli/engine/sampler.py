@@ -1,0 +1,210 @@
+"""From logits to tokens, on the worker's side. Knows nothing of schedules, and of text only what two hooks tell it.
+
+A sequence is registered once, with its prompt and its seed, and forgotten when it finishes; a preempted one stays
+registered. The sampler appends what it draws. What happens to a row of logits, in this order:
+
+    logprobs                 read from the model's own logits, before anything else
+    mask                     a structured-output constraint: everything else is banned
+    allowed_token_ids        everything else is banned
+    bad_words                the token that would complete one is banned
+    min_tokens               stop ids are banned
+    logit_bias               added
+    penalties                repetition, then frequency and presence
+    DRY                      subtracted
+    (temperature 0)          the largest logit wins, the lowest id of equal ones; the rest is for other temperatures
+    temperature              logits are divided by it
+    min_p, top_k             as in vLLM, where min_p comes first; both cut at a place in the order by logit
+    typical_p, top_p, XTC    in llama.cpp's order, each on what is left, renormalized
+    draw
+
+vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
+top_p, on probabilities at the given temperature. `kernels/sampling.py` says how a token is drawn, and why the batch
+cannot matter.
+
+A row that holds NaN or +inf, or where nothing may be drawn, ends its own sequence and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
+from nanovllm_cli.engine.sampling_dry import BreakerVocabulary
+from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, uniforms
+from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
+from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.kernels.sampling import (
+    MAX_VOCABULARY,
+    allowed_tokens,
+    as_rows,
+    draw_token,
+    largest,
+    row_logprobs,
+)
+
+_NOT_FINITE = "the model's logits are not finite: NaN or infinity"
+_NOTHING_LEFT = "no token is left to draw: every one is banned"
+
+
+class Sampler:
+    """Draws one token for each sequence it is asked for.
+
+    encode: text to ids, without special tokens; bad_words and DRY's breakers need it. token_bytes: the bytes of every
+    token, by id; DRY's breakers need it, and it is called once, when the first of them comes.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        encode: Callable[[str], list[int]] | None = None,
+        token_bytes: Callable[[], Sequence[bytes]] | None = None,
+    ) -> None:
+        if vocab_size > MAX_VOCABULARY:
+            raise UsageError(f"a vocabulary of {vocab_size} tokens; the sampler goes up to {MAX_VOCABULARY}")
+        self._vocab_size = vocab_size
+        self._encode = encode
+        self._breaker_vocabulary = (
+            BreakerVocabulary(vocab_size, encode, token_bytes) if encode and token_bytes else None
+        )
+        self._states: dict[int, SequenceState] = {}
+        self._row = np.empty(vocab_size, dtype=np.float32)
+
+    def add(self, new: NewSequence) -> None:
+        """Register a sequence. UsageError: an id outside the vocabulary, or text parameters without a tokenizer."""
+        assert new.seq_id not in self._states, f"sequence {new.seq_id} is already registered"
+        params = new.params
+        vocab_size = self._vocab_size
+        params.check_vocabulary(vocab_size)
+        outside = max(new.prompt_ids, default=0)
+        if outside >= vocab_size:
+            raise UsageError(f"the prompt holds token id {outside}, outside the vocabulary of {vocab_size} tokens")
+        bad_words = []
+        if params.bad_words:
+            if self._encode is None:
+                raise UsageError("bad_words needs a tokenizer, and this engine runs without one")
+            bad_words = bad_word_ids(params.bad_words, self._encode, vocab_size)
+        dry_breakers = None
+        if params.has_dry:
+            if self._breaker_vocabulary is None:
+                raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
+            dry_breakers = self._breaker_vocabulary.breakers(params.dry_sequence_breakers)
+        self._states[new.seq_id] = SequenceState(new, vocab_size, bad_words, dry_breakers)
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; one that was never registered is no matter."""
+        self._states.pop(seq_id, None)
+
+    def sample(
+        self,
+        seq_ids: Sequence[int],
+        logits: torch.Tensor,
+        rows: Sequence[int] | None = None,
+        masks: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[Drawn]:
+        """One token for each of seq_ids, in their order.
+
+        logits: [R, V] float32, not changed. rows: which row of logits each sequence draws from; by default each its
+        own, in order. masks: for each sequence the tokens it may draw, as bool or packed bits
+        (`kernels.sampling.allowed_tokens`), or None for all of them.
+        """
+        states = [self._states[seq_id] for seq_id in seq_ids]
+        rows = range(len(seq_ids)) if rows is None else rows
+        masks = [None] * len(seq_ids) if masks is None else masks
+        if all(state.takes_the_largest for state in states) and all(mask is None for mask in masks):
+            ids, values = largest(logits)
+            return [
+                self._take_largest(seq_id, state, ids[row], values[row])
+                for seq_id, state, row in zip(seq_ids, states, rows, strict=True)
+            ]
+        matrix = as_rows(logits)
+        tokens = _uniforms(states, DRAW_TOKEN)
+        chances = _uniforms(states, EXCLUDE_TOP_CHOICES) if any(state.params.has_xtc for state in states) else tokens
+        with np.errstate(all="ignore"):
+            return [
+                self._draw(seq_id, self._states[seq_id], matrix[row], mask, token, chance)
+                for seq_id, row, mask, token, chance in zip(seq_ids, rows, masks, tokens, chances, strict=True)
+            ]
+
+    def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
+        """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
+        targets.
+
+        Raises RequestError if a row is not finite.
+        """
+        with np.errstate(all="ignore"):
+            matrix = as_rows(logits[: len(targets)])
+            for row in matrix:
+                _check(row)
+            return [_logprobs(row, target, num) for row, target in zip(matrix, targets, strict=True)]
+
+    def _take_largest(self, seq_id: int, state: SequenceState, token_id: int, logit: float) -> Drawn:
+        if not np.isfinite(logit):
+            return Drawn(seq_id, [], error=_NOTHING_LEFT if logit == -np.inf else _NOT_FINITE)
+        state.append(token_id)
+        return Drawn(seq_id, [token_id])
+
+    def _draw(
+        self,
+        seq_id: int,
+        state: SequenceState,
+        logits: NDArray[np.float32],
+        mask: torch.Tensor | None,
+        uniform: float,
+        chance: float,
+    ) -> Drawn:
+        params = state.params
+        try:
+            _check(logits)
+            adjusted = self._adjusted(state, logits, mask)
+            if params.is_greedy:
+                token_id = int(adjusted.argmax())
+            else:
+                exclude_top = params.has_xtc and chance < params.xtc_probability
+                token_id = draw_token(adjusted, params, uniform, exclude_top)
+            logprobs = None if params.logprobs is None else [_logprobs(logits, token_id, params.logprobs)]
+            state.append(token_id)
+        except NanovllmError as error:
+            return Drawn(seq_id, [], error=error.message)
+        except Exception as error:  # whatever it is, the other sequences go on
+            return Drawn(seq_id, [], error=f"sampling failed: {type(error).__name__}: {error}")
+        return Drawn(seq_id, [token_id], logprobs)
+
+    def _adjusted(
+        self, state: SequenceState, logits: NDArray[np.float32], mask: torch.Tensor | None
+    ) -> NDArray[np.float32]:
+        """The row as it is drawn from: itself where nothing changes it, else this sampler's one row of scratch."""
+        if mask is None and not state.adjusts:
+            return logits
+        np.copyto(self._row, logits)
+        if mask is not None:
+            np.copyto(self._row, -np.inf, where=~allowed_tokens(mask, self._vocab_size))
+        state.adjust(self._row)
+        _check(self._row)
+        return self._row
+
+
+def _check(logits: NDArray[np.float32]) -> None:
+    largest_logit = logits.max()
+    if largest_logit == -np.inf:
+        raise RequestError(_NOTHING_LEFT)
+    if not np.isfinite(largest_logit):
+        raise RequestError(_NOT_FINITE)
+
+
+def _uniforms(states: Sequence[SequenceState], purpose: int) -> list[float]:
+    numbers: list[float] = uniforms(
+        [state.seed for state in states], [state.position for state in states], purpose
+    ).tolist()
+    return numbers
+
+
+def _logprobs(logits: NDArray[np.float32], token_id: int, num: int) -> TokenLogprobs:
+    found = row_logprobs(logits, token_id, num)
+    return TokenLogprobs(
+        token_id, found.logprob, found.rank, tuple(zip(found.top_ids, found.top_logprobs, strict=True))
+    )

@@ -1,0 +1,52 @@
+"""Random numbers without a state: Philox4x32-10, a function from (seed, counter) to bits.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The key is a sequence's seed; the counter says
+which token of its answer is drawn, and what for. Nothing is stored between two tokens, so that preemption, batching and
+the order of the draws cannot change them, and a GPU kernel can produce the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+DRAW_TOKEN = 0
+EXCLUDE_TOP_CHOICES = 1
+
+_ROUNDS = 10
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int], purpose: int) -> NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits for each (seed, position).
+
+    seeds: the lowest 64 bits count. positions: index of the token in its answer. purpose: one of this file's names;
+    streams of different purposes have nothing to do with each other.
+    """
+    count = len(seeds)
+    key = np.zeros((2, count), dtype=np.uint64)
+    key[0] = [seed & 0xFFFFFFFF for seed in seeds]
+    key[1] = [seed >> 32 & 0xFFFFFFFF for seed in seeds]
+    counter = np.zeros((4, count), dtype=np.uint64)
+    counter[0] = [position & 0xFFFFFFFF for position in positions]
+    counter[1] = [position >> 32 for position in positions]
+    counter[2] = purpose
+    words = philox4x32(counter, key)
+    bits = (words[0] << _32 | words[1]) >> np.uint64(11)
+    numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Ten rounds. counter [4, B] and key [2, B] hold 32-bit words; so does the result [4, B]."""
+    even, odd = counter[0::2], counter[1::2]
+    for index in range(_ROUNDS):
+        round_key = key + _KEY_STEPS[:, None] * np.uint64(index) & _LOW
+        product = _MULTIPLIERS[:, None] * even
+        even, odd = (product >> _32)[::-1] ^ odd ^ round_key, (product & _LOW)[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]))
