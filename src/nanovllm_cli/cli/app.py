@@ -1,0 +1,158 @@
+"""The border between the program and the shell: every way out ends here, in an exit code and at most two lines on
+stderr.
+
+    0 done, or the reader closed the pipe     4 access refused
+    1 failed                                  5 does not fit
+    2 usage                                   6 not supported
+    3 model not found                         130 Ctrl-C, 143 SIGTERM (128 + the signal)
+
+Nothing heavy is imported at the top: a signal in the first milliseconds must already find its handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import typer
+
+PROGRAM = "nanovllm"
+
+
+class Terminated(BaseException):
+    """A signal asks for the end: unwinds like Ctrl-C does."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """The `nanovllm` command. Never returns, never shows a traceback unless asked to."""
+    words = list(sys.argv[1:] if args is None else args)
+    code = 1
+    try:
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                signal.signal(signum, _terminate)
+        from nanovllm_cli.cli.output import ReaderGone, console
+
+        try:
+            _first_sign(words)
+            code = _invoke(words)
+        except ReaderGone:
+            code = 0
+        except (KeyboardInterrupt, Terminated):
+            raise
+        except BaseException as error:
+            code = _explain(error, words)
+        finally:
+            with contextlib.suppress(Exception, ReaderGone):
+                console().end_answer()
+    except KeyboardInterrupt:
+        code = 130
+    except Terminated as stop:
+        code = 128 + stop.signum
+    except BaseException:
+        pass  # the streams failed while the failure was told: there is nobody left to tell
+    _leave(code)
+
+
+def build() -> typer.Typer:
+    """The Typer application with all commands: for `main`, for the manual pages, for completions."""
+    import typer
+
+    from nanovllm_cli.cli import run
+    from nanovllm_cli.cli.command import Command, Group
+    from nanovllm_cli.cli.options import print_version
+
+    app = typer.Typer(
+        name=PROGRAM,
+        cls=Group,
+        help="Run language models on this machine.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        suggest_commands=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        epilog='Try: nanovllm run tiny "Once upon a time"',
+    )
+
+    @app.callback()
+    def program(
+        version: bool = typer.Option(
+            False, "--version", help="The version, and nothing else.", callback=print_version, is_eager=True
+        ),
+    ) -> None:
+        pass
+
+    run.register(app, cls=Command)
+    return app
+
+
+def _invoke(words: list[str]) -> int:
+    import typer
+    from typer.main import get_command
+
+    command = get_command(build())
+    if os.environ.get(f"_{PROGRAM.upper()}_COMPLETE"):
+        command.main(words, prog_name=PROGRAM)
+    try:
+        with command.make_context(PROGRAM, words) as ctx:
+            command.invoke(ctx)
+    except typer.Exit as wanted:
+        return wanted.exit_code
+    return 0
+
+
+def _first_sign(words: list[str]) -> None:
+    """Something on the screen at once, where reading the options will be followed by a wait."""
+    from nanovllm_cli.cli.output import console
+
+    if len(words) > 1 and not {"-h", "--help", "--version", "-q", "--quiet"} & set(words):
+        console().status("starting")
+
+
+def _explain(error: BaseException, words: list[str]) -> int:
+    """Says what went wrong and what to do, and returns the exit code for it."""
+    from nanovllm_cli.cli.failures import explanation
+    from nanovllm_cli.cli.output import console
+
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    told = explanation(error)
+    if _debugs(words):
+        import traceback
+
+        console().end_answer()
+        console().err.write("".join(traceback.format_exception(error)))
+    console().error(told.message, told.hint)
+    return told.exit_code
+
+
+def _debugs(words: list[str]) -> bool:
+    options = words[: words.index("--")] if "--" in words else words
+    return "--debug" in options or os.environ.get("NANOVLLM_DEBUG", "").lower() in ("1", "true", "yes", "on", "t", "y")
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
+    raise Terminated(signum)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process with `code`, whatever is still in the buffers of streams that have gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+    sys.exit(code)

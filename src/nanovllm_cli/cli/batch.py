@@ -1,0 +1,287 @@
+"""`nanovllm run --batch`: a file of prompts, all at once through the engine, results as JSON lines in the order of
+the prompts.
+
+On stdout a result is printed as soon as all before it are. With `-o FILE` every result goes to `FILE.partial` the
+moment it is there, and FILE appears, whole and in order, at the end: an interrupted batch goes on where it was when
+the same command is given again. What FILE and FILE.partial hold is used where it answers the same line under the same
+settings (a record's `key`), is run again where it was an error, and is never dropped: anything else in them is
+refused without --overwrite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from nanovllm_cli.cli import records
+from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
+from nanovllm_cli.cli.model import Loaded, Prompting, checked_messages
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.results import Results
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+
+_PROMPT_KEYS = ("prompt", "messages", "id")
+_PARAM_KEYS = tuple(item.name for item in dataclasses.fields(SamplingParams))
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """given: fields of SamplingParams from the command line. settings: whatever else decides what an answer is."""
+
+    source: str
+    output: Path | None
+    overwrite: bool
+    keeps_reasoning: bool
+    stats: bool | None
+    given: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the file. content: what it says; or `broken`: why it says nothing."""
+
+    number: int
+    digest: str
+    content: dict[str, Any]
+    broken: UsageError | None = None
+
+    @property
+    def id(self) -> Any:
+        return self.content.get("id")
+
+
+def read_lines(source: str, screen: Console) -> list[Line]:
+    """Every line of a file but the blank ones. Raises UsageError for a file that cannot be read at all."""
+    with open_input(source, screen) as file:
+        lines = [_line(number, data) for number, data in enumerate(_raw_lines(file, source), 1) if data.strip()]
+    if not lines:
+        raise UsageError(f"{_shown(source)} has no prompts", 'each line is {"prompt": "…"} or {"messages": […]}')
+    return lines
+
+
+def open_results(options: BatchOptions, lines: list[Line], screen: Console) -> Results:
+    """Where results go, opened before anything slow happens."""
+    return Results(options.output, options.overwrite, len(lines), screen.answer)
+
+
+def run_batch(
+    loaded: Loaded, prompting: Prompting, options: BatchOptions, lines: list[Line], results: Results, screen: Console
+) -> None:
+    """Runs what has no result yet. Raises RequestError at the end if a line failed."""
+    _Run(loaded, prompting, options, results, screen).run(lines)
+
+
+class _Run:
+    def __init__(
+        self, loaded: Loaded, prompting: Prompting, options: BatchOptions, results: Results, screen: Console
+    ) -> None:
+        self.llm = loaded.llm
+        self.prompting = prompting
+        self.options = options
+        self.results = results
+        self.screen = screen
+        self.progress = ProgressLine(screen)
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.answer_tokens = 0
+        self.running: dict[str, tuple[int, Line]] = {}  # in the order in which the engine took them
+
+    def run(self, lines: list[Line]) -> None:
+        began = time.monotonic()
+        settings = _digest({"model": self._model_identity(), "given": self.options.given} | self.options.settings)[:12]
+        keys = [f"{settings}-{line.digest}" for line in lines]
+        kept = self.results.resume(keys)
+        if kept:
+            self.screen.say(f"{kept} of {len(lines)} results are there already")
+        self.progress.stage("answering", len(lines), "lines")
+        self.progress.advance(kept)
+        while self._has_work(lines):
+            try:
+                for output in self.llm.generate_iter(self._requests(lines, keys)):
+                    self._finish(output)
+            except (UsageError, DoesNotFitError) as failure:
+                # Refused at the engine's door, and with it what was inside: that goes in again.
+                self._fail(*self.running.popitem()[1], failure)
+            self.running.clear()
+        self.progress.done()
+        self.results.finish()
+        self._tell(len(lines), kept, time.monotonic() - began)
+        if self.failed:
+            raise RequestError(f"{self.failed} of {len(lines)} lines failed", 'the "error" of each says why')
+
+    def _requests(self, lines: list[Line], keys: list[str]) -> Iterator[tuple[str, list[int], SamplingParams]]:
+        """What is left to run, encoded when the engine asks for it."""
+        for position, (line, key) in enumerate(zip(lines, keys, strict=True)):
+            if self.results.has(position):
+                continue
+            try:
+                ids, params = self._encode(line)
+            except Exception as failure:  # whatever is wrong with one line is that line's matter
+                if not isinstance(failure, NanovllmError):
+                    logger.warning("line %d failed", line.number, exc_info=failure)
+                self._fail(position, line, failure)
+                continue
+            self.running[key + f"@{position}"] = (position, line)
+            yield key + f"@{position}", ids, params
+
+    def _has_work(self, lines: list[Line]) -> bool:
+        return not all(self.results.has(position) for position in range(len(lines)))
+
+    def _encode(self, line: Line) -> tuple[list[int], SamplingParams]:
+        if line.broken is not None:
+            raise line.broken
+        content = line.content
+        if not self.prompting.chats:
+            if "messages" in content:
+                raise UsageError("messages need a model with a chat template", "use prompt")
+            ids = self.prompting.encode_raw(content["prompt"])
+        elif "messages" in content:
+            ids = self.prompting.encode(self.prompting.with_system(content["messages"]))
+        else:
+            ids = self.prompting.encode(self.prompting.new_messages(content["prompt"]))
+        if len(ids) >= self.llm.max_model_len:
+            raise PromptTooLongError(len(ids), self.llm.max_model_len)
+        given = self.options.given | {name: content[name] for name in _PARAM_KEYS if name in content}
+        params = dataclasses.replace(self.llm.default_params, **given)
+        params.check_vocabulary(self.llm.spec.vocab_size)
+        return ids, params
+
+    def _finish(self, output: RequestOutput) -> None:
+        position, line = self.running.pop(output.request_id)
+        self.prompt_tokens += len(output.prompt_ids)
+        self.answer_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        errors = [answer.error or "aborted" for answer in output.outputs if answer.finish_reason in ("error", "abort")]
+        record = {"id": line.id, "line": line.number}
+        if errors:
+            self.failed += 1
+            record["error"] = records.error_record(RequestError(errors[0]))
+        answers = [self._answer(answer, output) for answer in output.outputs]
+        self._put(
+            position, record | records.result_record(output, answers, self.llm.name), output.request_id.split("@")[0]
+        )
+
+    def _answer(self, answer: CompletionOutput, output: RequestOutput) -> records.Record:
+        known = self.prompting.reasoning()
+        if known is None:
+            return records.answer_record(answer, answer.text, None, self.llm)
+        from nanovllm_cli.text.reasoning import split
+
+        reasoning, content = split(answer.text, known, self.prompting.tail(list(output.prompt_ids)))
+        return records.answer_record(answer, content, reasoning if self.options.keeps_reasoning else None, self.llm)
+
+    def _fail(self, position: int, line: Line, failure: Exception) -> None:
+        self.failed += 1
+        self._put(position, {"id": line.id, "line": line.number, "error": records.error_record(failure)}, "")
+
+    def _put(self, position: int, record: records.Record, key: str) -> None:
+        self.results.put(position, records.dumps(record | {"key": key}))
+        self.progress.advance(1)
+
+    def _model_identity(self) -> list[Any]:
+        resolved = self.llm.resolved
+        return [str(getattr(resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+
+    def _tell(self, total: int, kept: int, seconds: float) -> None:
+        shows = self.options.stats if self.options.stats is not None else not self.screen.quiet
+        rate = f", {self.answer_tokens / seconds:,.1f} tok/s" if self.answer_tokens else ""
+        text = (
+            f"{total} lines ({kept} kept, {self.failed} failed) in {seconds:.1f} s"
+            f" | prompts {self.prompt_tokens} tokens | answers {self.answer_tokens} tokens{rate} | memory {size(records.peak_memory_bytes())}"
+        )
+        logger.info("%s", text)
+        if shows:
+            self.screen.line(text, "dim")
+
+
+def _raw_lines(file: BinaryIO, source: str) -> Iterator[bytes]:
+    while data := file.readline(MAX_INPUT_BYTES + 1):
+        if len(data) > MAX_INPUT_BYTES:
+            raise UsageError(f"{_shown(source)} has a line of more than {MAX_INPUT_BYTES >> 20} MiB")
+        yield data
+
+
+def _line(number: int, data: bytes) -> Line:
+    content: dict[str, Any] = {}
+    try:
+        value = _parsed(data, number)
+        # An id is worth repeating even where the rest is wrong.
+        content = {"id": value["id"]} if isinstance(value.get("id"), str | int | None) and "id" in value else {}
+        content = _checked(value)
+    except UsageError as failure:
+        failure.message = f"line {number}: {failure.message}"
+        failure.args = (failure.message,)
+        return Line(number, _digest(data.hex())[:20], content, failure)
+    return Line(number, _digest(content)[:20], content)
+
+
+def _parsed(data: bytes, number: int) -> dict[str, Any]:
+    text = decode(data, "it")
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError as failure:
+        raise UsageError("nested too deeply") from failure
+    except ValueError as failure:
+        raise UsageError(f"not JSON: {failure}") from failure
+    if not isinstance(value, dict):
+        raise UsageError("not a JSON object", 'write {"prompt": "…"} or {"messages": […]}')
+    return value
+
+
+def _checked(value: dict[str, Any]) -> dict[str, Any]:
+    known = (*_PROMPT_KEYS, *_PARAM_KEYS)
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            raise UsageError(f"unknown field {key!r}", f"did you mean {' or '.join(near)}?" if near else None)
+    if ("prompt" in value) == ("messages" in value):
+        raise UsageError("a line has either a prompt or messages")
+    if not isinstance(value.get("id"), str | int | None):
+        raise UsageError("an id is a string or a number")
+    if "prompt" in value:
+        if not isinstance(value["prompt"], str) or not value["prompt"]:
+            raise UsageError("prompt is not a text")
+        checked(value["prompt"])
+    else:
+        checked_messages(value["messages"])
+    if isinstance(value.get("logit_bias"), dict):
+        value["logit_bias"] = _with_ids(value["logit_bias"])
+    given = {name: value[name] for name in _PARAM_KEYS if name in value}
+    SamplingParams(**given)  # refuses what is out of bounds
+    return value
+
+
+def _with_ids(biases: dict[str, Any]) -> dict[int, Any]:
+    """JSON's keys are strings; a token id is a number."""
+    try:
+        return {int(key): bias for key, bias in biases.items()}
+    except ValueError as failure:
+        raise UsageError("logit_bias has a key that is not a token id") from failure
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shown(source: str) -> str:
+    return "standard input" if source == STANDARD_INPUT else source

@@ -1,0 +1,153 @@
+"""How commands are declared: groups of options as dataclasses, help in sections, defaults from the settings files.
+
+`expand` lets a command take whole groups (`options.ModelOptions`, …), so that an option is declared once for all
+commands. `Command` is Typer's command with three differences: help is plain text in sections (rich's panels cost more
+than the rest of `--help` together), a model's settings are looked up before the flags are read, and a flag that was
+misspelt behind one dash is named as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from nanovllm_cli.cli.settings import load_settings
+
+ENVIRONMENT_PREFIX = "NANOVLLM_"
+
+
+def option(*flags: str, help: str, panel: str, **more: Any) -> Any:
+    """typer.Option whose environment variable is NANOVLLM_ and its longest flag. `panel`: the section of the help it
+    is in."""
+    longest = max(flags, key=len).split("/")[0]
+    variable = ENVIRONMENT_PREFIX + longest.lstrip("-").replace("-", "_").upper()
+    settings: dict[str, Any] = {"envvar": variable, "show_envvar": False, "show_default": False} | more
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **settings)
+
+
+def expand(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, with every parameter that is a dataclass replaced by that dataclass's fields, as Typer wants to see
+    them."""
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name == "return":
+            continue
+        if not dataclasses.is_dataclass(hint):
+            plain = inspect.signature(function).parameters[name]
+            parameters.append(plain.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = hint
+        hints = get_type_hints(hint, include_extras=True)
+        for field in dataclasses.fields(hint):
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+            )
+
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        function(**values)
+
+    command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+class Command(TyperCommand):
+    """A command whose help has sections and whose defaults may come from settings files."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=34)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        if not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
+            settings = load_settings(_command_flags(ctx))
+            ctx.obj = settings
+            ctx.default_map = settings.defaults_for(self.name or "", self._model_of(ctx, words))
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as failure:
+            misspelt = self._misspelt_flag(ctx, failure, words)
+            if misspelt is None:
+                raise
+            raise misspelt from failure
+
+    def _model_of(self, ctx: Any, words: list[str]) -> str | None:
+        """The model that this call is about, before anything is judged: its settings are defaults for the rest."""
+        try:
+            values, _, _ = self.make_parser(ctx).parse_args(list(words))
+        except typer.TyperException:
+            return None  # the real parse will say what is wrong
+        named = values.get("model")
+        if named is None:
+            param = next((param for param in self.get_params(ctx) if param.name == "model"), None)
+            named = param.resolve_envvar_value(ctx) if param is not None else None
+        return named if isinstance(named, str) else values.get("model_word")
+
+    def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
+        """`-ngl 99` reaches the parser as `-n gl`: said as what it is, an option that does not exist."""
+        param = getattr(failure, "param", None)
+        short = [flag for flag in getattr(param, "opts", []) if len(flag) == 2]
+        suspect = getattr(failure, "option_name", None)
+        if suspect is not None and len(suspect) == 2:
+            short = [suspect]
+        flags = [flag for param in self.get_params(ctx) for flag in param.opts]
+        for word in words:
+            name = word.split("=")[0]
+            if any(word.startswith(flag) and word[2:3].isalpha() for flag in short) and name not in flags:
+                near = difflib.get_close_matches("-" + name, [flag for flag in flags if len(flag) > 2], n=3, cutoff=0.5)
+                return NoSuchFlag(name, near)
+        return None
+
+
+class Group(TyperGroup):
+    """The program itself. Its help needs no sections: Typer's plain one is right."""
+
+
+class NoSuchFlag(typer.TyperException):
+    """A flag that no option has. option_name and possibilities are named as in the parser's own error."""
+
+    exit_code = 2
+
+    def __init__(self, option_name: str, possibilities: list[str]) -> None:
+        super().__init__(f"No such option: {option_name}")
+        self.option_name = option_name
+        self.possibilities = possibilities
+
+
+def _command_flags(ctx: typer.Context) -> dict[str, dict[str, str]]:
+    """For each command the names that its settings may have, with the parameter each one sets."""
+    group = ctx.parent.command if ctx.parent is not None else None
+    commands = getattr(group, "commands", None) or {ctx.command.name or "": ctx.command}
+    return {name: _settable(command) for name, command in commands.items()}
+
+
+def _settable(command: Any) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for param in command.params:
+        if getattr(param, "rich_help_panel", None) in SETTABLE_PANELS:
+            names |= {flag.lstrip("-"): param.name for flag in param.opts if flag.startswith("--")}
+    return names
+
+
+# Sections of the help. A settings file may speak about the model and how it answers, not about what is read or written.
+MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
+SETTABLE_PANELS = (MODEL, SAMPLING, ENGINE)

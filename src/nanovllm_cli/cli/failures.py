@@ -1,0 +1,80 @@
+"""What any exception means to a person: one line of what, one of what to do, and the exit code.
+
+Typed errors say it themselves. The parser's errors are put in our words, with the nearest flags. The rest are faults
+of ours, and say so.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NamedTuple
+
+import typer
+
+from nanovllm_cli.errors import NanovllmError
+
+
+class Explanation(NamedTuple):
+    message: str
+    hint: str | None
+    exit_code: int
+
+
+def explanation(error: BaseException) -> Explanation:
+    if isinstance(error, NanovllmError):
+        return Explanation(error.message, error.hint, error.exit_code)
+    if isinstance(error, typer.TyperException):
+        return _of_usage(error)
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        return Explanation("out of memory", "try a smaller --ctx-size, a smaller --kv-cache or a smaller model", 5)
+    text = str(error).split("\n")[0]
+    message = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
+    return Explanation(message, "run it again with --debug, and report what that shows", 1)
+
+
+def _of_usage(error: typer.TyperException) -> Explanation:
+    ctx: Any = getattr(error, "ctx", None)
+    message = error.format_message() if not hasattr(error, "possibilities") else error.message
+    return Explanation(_sentence(message), _usage_hint(error, ctx), error.exit_code)
+
+
+def _usage_hint(error: Any, ctx: Any) -> str:
+    help_line = f"{ctx.command_path if ctx is not None else 'nanovllm'} --help lists the options"
+    near = getattr(error, "possibilities", None)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    param = getattr(error, "param", None)
+    if param is not None and ctx is not None:
+        source = ctx.get_parameter_source(param.name)
+        if source is not None and source.name == "ENVIRONMENT":
+            return f"the value comes from the environment variable {param.envvar}"
+        if source is not None and source.name == "DEFAULT_MAP":
+            return "the value comes from a settings file"
+    name = getattr(error, "option_name", None)
+    if name is not None and name[1:2].isdigit():
+        return f"put -- before a prompt that begins with a dash; {help_line}"
+    commands = getattr(getattr(ctx, "command", None), "commands", None)
+    if commands:
+        return _command_hint(error, ctx, sorted(commands))
+    return help_line
+
+
+def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
+    words = error.message.split("'")
+    near = difflib.get_close_matches(words[1], commands) if len(words) > 2 else []
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f'commands: {", ".join(commands)}; for example: nanovllm run tiny "Once upon a time"'
+
+
+def _sentence(message: str) -> str:
+    """The parser's message as ours are: no capital, no full stop."""
+    message = message.strip().removesuffix(".")
+    return message[:1].lower() + message[1:]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError | OSError) and (
+        "can't allocate memory" in text or "Cannot allocate memory" in text
+    )

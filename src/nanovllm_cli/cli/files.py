@@ -1,0 +1,105 @@
+"""A file that appears under its name whole or not at all: written beside it, flushed to the disk, renamed over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from nanovllm_cli.errors import OutputError
+
+
+class WholeFile:
+    """A text file that gets its name with `commit`, and leaves nothing behind without it.
+
+    Links are followed; an existing file's permissions are kept. What is no regular file (/dev/stdout, a FIFO) has no
+    half to hide and is written straight. Raises OutputError at once where nothing could be written later.
+    """
+
+    def __init__(self, path: Path, mode: int | None = None) -> None:
+        self.path = path
+        self._target = Path(os.path.realpath(path))
+        self._temporary: Path | None = None
+        try:
+            self._file = self._open(mode)
+        except OSError as failure:
+            raise OutputError(f"cannot write {path}: {failure.strerror}", _hint(failure)) from failure
+
+    def write(self, text: str) -> None:
+        try:
+            self._file.write(text.encode("utf-8", "replace"))
+        except OSError as failure:
+            raise self._failed(failure) from failure
+
+    def commit(self) -> None:
+        """Everything written so far is the file, on the disk, under its name."""
+        try:
+            self._file.flush()
+            if self._temporary is not None:
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if self._temporary is not None:
+                os.replace(self._temporary, self._target)
+                self._temporary = None
+        except OSError as failure:
+            raise self._failed(failure) from failure
+
+    def __enter__(self) -> WholeFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+
+    def _open(self, mode: int | None) -> BinaryIO:
+        try:
+            existing = self._target.stat().st_mode
+        except FileNotFoundError:
+            existing = None
+        if existing is not None and stat.S_ISDIR(existing):
+            raise IsADirectoryError(21, os.strerror(21))
+        if existing is not None and not stat.S_ISREG(existing):
+            return self._target.open("wb")
+        if existing is not None:
+            os.close(
+                os.open(self._target, os.O_WRONLY)
+            )  # a read-only file is not to be replaced behind its owner's back
+        handle, name = tempfile.mkstemp(prefix=f".{self._target.name}.", suffix=".tmp", dir=self._target.parent)
+        self._temporary = Path(name)
+        os.fchmod(
+            handle, mode if mode is not None else stat.S_IMODE(existing) if existing is not None else 0o666 & ~_umask()
+        )
+        return os.fdopen(handle, "wb")
+
+    def _failed(self, failure: OSError) -> OutputError:
+        self._discard()
+        return OutputError(f"cannot write {self.path}: {failure.strerror}", _hint(failure))
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.close()
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+            self._temporary = None
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _hint(failure: OSError) -> str | None:
+    if isinstance(failure, FileNotFoundError):
+        return "create its folder first"
+    if isinstance(failure, IsADirectoryError):
+        return "name a file"
+    if isinstance(failure, PermissionError):
+        return "choose a place that you may write to"
+    return None

@@ -1,0 +1,73 @@
+"""The last run, for `--continue`: one file under the XDG state folder, readable by its owner alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.errors import OutputError, UsageError
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """What was said. messages: a chat, its last answer included. text: prompt and answer of a run without a
+    template."""
+
+    model: str
+    messages: list[Message] | None = None
+    text: str | None = None
+
+
+def state_folder() -> Path:
+    home = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(home) if home.startswith("/") else Path(os.path.expanduser("~/.local/state"))) / "nanovllm"
+
+
+def last_run_file() -> Path:
+    return state_folder() / "last-run.json"
+
+
+def save(run: LastRun) -> None:
+    """Keeps `run` as the last one. Failing to is no reason to fail the run."""
+    path = last_run_file()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with WholeFile(path, mode=0o600) as file:
+            file.write(json.dumps(asdict(run), ensure_ascii=False) + "\n")
+            file.commit()
+    except (OSError, OutputError) as failure:
+        log.info("this run cannot be continued later: %s", failure)
+
+
+def load() -> LastRun:
+    """The last run. Raises UsageError where there is none, or none that can be read."""
+    path = last_run_file()
+    try:
+        fields = json.loads(path.read_bytes())
+        run = LastRun(**fields)
+        if not _is_whole(run):
+            raise ValueError("unexpected fields")
+    except FileNotFoundError as failure:
+        raise UsageError("there is no run to continue", "run something first, without --continue") from failure
+    except (OSError, ValueError, TypeError) as failure:
+        raise UsageError(
+            f"the last run in {path} cannot be read: {failure}", "start anew, without --continue"
+        ) from failure
+    return run
+
+
+def _is_whole(run: LastRun) -> bool:
+    if run.messages is None:
+        return isinstance(run.text, str)
+    return isinstance(run.messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in run.messages
+    )

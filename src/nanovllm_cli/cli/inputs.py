@@ -1,0 +1,133 @@
+"""What goes in: standard input first, then files, then the words of the command line, with a blank line between.
+
+All text is UTF-8; what is not is refused with the place of the first bad byte, never guessed at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.errors import AccessRefusedError, UsageError
+
+MAX_INPUT_BYTES = 64 << 20
+STANDARD_INPUT = "-"
+_WAIT_SECONDS = 1.0
+
+
+def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> str:
+    """The prompt, "" where nothing was said. `-` among `words` or `files` asks for standard input even from a
+    terminal; without it standard input is read when it is no terminal. One newline at the end of it and of each file
+    is not part of the prompt."""
+    parts = []
+    if STANDARD_INPUT in words or STANDARD_INPUT in files or (sys.stdin is not None and not sys.stdin.isatty()):
+        parts.append(read_standard_input(console))
+    parts += [decode(read_file(name), name) for name in files if name != STANDARD_INPUT]
+    parts = [_without_last_newline(part) for part in parts]
+    parts.append(" ".join(checked(word) for word in words if word != STANDARD_INPUT))
+    return "\n\n".join(part for part in parts if part)
+
+
+def read_standard_input(console: Console) -> str:
+    if sys.stdin is None:
+        return ""
+    if sys.stdin.isatty():
+        console.say("reading from the terminal; Ctrl-D on an empty line ends it")
+    elif not _has_data(_WAIT_SECONDS):
+        console.say("waiting for standard input to end (</dev/null leaves it out)")
+    try:
+        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+    except OSError as failure:
+        raise UsageError(f"cannot read standard input: {failure.strerror}") from failure
+    return decode(_bounded(data, "standard input"), "standard input")
+
+
+def read_file(name: str) -> bytes:
+    """The bytes of a file that the user named. Raises UsageError or AccessRefusedError, which name it."""
+    with _telling(name), open(name, "rb") as file:
+        return _bounded(file.read(MAX_INPUT_BYTES + 1), name)
+
+
+@contextlib.contextmanager
+def open_input(name: str, console: Console) -> Iterator[BinaryIO]:
+    """A file that the user named, or standard input for `-`, to be read in pieces. Raises as `read_file` does."""
+    if name != STANDARD_INPUT:
+        with _telling(name), open(name, "rb") as file:
+            yield file
+    elif sys.stdin is None:
+        raise UsageError("standard input is closed")
+    else:
+        if sys.stdin.isatty():
+            console.say("reading from the terminal; Ctrl-D on an empty line ends it")
+        with _telling("standard input"):
+            yield sys.stdin.buffer
+
+
+@contextlib.contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Turns what the system says about a file into an error that names the file."""
+    try:
+        yield
+    except PermissionError as failure:
+        raise AccessRefusedError(f"cannot read {name}: {failure.strerror}") from failure
+    except FileNotFoundError as failure:
+        raise UsageError(f"there is no file {name}", _near_files(Path(name))) from failure
+    except IsADirectoryError as failure:
+        raise UsageError(f"{name} is a folder, not a file") from failure
+    except (OSError, ValueError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else str(failure)
+        raise UsageError(f"cannot read {name!r}: {reason}") from failure
+
+
+def decode(data: bytes, name: str) -> str:
+    try:
+        return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as failure:
+        offset = failure.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
+        raise UsageError(
+            f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}",
+            f"if it is {encoding}, convert it: iconv -f {encoding} -t UTF-8",
+        ) from failure
+
+
+def checked(word: str, what: str = "the prompt") -> str:
+    """`word`, unless it holds what is no text: bytes of an argument that are not UTF-8, or half a surrogate pair of
+    JSON."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise UsageError(f"{what} is not valid Unicode at character {failure.start}") from failure
+    return word
+
+
+def _bounded(data: bytes, name: str) -> bytes:
+    if len(data) > MAX_INPUT_BYTES:
+        raise UsageError(f"{name} is longer than {MAX_INPUT_BYTES >> 20} MiB, more than any context holds")
+    return data
+
+
+def _without_last_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _has_data(seconds: float) -> bool:
+    try:
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    except (OSError, ValueError):
+        return True
+
+
+def _near_files(path: Path) -> str | None:
+    try:
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=3)
+    except OSError:
+        return None
+    return "near it: " + ", ".join(str(path.parent / name) for name in near) if near else None

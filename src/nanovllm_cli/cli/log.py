@@ -1,0 +1,74 @@
+"""Where log records go: warnings to stderr, more with -v, and everything worth keeping to --log-file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.output import Console, one_line
+from nanovllm_cli.errors import OutputError
+
+PACKAGE = "nanovllm_cli"
+
+
+def configure(options: MessageOptions, console: Console) -> None:
+    """Sets up logging for this process. Raises OutputError for a log file that cannot be written."""
+    console.quiet = options.quiet
+    own = {0: logging.WARNING, 1: logging.INFO}.get(options.verbose, logging.DEBUG)
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)  # other packages are heard when something is wrong
+    package = logging.getLogger(PACKAGE)
+    package.setLevel(min(own, logging.INFO) if options.log_file else own)
+    screen = ConsoleHandler(console)
+    screen.setLevel(logging.ERROR if options.quiet else own)
+    if options.log_json and not options.log_file:
+        screen.setFormatter(JsonFormatter())
+    handlers: list[logging.Handler] = [screen]
+    if options.log_file is not None:
+        try:
+            to_file = logging.FileHandler(options.log_file, encoding="utf-8", errors="replace")
+        except OSError as failure:
+            raise OutputError(f"cannot write the log {options.log_file}: {failure.strerror}") from failure
+        to_file.setFormatter(
+            JsonFormatter()
+            if options.log_json
+            else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        )
+        handlers.append(to_file)
+    root.handlers = handlers
+    logging.raiseExceptions = False  # a log that cannot be written is not worth a traceback
+    logging.captureWarnings(True)
+
+
+class ConsoleHandler(logging.Handler):
+    """Records as lines on stderr, around the status line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(self.formatter, JsonFormatter):
+            self._console.line(self.format(record))
+        else:
+            text = one_line(record.getMessage().split("\n")[0])
+            self._console.line(
+                f"{record.levelname.lower()}: {text}", "dim" if record.levelno < logging.WARNING else None
+            )
+
+
+class JsonFormatter(logging.Formatter):
+    """time (UTC), level, logger, message and, where there is one, the exception's traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)

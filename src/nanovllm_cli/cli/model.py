@@ -1,0 +1,213 @@
+"""From options to a loaded model, and from words to the prompt that it is given."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm_cli.cli.history import LastRun, Message
+from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.options import Choice, ModelOptions
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.errors import TemplateError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.config import EngineConfig
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.text.reasoning import ReasoningFormat, ReasoningSplitter
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_TAIL_TOKENS = 64
+KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
+
+
+class Loaded(NamedTuple):
+    llm: LLM
+    seconds: float
+
+
+def load(name: str, options: ModelOptions, config: EngineConfig, console: Console) -> Loaded:
+    """The model, ready. The first thing that this does is to show that something is happening."""
+    console.announce(f"loading {name}")
+    began = time.monotonic()
+    template = chat_template(options.chat_template)
+    from nanovllm_cli.llm import LLM
+
+    llm = LLM(
+        name,
+        config=config,
+        offline=options.offline,
+        revision=options.revision,
+        chat_template=template,
+        progress=ProgressLine(console),
+    )
+    console.say(f"{name}: {llm.resolved}", "dim")
+    return Loaded(llm, time.monotonic() - began)
+
+
+def chat_template(choice: str | None) -> str | None:
+    """The source behind --chat-template: a file's text, or that of a built-in template. Raises UsageError for
+    neither."""
+    if choice is None:
+        return None
+    if "/" in choice or Path(choice).exists():
+        return decode(read_file(choice), choice)
+    from nanovllm_cli.text.builtin_templates import builtin_template
+
+    try:
+        return builtin_template(choice)
+    except TemplateError as failure:
+        raise UsageError(failure.message, failure.hint) from failure
+
+
+def template_kwargs(text: str | None) -> dict[str, Any]:
+    """--chat-template-kwargs. Raises UsageError for anything but a JSON object."""
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        raise UsageError(f"--chat-template-kwargs is not JSON: {failure}", KWARGS_EXAMPLE) from failure
+    if not isinstance(value, dict):
+        raise UsageError("--chat-template-kwargs is not a JSON object", KWARGS_EXAMPLE)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """How prompts become token ids: through the model's template or, raw, as they are.
+
+    Raises UsageError where something was asked for that only a template could give.
+    """
+
+    llm: LLM
+    raw: bool = False
+    system: str | None = None
+    think: Choice | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.chats:
+            return
+        needs_template = {
+            "--system-prompt": self.system,
+            "--think": self.think,
+            "--chat-template-kwargs": self.kwargs,
+        }
+        for flag, given in needs_template.items():
+            if given:
+                why = "--raw leaves the chat template out" if self.raw else f"{self.llm.name} has no chat template"
+                raise UsageError(f"{flag} has no meaning: {why}", "put it into the prompt, or choose a chat model")
+
+    @property
+    def chats(self) -> bool:
+        return self.llm.chat_template is not None and not self.raw
+
+    def new_messages(self, text: str) -> list[Message]:
+        return self.with_system([{"role": "user", "content": text}])
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """`messages`, with the system prompt of the command line where they have none of their own."""
+        if self.system is None or (messages and messages[0].get("role") == "system"):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation, up to where the model's answer begins."""
+        return self.llm.encode_chat(messages, template_kwargs=self._template_kwargs() or None)
+
+    def encode_unfinished(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation whose last message is an answer to be continued: no turn ends after it."""
+        *before, last = messages
+        ids = self.encode(before)
+        known = self.reasoning()
+        if known is not None:
+            from nanovllm_cli.text.reasoning import prompt_opens_reasoning
+
+            if prompt_opens_reasoning(self.tail(ids), known):
+                ids = ids + self.llm.tokenizer.encode(f"\n{known.close}\n\n", add_special_tokens=False)
+        answer = str(last.get("content") or "")
+        return ids + self.llm.tokenizer.encode(answer, add_special_tokens=False, parse_special=False)
+
+    def encode_raw(self, text: str) -> list[int]:
+        return self.llm.tokenizer.encode(text)
+
+    def reasoning(self) -> ReasoningFormat | None:
+        """How this model marks its reasoning, if it does."""
+        if self.llm.chat_template is None or self.raw:
+            return None
+        from nanovllm_cli.text.reasoning import reasoning_format
+
+        return reasoning_format(self.llm.chat_template.source)
+
+    def parser_for(self, ids: list[int]) -> Callable[[], ReasoningSplitter] | None:
+        """What splits an answer to `ids`: a new one for each answer."""
+        known = self.reasoning()
+        return None if known is None else partial(known.parser, self.tail(ids))
+
+    def tail(self, ids: list[int]) -> str:
+        """The end of a rendered prompt: where it shows whether the answer begins inside reasoning."""
+        return self.llm.tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        if self.think is None:
+            return self.kwargs
+        assert self.llm.chat_template is not None
+        source = self.llm.chat_template.source
+        switches = [name for name in _THINKING_SWITCHES if re.search(rf"\b{name}\b", source)]
+        if not switches:
+            raise UsageError(f"--think has no meaning: the template of {self.llm.name} has no such switch")
+        return dict.fromkeys(switches[:1], self.think == "on") | self.kwargs
+
+
+def continued(run: LastRun, prompting: Prompting, text: str) -> tuple[list[Message] | None, str]:
+    """The last run with a new prompt after it. In a chat: its messages; without a prompt the last is an answer to go
+    on with. Without a template: (None, the text so far and the new text right after it)."""
+    if prompting.chats:
+        if run.messages is None:
+            raise UsageError("the last run had no chat template, this one has", "continue it with --raw")
+        messages = run.messages
+        if prompting.system is not None:
+            messages = prompting.with_system([message for message in messages if message.get("role") != "system"])
+        if text:
+            return [*messages, {"role": "user", "content": text}], ""
+        if not messages or messages[-1].get("role") != "assistant":
+            raise UsageError("the last run has no answer to continue", "say something to answer")
+        return messages, ""
+    if run.text is None:
+        raise UsageError(
+            "the last run was a chat, this one has no chat template", "continue it without --raw, with a chat model"
+        )
+    return None, run.text + text
+
+
+def checked_messages(value: object) -> list[Message]:
+    """A conversation from a JSON line. Raises UsageError; what the roles mean is the template's business."""
+    if not isinstance(value, list) or not value:
+        raise UsageError("messages is not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UsageError('a message is not an object with a "role"')
+        if not isinstance(message.get("content"), str | list | None):
+            raise UsageError('the "content" of a message is neither text nor a list of parts')
+        _check_unicode(message)
+    return value
+
+
+def _check_unicode(value: object) -> None:
+    if isinstance(value, str):
+        checked(value, "a message")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_unicode(key)
+            _check_unicode(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_unicode(item)

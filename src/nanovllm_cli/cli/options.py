@@ -1,0 +1,313 @@
+"""The options that commands share, in groups. A default that a dataclass of the library has is read from there, not
+typed again."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, SAMPLING, option
+from nanovllm_cli.config import DTypeName, EngineConfig
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+
+Choice = Literal["on", "off"]
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print("nanovllm", version("nanovllm-cli"))
+        except PackageNotFoundError:
+            print("nanovllm (not installed)")
+        raise typer.Exit
+
+
+def _default(cls: type[SamplingParams] | type[EngineConfig], name: str) -> str:
+    """What a field is where nobody says: for the help."""
+    value = next(field.default for field in dataclasses.fields(cls) if field.name == name)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
+    return option(
+        *flags, help=f"{help} [the model's own, else {_default(SamplingParams, name)}]", panel=SAMPLING, **more
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, in which numbers, from where."""
+
+    model: Annotated[
+        str | None,
+        option(
+            "-m", "--model",
+            help="A path, org/repo[:quant][@revision], or a short name. Then every argument is part of the prompt.",
+            panel=MODEL, metavar="MODEL",
+        ),
+    ] = None  # fmt: skip
+    revision: Annotated[
+        str | None, option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
+    ] = None
+    offline: Annotated[bool, option("--offline", help="Use only what is on this machine.", panel=MODEL)] = False
+    chat_template: Annotated[
+        str | None,
+        option(
+            "--chat-template",
+            help="A built-in template's name, or a Jinja file, instead of the model's own.",
+            panel=MODEL, metavar="NAME|FILE",
+        ),
+    ] = None  # fmt: skip
+    dtype: Annotated[
+        DTypeName, option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
+    ] = EngineConfig().dtype
+    device: Annotated[
+        str,
+        option(
+            "--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How much memory, how many tokens at once."""
+
+    ctx_size: Annotated[
+        int | None,
+        option(
+            "-c", "--ctx-size",
+            help="Longest prompt plus answer in tokens, such as 25.6k or 32K. [what the model was made for]",
+            panel=ENGINE, metavar="SIZE", parser=parsers.count,
+        ),
+    ] = None  # fmt: skip
+    batch_size: Annotated[
+        int | None,
+        option(
+            "-b", "--batch-size",
+            help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
+            panel=ENGINE, metavar="SIZE", parser=parsers.count,
+        ),
+    ] = None  # fmt: skip
+    kv_cache: Annotated[
+        int | None,
+        option(
+            "--kv-cache",
+            help="Memory for the KV cache, such as 512M or 1.5G. [what fits, no more than needed]",
+            panel=ENGINE, metavar="SIZE", parser=parsers.memory,
+        ),
+    ] = None  # fmt: skip
+    threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
+    deterministic: Annotated[
+        bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
+    ] = False
+
+    def config(self, model: ModelOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
+        """The engine's settings. Raises UsageError, or UnsupportedError for a device that cannot be used."""
+        given: dict[str, Any] = {
+            "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
+            "max_num_batched_tokens": self.batch_size,
+            "kv_cache_bytes": self.kv_cache,
+            "threads": self.threads,
+            "max_num_seqs": max_num_seqs,
+        }
+        return EngineConfig(
+            dtype=model.dtype,
+            device=usable_device(model.device),
+            deterministic=self.deterministic,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+def usable_device(name: str) -> str:
+    """The device behind a name. Only the CPU works so far."""
+    if name not in ("auto", "cpu"):
+        raise UnsupportedError(f"device {name} is not supported by this version", "use --device cpu")
+    return "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen. Fields that say nothing here are the model's own, or SamplingParams' defaults."""
+
+    predict: Annotated[
+        int | None,
+        option(
+            "-n", "--predict", "--n-predict",
+            help="Most tokens of an answer; -1 until the context is full. [the model's own, or -1]",
+            panel=SAMPLING, envvar="NANOVLLM_PREDICT",
+        ),
+    ] = None  # fmt: skip
+    temperature: Annotated[
+        float | None, _sampling("temperature", "--temp", help="Temperature; 0 takes the likeliest token.")
+    ] = None
+    top_k: Annotated[int | None, _sampling("top_k", "--top-k", help="Only the k likeliest tokens; 0 takes all.")] = None
+    top_p: Annotated[float | None, _sampling("top_p", "--top-p", help="Only the likeliest tokens that make up p.")] = (
+        None
+    )
+    min_p: Annotated[
+        float | None, _sampling("min_p", "--min-p", help="Only tokens of at least this share of the likeliest one.")
+    ] = None
+    typical_p: Annotated[float | None, _sampling("typical_p", "--typical", help="Locally typical sampling.")] = None
+    seed: Annotated[
+        int | None, option("-s", "--seed", help="The same seed gives the same answer. [-1: a new one]", panel=SAMPLING)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _sampling("repetition_penalty", "--repeat-penalty", help="Divides the logits of tokens that occurred."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, _sampling("presence_penalty", "--presence-penalty", help="Subtracted once a token has occurred.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        _sampling("frequency_penalty", "--frequency-penalty", help="Subtracted for each time it occurred."),
+    ] = None
+    penalty_last_n: Annotated[
+        int | None,
+        _sampling("penalty_last_n", "--repeat-last-n", help="How far back penalties look; -1 is everything."),
+    ] = None
+    dry_multiplier: Annotated[
+        float | None, _sampling("dry_multiplier", "--dry-multiplier", help="DRY: strength; 0 is off.")
+    ] = None
+    dry_base: Annotated[
+        float | None, _sampling("dry_base", "--dry-base", help="DRY: growth with the repeated length.")
+    ] = None
+    dry_allowed_length: Annotated[
+        int | None,
+        _sampling("dry_allowed_length", "--dry-allowed-length", help="DRY: repeats up to this length are free."),
+    ] = None
+    dry_penalty_last_n: Annotated[
+        int | None, _sampling("dry_penalty_last_n", "--dry-penalty-last-n", help="DRY: how far back; -1 is everything.")
+    ] = None
+    dry_sequence_breaker: Annotated[
+        list[str] | None,
+        option(
+            "--dry-sequence-breaker",
+            help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
+            panel=SAMPLING,
+            metavar="TEXT",
+        ),
+    ] = None
+    xtc_probability: Annotated[
+        float | None, _sampling("xtc_probability", "--xtc-probability", help="XTC: how often; 0 is off.")
+    ] = None
+    xtc_threshold: Annotated[
+        float | None, _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
+    ] = None
+    logit_bias: Annotated[
+        list[Any] | None,
+        option(
+            "-l", "--logit-bias",
+            help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
+            panel=SAMPLING, metavar="ID+BIAS", parser=parsers.logit_bias,
+        ),
+    ] = None  # fmt: skip
+    ignore_eos: Annotated[bool, option("--ignore-eos", help="Go on past the model's own end.", panel=SAMPLING)] = False
+    stop: Annotated[
+        list[str] | None,
+        option(
+            "--stop",
+            help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
+            panel=SAMPLING,
+            metavar="TEXT",
+        ),
+    ] = None
+    bad_word: Annotated[
+        list[str] | None, option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
+    ] = None
+    min_tokens: Annotated[
+        int | None, _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
+    ] = None
+    num_answers: Annotated[int | None, _sampling("n", "-N", "--num-answers", help="How many answers.")] = None
+    logprobs: Annotated[
+        int | None,
+        option(
+            "--logprobs",
+            help="Log-probabilities of the likeliest k at each token; for --json, --jsonl, --batch.",
+            panel=SAMPLING,
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Fields of SamplingParams that were asked for, and nothing else. Raises UsageError for what no model could
+        do."""
+        same = [
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "penalty_last_n",
+            "dry_multiplier",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_penalty_last_n",
+            "xtc_probability",
+            "xtc_threshold",
+            "min_tokens",
+            "logprobs",
+        ]
+        fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        if self.predict is not None:
+            fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
+        if self.seed is not None:
+            fields["seed"] = self.seed
+        if self.num_answers is not None:
+            fields["n"] = self.num_answers
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.logit_bias:
+            fields["logit_bias"] = dict(self.logit_bias)
+        if self.stop:
+            fields["stop"] = tuple(parsers.escaped(text) for text in self.stop)
+        if self.bad_word:
+            fields["bad_words"] = tuple(self.bad_word)
+        if self.dry_sequence_breaker:
+            breakers = [parsers.escaped(text) for text in self.dry_sequence_breaker]
+            fields["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
+        SamplingParams(**fields)  # refuses what is out of bounds, long before the model is there
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOptions:
+    """What is said on stderr and in logs."""
+
+    quiet: Annotated[bool, option("-q", "--quiet", help="Only errors on stderr.", panel=MESSAGES)] = False
+    verbose: Annotated[
+        int, option("-v", "--verbose", help="More on stderr; -vv for everything.", panel=MESSAGES, count=True)
+    ] = 0
+    log_file: Annotated[
+        str | None, option("--log-file", help="Appends the log to this file.", panel=MESSAGES, metavar="FILE")
+    ] = None
+    log_json: Annotated[bool, option("--log-json", help="One JSON object a line in the log.", panel=MESSAGES)] = False
+    debug: Annotated[bool, option("--debug", help="Tracebacks with errors.", panel=MESSAGES)] = False
+    version: Annotated[
+        bool,
+        option(
+            "--version",
+            help="The version, and nothing else.",
+            panel=MESSAGES,
+            envvar=None,
+            is_eager=True,
+            callback=print_version,
+        ),
+    ] = False
+
+
+def refuse_both(**flags: bool) -> None:
+    """Raises UsageError where two flags were given that cannot both have an effect."""
+    given = ["--" + name.rstrip("_").replace("_", "-") for name, is_given in flags.items() if is_given]
+    if len(given) > 1:
+        raise UsageError(f"{given[0]} and {given[1]} cannot be used together")

@@ -1,0 +1,55 @@
+"""What the words behind a flag mean, where that is more than a number or a name. ValueError says what was expected."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def count(text: str) -> int:
+    """Tokens: 4096, 25.6k (25,600), 32K (32,768). 0 and -1 pass through."""
+    if text.strip() in ("0", "-1"):
+        return int(text)
+    return _size(text, "a number of tokens such as 4096, 25.6k (thousands) or 32K (times 1024)", units=("",))
+
+
+def memory(text: str) -> int:
+    """Bytes: 512M, 1.5G, 1.5GiB (powers of 1024), 800MB (powers of 1000)."""
+    return _size(text, "a size such as 512M, 1.5GiB (powers of 1024) or 800MB (powers of 1000)", units=("", "b", "ib"))
+
+
+def _size(text: str, expected: str, units: tuple[str, ...]) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] or "").lower() not in units:
+        raise ValueError(f"{text!r} is not {expected}")
+    letter, unit = match[2], (match[3] or "").lower()
+    decimal = unit == "b" if "b" in units else letter.islower()
+    whole, _, fraction = match[1].partition(".")
+    scale: int = (1000 if decimal else 1024) ** _POWERS[letter.lower()]
+    value = int(whole or 0) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+    if not 0 < value < 1 << 62 or (scale == 1 and fraction.strip("0")):
+        raise ValueError(f"{text!r} is not {expected}")
+    return value
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """15043+1, 15043-1.5: a token id and what is added to its logit."""
+    match = re.fullmatch(r"\s*([0-9]{1,10})\s*([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5")
+    return int(match[1]), float(match[2])
+
+
+def escaped(text: str) -> str:
+    r"""A short string in which \n, \t, \r and \\ mean what they mean in most languages; other backslashes stay."""
+    return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)
+
+
+def device(text: str) -> str:
+    """auto, cpu, cuda, cuda:N."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
+        raise ValueError(f"{text!r} is not a device: auto, cpu, cuda, cuda:N")
+    return text

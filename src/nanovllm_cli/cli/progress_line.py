@@ -1,0 +1,83 @@
+"""The progress of downloads, loading and prefill as one line on a terminal's stderr; nothing where there is none.
+
+Drawn by whoever makes progress, at most ten times a second: no thread, so nothing to stop when a signal ends the
+program.
+"""
+
+from __future__ import annotations
+
+import time
+
+from nanovllm_cli.cli.output import Console
+from nanovllm_cli.progress import Unit
+
+_BAR = 20
+_REDRAW_SECONDS = 0.1
+
+
+class ProgressLine:
+    """A `nanovllm_cli.progress.LoadProgress` on a Console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._full, self._empty = ("━", "─") if console.err.can_show("━─") else ("#", "-")
+        self._name = ""
+        self._total: int | None = None
+        self._unit: Unit = "tokens"
+        self._count = 0
+        self._began = self._drawn = 0.0
+
+    def stage(self, name: str, total: int | None, unit: Unit) -> None:
+        self._name, self._total, self._unit, self._count = name, total, unit, 0
+        self._began = self._drawn = time.monotonic()
+        self._console.announce(self._render(self._began))
+
+    def advance(self, n: int) -> None:
+        self._count += n
+        now = time.monotonic()
+        if now - self._drawn >= _REDRAW_SECONDS:
+            self._drawn = now
+            self._console.status(self._render(now))
+
+    def done(self) -> None:
+        self._console.status("")
+
+    def note(self, message: str) -> None:
+        self._console.say(message, "dim")
+
+    def _render(self, now: float) -> str:
+        seconds = now - self._began
+        parts = [self._name]
+        if self._total:
+            share = min(self._count / self._total, 1.0)
+            filled = int(share * _BAR)
+            parts.append(self._full * filled + self._empty * (_BAR - filled) + f" {share:4.0%}")
+            parts.append(f"{amount(self._count, self._unit)} of {amount(self._total, self._unit)}")
+        elif self._count:
+            parts.append(amount(self._count, self._unit))
+        if self._count and seconds > 1.0:
+            rate = self._count / seconds
+            parts.append(f"{amount(rate, self._unit)}/s")
+            if self._total and self._unit == "B":
+                parts.append(f"{duration((self._total - self._count) / rate)} left")
+        return "  ".join(parts)
+
+
+def amount(count: float, unit: Unit) -> str:
+    return size(count) if unit == "B" else f"{count:,.0f} {unit}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person reads them: 1.4 GiB."""
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {name}" if name == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {name}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(max(seconds, 0.0), 60)
+    if minutes >= 60:
+        return f"{minutes // 60:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min {seconds:.0f} s" if minutes else f"{seconds:.0f} s"

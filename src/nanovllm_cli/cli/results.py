@@ -1,0 +1,162 @@
+"""Results of a batch on their way out: in order, whole lines only, none lost."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.errors import OutputError, UsageError
+
+
+class Results:
+    """Takes one line of JSON for each of `count` positions, in any order.
+
+    path: None prints in order, as soon as the order allows. A regular file (or one to be) is written at the end, with
+    a journal beside it meanwhile; a device or a FIFO is written straight, in order. Raises OutputError at once for a
+    place that cannot be written to.
+    """
+
+    def __init__(self, path: Path | None, overwrite: bool, count: int, write: Callable[[str], None]) -> None:
+        self._lines: list[str | None] = [None] * count
+        self._next = 0
+        self._path = path
+        self._overwrite = overwrite
+        self._write: Callable[[str], None] | None = write
+        self._file: WholeFile | None = None
+        self._journal: int | None = None
+        if path is None:
+            return
+        if path.exists() and not path.is_file():
+            self._file = WholeFile(path)
+            self._write = self._file.write
+            return
+        with WholeFile(path):
+            pass  # a place that cannot be written to is found now, not after the work
+        self._write = None
+        self._journal_path = path.with_name(path.name + ".partial")
+        self._journal = _open_journal(self._journal_path)
+
+    def resume(self, keys: Sequence[str]) -> int:
+        """Takes over results that are there already; how many. keys: what identifies the result of each position.
+        Raises UsageError for results that would be lost."""
+        if self._journal is None or self._path is None:
+            return 0
+        waiting: dict[str, list[int]] = defaultdict(list)
+        for position in reversed(range(len(keys))):
+            waiting[keys[position]].append(position)
+        kept = 0
+        for path in (self._path, self._journal_path):
+            for line in _lines_of(path):
+                key = _key_of(line, path, self._overwrite)
+                if key is None:
+                    continue
+                if waiting[key]:
+                    self._lines[waiting[key].pop()] = line
+                    kept += 1
+                elif key not in keys and not self._overwrite:
+                    raise UsageError(
+                        f"{path} holds results of other prompts, another model or other settings",
+                        "choose another -o, or add --overwrite to drop them",
+                    )
+        return kept
+
+    def has(self, position: int) -> bool:
+        return self._lines[position] is not None
+
+    def put(self, position: int, line: str) -> None:
+        """A new result. Safe from a crash of this process when this returns, where there is a journal."""
+        self._lines[position] = line
+        if self._journal is not None:
+            self._append(line)
+        elif self._write is not None:
+            while self._next < len(self._lines) and (following := self._lines[self._next]) is not None:
+                self._write(following + "\n")
+                self._next += 1
+
+    def finish(self) -> None:
+        """Every position has its line: the file gets its name."""
+        if self._file is not None:
+            self._file.commit()
+        if self._journal is None or self._path is None:
+            return
+        with WholeFile(self._path) as file:
+            for line in self._lines:
+                if line is not None:
+                    file.write(line + "\n")
+            file.commit()
+        with contextlib.suppress(OSError):
+            self._journal_path.unlink()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.__exit__(kind, error, trace)
+        if self._journal is not None:
+            with contextlib.suppress(OSError):
+                if os.fstat(self._journal).st_size == 0:
+                    self._journal_path.unlink(missing_ok=True)
+            os.close(self._journal)
+            self._journal = None
+
+    def _append(self, line: str) -> None:
+        assert self._journal is not None
+        data = (line + "\n").encode()
+        try:
+            while data:
+                data = data[os.write(self._journal, data) :]
+        except OSError as failure:
+            raise OutputError(
+                f"cannot write {self._journal_path}: {failure.strerror}", "make room, then give the same command again"
+            ) from failure
+
+
+def _open_journal(path: Path) -> int:
+    """The journal, locked, without the half line that a crash may have left at its end."""
+    try:
+        journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as failure:
+        raise OutputError(f"cannot write {path}: {failure.strerror}") from failure
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as failure:
+        os.close(journal)
+        raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o") from failure
+    except OSError:
+        pass  # a file system without locks
+    data = path.read_bytes()
+    os.ftruncate(journal, data.rfind(b"\n") + 1)
+    return journal
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text("utf-8", "replace").split("\n") if line]
+    except FileNotFoundError:
+        return []
+    except OSError as failure:
+        raise OutputError(f"cannot read the results in {path}: {failure.strerror}") from failure
+
+
+def _key_of(line: str, path: Path, overwrite: bool) -> str | None:
+    """Which line under which settings this is a result of; None for an error, which is to be tried again."""
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if isinstance(record, dict) and isinstance(record.get("key"), str):
+        return None if "error" in record else record["key"]
+    if overwrite:
+        return None
+    raise UsageError(f"{path} holds something else than results of a batch", "choose another -o")

@@ -1,0 +1,190 @@
+"""Not tests: the `nanovllm` command with a model that needs no torch, for tests of everything around the model.
+
+Run as a script, it puts a module of its own in the place of `nanovllm_cli.llm` and calls `main()`. The product knows
+nothing of it. What the model does is said by the first word of the prompt (`_script`); its tokens are characters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.errors import (
+    AccessRefusedError,
+    DoesNotFitError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    UnsupportedError,
+    UsageError,
+)
+from nanovllm_cli.sampling_params import SamplingParams
+
+VOCABULARY = 0x110000
+CONTEXT = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    path: str = "somewhere"
+    repo: str | None = "org/fake"
+    revision: str | None = "abc123"
+    quant: str | None = None
+    num_bytes: int = 1 << 20
+    format: str = "hf"
+
+    def __str__(self) -> str:
+        return "org/fake@abc123 (1.0 MB)"
+
+
+class Tokenizer:
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+
+class Template:
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+
+class LLM:
+    """The shape of nanovllm_cli.llm.LLM."""
+
+    def __init__(self, model: str, *, config: Any, progress: Any, offline: bool = False, **options: Any) -> None:
+        if os.environ.get("FAKE_SLEEP_IN_LOAD"):
+            progress.stage("loading weights", 100, "tensors")
+            time.sleep(30)
+        refusals = {
+            "missing": ModelNotFoundError("no model named missing", "did you mean tiny?"),
+            "gated": AccessRefusedError("org/gated is gated", "accept its license"),
+            "huge": DoesNotFitError("needs 900 GiB, 8 GiB free", "try --ctx-size"),
+            "odd": UnsupportedError("unknown architecture 'Odd'; known: Even"),
+            "bug": KeyError("a fault\nof ours \x1b[31m"),
+            "memory": MemoryError(),
+        }
+        if model in refusals:
+            raise refusals[model]
+        if offline and model == "remote":
+            raise ModelNotFoundError("remote is not on this machine", "leave --offline out")
+        progress.stage("loading", 3, "tensors")
+        for _ in range(3):
+            progress.advance(1)
+        progress.done()
+        self.name = model
+        self.resolved = Resolved(repo=model)
+        self.config, self.options = config, options
+        self.tokenizer = Tokenizer()
+        source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
+        self.chat_template = None if model == "base" else Template(source)
+        self.default_params = SamplingParams(max_tokens=7) if model == "short" else SamplingParams()
+        self.max_model_len = config.max_model_len or CONTEXT
+        self.dtype, self.num_parameters, self.weight_bytes, self.kv_bytes = "float32", 1000, 1 << 20, 1 << 19
+        self.spec = types.SimpleNamespace(vocab_size=VOCABULARY)
+
+    def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+        if any(message["role"] == "martian" for message in messages):
+            raise UsageError("unknown role martian")
+        texts = [f"<{message['role'][0]}>{message['content']}" for message in messages]
+        extra = f"<{template_kwargs}>" if template_kwargs else ""
+        return self.tokenizer.encode(extra + "".join(texts) + "<a>")
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        yield from self._run("0", ids, params or self.default_params)
+
+    def generate_iter(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> Iterator[RequestOutput]:
+        """Two at a time, the second first: results out of order."""
+        waiting = iter(requests)
+        while pair := list(itertools.islice(waiting, 2)):
+            for request_id, ids, params in reversed(pair):
+                yield list(self._run(request_id, ids, params))[-1]
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, request_id: str, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+        if len(ids) >= self.max_model_len:
+            raise PromptTooLongError(len(ids), self.max_model_len)
+        params.check_vocabulary(VOCABULARY)
+        text, delay, error, reason = self._script(self.tokenizer.decode(ids), params)
+        began = time.monotonic()
+        limit = params.max_tokens or self.max_model_len - len(ids)
+        if self.name == "slowreader":
+            for done in range(0, len(ids), 64):
+                yield RequestOutput(
+                    request_id,
+                    tuple(ids),
+                    self._outputs(params, "", "", None),
+                    False,
+                    RequestMetrics(began, began, None, None, 0, done),
+                )
+                time.sleep(0.2)
+        if len(text) > limit:
+            text, reason = text[:limit], "length"
+        first = time.monotonic()
+        for at, character in enumerate(text):
+            if delay:
+                time.sleep(delay)
+            metrics = RequestMetrics(began, began, first, None, 0, len(ids))
+            yield RequestOutput(
+                request_id, tuple(ids), self._outputs(params, text[: at + 1], character, None), False, metrics
+            )
+        metrics = RequestMetrics(began, began, first, time.monotonic(), 0, len(ids))
+        yield RequestOutput(request_id, tuple(ids), self._outputs(params, text, "", reason, error), True, metrics)
+
+    def _outputs(
+        self, params: SamplingParams, text: str, delta: str, reason: Any, error: str | None = None
+    ) -> tuple[CompletionOutput, ...]:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = tuple(TokenLogprobs(ord(c), -0.5, 1, ((ord(c), -0.5), (33, float("-inf")))) for c in text)
+        ids, delta_ids = tuple(map(ord, text)), tuple(map(ord, delta))
+        return tuple(
+            CompletionOutput(index, text, ids, delta, delta_ids, logprobs, reason, error=error)
+            for index in range(params.n)
+        )
+
+    def _script(self, prompt: str, params: SamplingParams) -> tuple[str, float, str | None, str]:
+        """What to answer, seconds a token, an error, how it ends. The prompt's last turn decides."""
+        said = prompt.rsplit("<u>", 1)[-1].removesuffix("<a>")
+        word, _, rest = said.partition(" ")
+        if word == "say":
+            return rest.encode().decode("unicode_escape"), 0.0, None, "stop"
+        if word == "slowly":
+            return "slow but steady " * 50, 0.02, None, "stop"
+        if word == "long":
+            return "line after line\n" * 60, 0.0, None, "stop"
+        if word == "fail":
+            return "half an answ", 0.0, "NaN logits", "error"
+        if word == "hold":
+            time.sleep(30)
+        if word == "params":
+            return repr(params), 0.0, None, "stop"
+        if word == "config":
+            return repr((self.config, self.options)), 0.0, None, "stop"
+        if word == "crash":
+            raise ValueError("a fault in the engine")
+        return f"[{prompt}]", 0.0, None, "stop"
+
+
+def main() -> None:
+    module = types.ModuleType("nanovllm_cli.llm")
+    module.LLM = LLM  # type: ignore[attr-defined]
+    sys.modules["nanovllm_cli.llm"] = module
+    from nanovllm_cli.cli.app import main as nanovllm
+
+    nanovllm()
+
+
+if __name__ == "__main__":
+    main()
