@@ -23,9 +23,10 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
-MAX_SOURCE_CHARS = 1 << 20
-MAX_OUTPUT_CHARS = 1 << 26
+MAX_SOURCE_CHARS = 1 << 17  # the largest known template has a fifth of it; compiling this much takes seconds at worst
 MAX_SECONDS = 1.0
+_OWN_CHARS = 1 << 22  # what a template may build out of nothing
+_CHARS_PER_INPUT_CHAR = 64  # and out of what it is given: a few copies of everything
 _MAX_DEPTH = 64
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE = range(0xE000, 0xF8FF)
@@ -49,14 +50,16 @@ class ChatTemplate:
         eos_token: str = "",
         variables: Mapping[str, Any] | None = None,
         max_seconds: float = MAX_SECONDS,
-        max_output: int = MAX_OUTPUT_CHARS,
     ) -> None:
-        """`variables`: further names the template may read. Raises TemplateError where it does not compile."""
+        """`variables`: further names the template may read. `max_seconds`: CPU time of one rendering.
+
+        Raises TemplateError where the source does not compile.
+        """
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
         self.source = source
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **_plain_mapping(variables or {})}
-        self._max_seconds, self._max_output = max_seconds, max_output
+        self._max_seconds = max_seconds
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -115,7 +118,8 @@ class ChatTemplate:
         return _cut_at_mark(text, inputs["messages"]) if continue_final_message else text
 
     def _run(self, values: dict[str, Any], now: datetime | None) -> str:
-        budget = Budget(self._max_seconds, self._max_output, now)
+        given = sum(map(len, _strings(values)))
+        budget = Budget(self._max_seconds, _OWN_CHARS + _CHARS_PER_INPUT_CHAR * given, now)
         try:
             return spending(budget, lambda: self._template.generate(values))
         except LimitExceeded as error:

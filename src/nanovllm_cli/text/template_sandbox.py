@@ -128,6 +128,8 @@ class _Meter(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
+        if node.test is not None:
+            node.test = nodes.And(nodes.Not(_through(_TURN, nodes.Const(0))), node.test, lineno=node.lineno)
         node.body.insert(0, nodes.ExprStmt(_through(_TURN, nodes.Const(text)), lineno=node.lineno))
         return node
 
