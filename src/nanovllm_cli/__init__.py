@@ -1,1 +1,37 @@
-"""llama.cpp's command line on vLLM's engine."""
+"""llama.cpp's command line on vLLM's engine.
+
+    from nanovllm_cli import LLM, SamplingParams
+
+The names below are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm_cli.config import EngineConfig
+    from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+    from nanovllm_cli.errors import NanovllmError
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "NanovllmError", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "engine.outputs",
+    "EngineConfig": "config",
+    "NanovllmError": "errors",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -34,6 +34,7 @@ class Scheduled(NamedTuple):
     prompt_logprobs: how many alternatives to report for each prompt token that this chunk's rows predict; None for
         none.
     targets: the tokens that follow each row, known for prompt_logprobs (the last row of the prompt has no target).
+    prompt_len: tokens of the whole prompt, which length-dependent rope scaling goes by.
     """
 
     seq_id: int
@@ -43,6 +44,7 @@ class Scheduled(NamedTuple):
     draws: tuple[int, ...]
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
+    prompt_len: int = 0
 
 
 class Plan(NamedTuple):

@@ -22,23 +22,20 @@ LOGIT_ROWS = 64
 
 
 class Runner:
-    """Runs plans on one model. Between steps it remembers prompt lengths and, in the sampler, what each sequence drew."""
+    """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew."""
 
     def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, block_size: int) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self.block_size = block_size
-        self._prompt_lens: dict[int, int] = {}
 
     def run(self, plan: Plan) -> StepOutput:
         """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""
         for seq_id in plan.finished:
             self.sampler.remove(seq_id)
-            self._prompt_lens.pop(seq_id, None)
         for new in plan.new:
             self.sampler.add(new)
-            self._prompt_lens[new.seq_id] = len(new.prompt_ids)
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return StepOutput([], {})
@@ -77,7 +74,7 @@ class Runner:
         seq_of = np.repeat(np.arange(len(scheduled)), lens)
         first = np.array([share.start for share in scheduled], np.int64)
         positions = np.arange(starts[-1], dtype=np.int64) + (first - starts[:-1])[seq_of]
-        prompt_lens = np.array([self._prompt_lens.get(share.seq_id, 0) for share in scheduled], np.int64)
+        prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
         logit_rows: list[int] = []
         owners: list[tuple[Scheduled, int]] = []
         for i, share in enumerate(scheduled):

@@ -199,6 +199,7 @@ class Scheduler:
                 tuple([each.seq_id for each in _group(sequence)]) if draws else (),
                 num_logprobs,
                 targets,
+                len(sequence.request.prompt_ids),
             )
         )
         self._shares.append(_Share(sequence, fed, draws))

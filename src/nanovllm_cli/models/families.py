@@ -103,13 +103,14 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     )
     mlp = MLPSpec(read.integer("intermediate_size"), ACTIVATIONS[activation], bias=read.flag("mlp_bias", False))  # type: ignore[arg-type]
     windows = _windows_from_hf(read, family, layers)
+    assert attention.rope is not None
     return ModelSpec(
         architecture=family.name,
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
         blocks=tuple(BlockSpec(replace(attention, window=window), mlp) for window in windows),
         norm=NormSpec(read.number("rms_norm_eps", 1e-6)),
-        max_position=max_position,
+        max_position=_stretched(attention.rope, max_position),
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
@@ -173,6 +174,15 @@ def _rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeS
     raise UnsupportedError(
         f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope"
     )
+
+
+def _stretched(rope: RopeSpec, max_position: int) -> int:
+    """The context that a scaling makes of the one in the config; vLLM's rule. llama3 and longrope configs say it themselves."""
+    if rope.scaling in ("linear", "dynamic"):
+        return int(max_position * rope.factor)
+    if rope.scaling == "yarn":
+        return max(max_position, int(rope.original_len * rope.factor))
+    return max_position
 
 
 ReadValues = Callable[[str], tuple[float, ...] | None]

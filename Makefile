@@ -1,0 +1,32 @@
+# Everything a developer types. The virtual environment is made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/nanovllm run tiny "Once upon a time"
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --editable '.[test,check]'
+	touch $@ $(VENV)/.installed

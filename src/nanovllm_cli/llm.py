@@ -1,0 +1,286 @@
+"""LLM: a model by name, ready to generate. The library's front door; the command line stands on it too.
+
+    from nanovllm_cli import LLM, SamplingParams
+
+    llm = LLM("tiny")
+    for output in llm.generate(["Once upon a time", "The end"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+    for output in llm.stream("Once upon a time"):
+        print(output.outputs[0].delta_text, end="")
+    llm.chat([{"role": "user", "content": "hello"}])
+
+Not covered: which flags a person typed, how an answer is shown. Not thread-safe: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.engine import Engine, EngineStats
+from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.source import ResolvedModel, resolve
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Progress = Callable[[int, int], None]
+"""Called with (finished requests, all requests) whenever one finishes."""
+
+# How many requests `generate_iter` keeps in the engine for each one that can run: enough that no step waits for more.
+QUEUE_FACTOR = 4
+
+
+class LLM:
+    """A loaded model with its tokenizer and engine.
+
+    model: a path, a hub name or an alias (see weights/source.py). config: memory, context, batching, dtype. chat_template:
+    the source of one, instead of the model's own. progress: told about download and loading.
+
+    Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: EngineConfig | None = None,
+        offline: bool = False,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        progress = progress or NullProgress()
+        self.resolved: ResolvedModel = resolve(str(model), offline=offline, revision=revision, progress=progress)
+        self.name: str = self.resolved.name
+        with open_checkpoint(self.resolved.path) as checkpoint:
+            self.tokenizer = _load_tokenizer(checkpoint)
+            self._worker = Worker(checkpoint, config, self._encode_plain, progress)
+            generation_config = dict(checkpoint.generation_config)
+        if self.tokenizer.vocab_size > self.spec.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model {self.spec.vocab_size}",
+                "the folder mixes files of different models",
+            )
+        self.chat_template = self._choose_template(chat_template)
+        self.default_params = SamplingParams.from_generation_config(generation_config)
+        self._engine = Engine(
+            InProcessExecutor(self._worker),
+            config,
+            tokenizer=self.tokenizer,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self._worker.max_model_len,
+            num_blocks=self._worker.num_blocks,
+            eos_ids=_end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
+        )
+        self._max_num_seqs = config.max_num_seqs
+        self._request_ids = itertools.count()
+
+    # ---- what it is ----
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._worker.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV cache."""
+        return self._worker.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._worker.max_model_len
+
+    @property
+    def num_parameters(self) -> int:
+        return self._worker.num_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._worker.weight_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the KV cache when full."""
+        return self._worker.num_blocks * self._worker.block_bytes
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    # ---- generating ----
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: Progress | None = None
+    ) -> list[RequestOutput]:
+        """One output per prompt, in their order; all run together.
+
+        prompts: a text, a list of token ids, or a list of these. params: for all, or one for each; None takes the model's
+        own defaults. Raises UsageError and PromptTooLongError before anything runs.
+        """
+        return self._generate([self._ids(prompt) for prompt in _listed(prompts)], params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """The next turn of one conversation, or of several at once. Messages are {"role": …, "content": …}."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        encoded = [self.encode_chat(c, tools=tools, template_kwargs=template_kwargs) for c in conversations]
+        return self._generate(encoded, params, progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
+        aborts the request."""
+        request_id = self._add(self._ids(prompt), params or self.default_params)
+        try:
+            finished = False
+            while not finished:
+                for output in self._engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        finished = output.finished
+        finally:
+            self._engine.abort(request_id)
+
+    def generate_iter(self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> Iterator[RequestOutput]:
+        """Finished outputs as they finish, of (request id, token ids, params) taken from an iterable as room appears.
+
+        A request that is refused raises when it is taken; check lengths with `max_model_len` first. Closing the iterator
+        aborts what is unfinished.
+        """
+        waiting = iter(requests)
+        running: set[str] = set()
+        most = QUEUE_FACTOR * self._max_num_seqs
+        try:
+            while True:
+                for request_id, ids, params in itertools.islice(waiting, most - len(running)):
+                    self._engine.add(request_id, ids, params, cache_salt=self._salt(ids))
+                    running.add(request_id)
+                if not running:
+                    return
+                for output in self._engine.step():
+                    if output.finished and output.request_id in running:
+                        running.remove(output.request_id)
+                        yield output
+        finally:
+            for request_id in running:
+                self._engine.abort(request_id)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation up to where the model answers. Control tokens inside messages stay text."""
+        if self.chat_template is None:
+            raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
+        return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools, **(template_kwargs or {}))
+
+    def close(self) -> None:
+        """Lets go of model and cache."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ----
+
+    def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
+        each = _params_for(params or self.default_params, len(prompts))
+        ids: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for prompt, wanted in zip(prompts, each, strict=True):
+                ids.append(self._add(prompt, wanted))
+            while len(done) < len(ids):
+                for output in self._engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        if progress is not None:
+                            progress(len(done), len(ids))
+        finally:
+            for request_id in ids:
+                if request_id not in done:
+                    self._engine.abort(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
+        request_id = f"request-{next(self._request_ids)}"
+        self._engine.add(request_id, ids, params, cache_salt=self._salt(ids))
+        return request_id
+
+    def _salt(self, ids: Sequence[int]) -> str | None:
+        """Keeps prompts apart whose cached keys were rotated by other frequencies (see ModelSpec.rope_regime)."""
+        regime = self.spec.rope_regime(len(ids))
+        return f"rope:{regime}" if regime else None
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+    def _choose_template(self, source: str | None) -> ChatTemplate | None:
+        if source is None and "default" not in self.tokenizer.chat_templates:
+            return None
+        return ChatTemplate.of(self.tokenizer, source)
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.format == "gguf":
+        return Tokenizer.from_gguf(checkpoint.config)
+    path = checkpoint.path
+    return Tokenizer.from_folder(path if path.is_dir() else path.parent)
+
+
+def _end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """What ends an answer: generation_config.json's eos_token_id, and what the tokenizer knows as ends."""
+    declared = generation_config.get("eos_token_id")
+    listed = declared if isinstance(declared, list) else [declared]
+    ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
+    return tuple(dict.fromkeys([*ids, *tokenizer.eos_ids]))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, told apart by what is inside: a list of ints is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
+    return list(params)

@@ -1,0 +1,73 @@
+"""Helpers of the model and engine tests: tiny random checkpoints by transformers, and engines on them without a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+SMALL = {
+    "vocab_size": 513, "hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A transformers model whose weights are large enough that every part of it matters to the output."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5 * 1.5
+        elif name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+        else:
+            parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
+    return model.to(dtype)
+
+
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def worker_for(folder: Path, **settings: Any) -> Worker:
+    with open_checkpoint(folder) as checkpoint:
+        return Worker(checkpoint, EngineConfig(**{"threads": 2, "num_blocks": 256} | settings))
+
+
+def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -> Engine:
+    return Engine(
+        InProcessExecutor(worker),
+        EngineConfig(**settings),
+        vocab_size=worker.spec.vocab_size,
+        max_model_len=worker.max_model_len,
+        num_blocks=settings.get("num_blocks", worker.num_blocks),
+        eos_ids=eos_ids,
+    )
+
+
+def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], salt: str | None = None) -> list[RequestOutput]:
+    """All requests at once; outputs in their order."""
+    for i, (ids, params) in enumerate(requests):
+        engine.add(str(i), ids, params, cache_salt=salt)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [done[str(i)] for i in range(len(requests))]
+
+
+def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)

@@ -1,0 +1,64 @@
+"""The tiers of docs/architecture.md: a file imports from its own tier or a lower one, and heavy libraries stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "nanovllm_cli"
+TIERS = {
+    "errors": 0, "config": 0, "sampling_params": 0, "batch": 0, "model_spec": 0, "progress": 0,
+    "kernels": 1, "distributed": 1,
+    "quant": 2, "attention": 2,
+    "layers": 3,
+    "models": 4,
+    "weights": 5, "text": 5, "constrain": 5,
+    "engine": 6,
+    "llm": 7,
+    "cli": 8, "server": 8, "bench": 8, "__main__": 8,
+}  # fmt: skip
+SIDE_ROOMS = {"text", "constrain"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "nanovllm_cli"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(["nanovllm_cli", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def imports(path: Path) -> list[str]:
+    """Absolute names of the project's own modules that a file imports, wherever in the file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += names if node.module == "nanovllm_cli" else [str(node.module)]
+    return [name for name in found if name.startswith("nanovllm_cli.")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_look_down(path: Path) -> None:
+    own = room(module_of(path))
+    if own == "nanovllm_cli":
+        return
+    assert own in TIERS, f"{own} has no tier"
+    for target in imports(path):
+        theirs = room(target)
+        if theirs == "__version__":
+            continue
+        assert TIERS[theirs] <= TIERS[own], f"{path.name} (tier {TIERS[own]}) imports {target} (tier {TIERS[theirs]})"
+        if own in SIDE_ROOMS and theirs != own:
+            assert TIERS[theirs] == 0, f"{path.name}: a side room imports {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_is_read_in_a_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 450

@@ -1,0 +1,114 @@
+"""Every family and rope scaling against transformers in fp32: logits of whole prompts, and 64 greedy tokens in a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from nanovllm_cli.batch import Batch
+
+PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
+ORIGINAL = 32
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | values}
+
+
+DIVISORS = {n: [1.0 + 0.05 * i * n for i in range(12)] for n in (1, 4)}
+CASES: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, bias, tied, group 1": LlamaConfig(
+        **SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}
+    ),
+    "llama, head dim 80, group 8": LlamaConfig(
+        **SMALL | {"head_dim": 80, "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 40}
+    ),
+    "llama, linear": LlamaConfig(**SMALL, **rope("linear", factor=4.0)),
+    "llama, dynamic": LlamaConfig(**SMALL | {"max_position_embeddings": ORIGINAL}, **rope("dynamic", factor=6.0)),
+    "llama, llama3": LlamaConfig(
+        **SMALL,
+        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
+    ),
+    "llama, yarn": LlamaConfig(**SMALL, **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)),
+    "llama, yarn, mscale": LlamaConfig(
+        **SMALL,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=0.7, truncate=False),
+    ),
+    "llama, longrope": LlamaConfig(
+        **SMALL,
+        **rope("longrope", factor=4.0, original_max_position_embeddings=ORIGINAL, short_factor=DIVISORS[1], long_factor=DIVISORS[4]),
+    ),
+    "mistral, window": MistralConfig(**SMALL | {"sliding_window": 20}),
+    "mistral, no window, group 3": MistralConfig(
+        **SMALL | {"sliding_window": None, "num_attention_heads": 3, "num_key_value_heads": 1}
+    ),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2, tied, window in later layers": Qwen2Config(
+        **SMALL | {"use_sliding_window": True, "sliding_window": 25, "max_window_layers": 1, "tie_word_embeddings": True}
+    ),
+    "qwen3": Qwen3Config(**SMALL),
+    "qwen3, head dim 80, yarn, tied": Qwen3Config(
+        **SMALL | {"head_dim": 80, "tie_word_embeddings": True}, **rope("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL)
+    ),
+}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+
+
+def whole_batch(token_lists: list[list[int]]) -> Batch:
+    """All prompts in one forward, each with its own blocks, logits of every row."""
+    lens = torch.tensor([len(ids) for ids in token_lists])
+    width = -(-int(lens.max()) // 16)
+    tables = (1 + torch.arange(width * len(token_lists), dtype=torch.int32)).reshape(-1, width)
+    positions = torch.cat([torch.arange(int(n)) for n in lens])
+    seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
+    return Batch(
+        token_ids=torch.tensor(sum(token_lists, [])),
+        positions=positions,
+        rope_lens=torch.maximum(positions + 1, lens[seq]),
+        query_starts=torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),
+        kv_lens=lens.int(),
+        slots=tables[seq, positions // 16].long() * 16 + positions % 16,
+        block_tables=tables,
+        logit_rows=torch.arange(len(positions)),
+    )
+
+
+def forget_lengths(reference: Any) -> None:
+    """transformers' dynamic scaling remembers the longest sequence it ever saw; each prompt is to be the first."""
+    rotary = reference.model.rotary_emb
+    if rotary.rope_type == "dynamic":
+        rotary.max_seq_len_cached = rotary.original_max_seq_len
+        rotary.register_buffer("inv_freq", rotary.original_inv_freq, persistent=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    config = CASES[case]
+    reference = random_model(config)
+    folder = save(reference, tmp_path)
+    worker = worker_for(folder)
+    tokens = prompts(config.vocab_size)
+    with torch.inference_mode():
+        hidden = worker.model.forward(whole_batch(tokens), worker.runner.cache)
+        actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
+        for ids, rows in zip(tokens, actual, strict=True):
+            expected = reference(torch.tensor([ids])).logits[0]
+            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+    engine = engine_for(worker, max_num_batched_tokens=50)
+    outputs = run(engine, [(ids, greedy(64)) for ids in tokens])
+    for ids, output in zip(tokens, outputs, strict=True):
+        forget_lengths(reference)
+        expected = reference.generate(
+            torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert list(output.outputs[0].token_ids) == expected[0, len(ids) :].tolist()
