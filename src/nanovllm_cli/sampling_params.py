@@ -219,9 +219,9 @@ class SamplingParams:
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {_shown(do_sample)}")
         if do_sample is False and "temperature" not in overrides:
             defaults["temperature"] = 0.0
-        if overrides.get("min_tokens", 0) and "max_tokens" in defaults:
-            # The user's floor wins over the file's ceiling.
-            defaults["max_tokens"] = max(defaults["max_tokens"], overrides["min_tokens"])
+        floor = overrides.get("min_tokens")
+        if isinstance(floor, int) and floor > defaults.get("max_tokens", floor):
+            defaults["max_tokens"] = floor  # what the user gave wins over the file
         return cls(**{**defaults, **overrides})
 
     def _set(self, name: str, value: object) -> None:

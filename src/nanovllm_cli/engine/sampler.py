@@ -26,6 +26,7 @@ A row that holds NaN or +inf, or where nothing may be drawn, ends its own sequen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary
-from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, uniforms
+from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
 from nanovllm_cli.kernels.sampling import (
@@ -72,11 +73,19 @@ class Sampler:
             BreakerVocabulary(vocab_size, encode, token_bytes) if encode and token_bytes else None
         )
         self._states: dict[int, SequenceState] = {}
+        self._refused: dict[int, str] = {}
         self._row = np.empty(vocab_size, dtype=np.float32)
 
     def add(self, new: NewSequence) -> None:
-        """Register a sequence. UsageError: an id outside the vocabulary, or text parameters without a tokenizer."""
+        """Register a sequence. Asking for what can't be had (an id outside the vocabulary, bad_words without a
+        tokenizer) is reported by its draw, not here, so that a step goes on with the others."""
         assert new.seq_id not in self._states, f"sequence {new.seq_id} is already registered"
+        try:
+            self._states[new.seq_id] = self._state(new)
+        except Exception as error:
+            self._refused[new.seq_id] = _reason(error)
+
+    def _state(self, new: NewSequence) -> SequenceState:
         params = new.params
         vocab_size = self._vocab_size
         params.check_vocabulary(vocab_size)
@@ -93,11 +102,12 @@ class Sampler:
             if self._breaker_vocabulary is None:
                 raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
             dry_breakers = self._breaker_vocabulary.breakers(params.dry_sequence_breakers)
-        self._states[new.seq_id] = SequenceState(new, vocab_size, bad_words, dry_breakers)
+        return SequenceState(new, vocab_size, bad_words, dry_breakers)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; one that was never registered is no matter."""
         self._states.pop(seq_id, None)
+        self._refused.pop(seq_id, None)
 
     def sample(
         self,
@@ -112,9 +122,16 @@ class Sampler:
         own, in order. masks: for each sequence the tokens it may draw, as bool or packed bits
         (`kernels.sampling.allowed_tokens`), or None for all of them.
         """
-        states = [self._states[seq_id] for seq_id in seq_ids]
         rows = range(len(seq_ids)) if rows is None else rows
         masks = [None] * len(seq_ids) if masks is None else masks
+        wanted = [index for index, seq_id in enumerate(seq_ids) if seq_id not in self._refused]
+        if len(wanted) < len(seq_ids):
+            drawn = self.sample(
+                [seq_ids[i] for i in wanted], logits, [rows[i] for i in wanted], [masks[i] for i in wanted]
+            )
+            by_id = {entry.seq_id: entry for entry in drawn}
+            return [by_id.get(seq_id) or Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids]
+        states = [self._states[seq_id] for seq_id in seq_ids]
         if all(state.takes_the_largest for state in states) and all(mask is None for mask in masks):
             ids, values = largest(logits)
             return [
@@ -122,25 +139,26 @@ class Sampler:
                 for seq_id, state, row in zip(seq_ids, states, rows, strict=True)
             ]
         matrix = as_rows(logits)
-        tokens = _uniforms(states, DRAW_TOKEN)
-        chances = _uniforms(states, EXCLUDE_TOP_CHOICES) if any(state.params.has_xtc for state in states) else tokens
+        uniforms = _uniforms(states, DRAW_TOKEN)
+        chances = _uniforms(states, EXCLUDE_TOP_CHOICES) if any(state.params.has_xtc for state in states) else uniforms
         with np.errstate(all="ignore"):
             return [
-                self._draw(seq_id, self._states[seq_id], matrix[row], mask, token, chance)
-                for seq_id, row, mask, token, chance in zip(seq_ids, rows, masks, tokens, chances, strict=True)
+                self._draw(seq_id, self._states[seq_id], matrix[row], mask, uniform, chance)
+                for seq_id, row, mask, uniform, chance in zip(seq_ids, rows, masks, uniforms, chances, strict=True)
             ]
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
         targets.
 
-        Raises RequestError if a row is not finite.
+        A row that is not finite gives NaN, rank 0 and no alternatives.
         """
         with np.errstate(all="ignore"):
             matrix = as_rows(logits[: len(targets)])
-            for row in matrix:
-                _check(row)
-            return [_logprobs(row, target, num) for row, target in zip(matrix, targets, strict=True)]
+            return [
+                _logprobs(row, target, num) if np.isfinite(row.max()) else TokenLogprobs(target, math.nan, 0, ())
+                for row, target in zip(matrix, targets, strict=True)
+            ]
 
     def _take_largest(self, seq_id: int, state: SequenceState, token_id: int, logit: float) -> Drawn:
         if not np.isfinite(logit):
@@ -168,10 +186,8 @@ class Sampler:
                 token_id = draw_token(adjusted, params, uniform, exclude_top)
             logprobs = None if params.logprobs is None else [_logprobs(logits, token_id, params.logprobs)]
             state.append(token_id)
-        except NanovllmError as error:
-            return Drawn(seq_id, [], error=error.message)
         except Exception as error:  # whatever it is, the other sequences go on
-            return Drawn(seq_id, [], error=f"sampling failed: {type(error).__name__}: {error}")
+            return Drawn(seq_id, [], error=_reason(error))
         return Drawn(seq_id, [token_id], logprobs)
 
     def _adjusted(
@@ -196,10 +212,15 @@ def _check(logits: NDArray[np.float32]) -> None:
         raise RequestError(_NOT_FINITE)
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, NanovllmError):
+        return error.message
+    return f"sampling failed: {type(error).__name__}: {error}"
+
+
 def _uniforms(states: Sequence[SequenceState], purpose: int) -> list[float]:
-    numbers: list[float] = uniforms(
-        [state.seed for state in states], [state.position for state in states], purpose
-    ).tolist()
+    seeds, positions = [state.seed for state in states], [state.position for state in states]
+    numbers: list[float] = philox_uniforms(seeds, positions, purpose).tolist()
     return numbers
 
 

@@ -22,7 +22,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], purpose: int) -> NDArray[np.float64]:
+def philox_uniforms(seeds: Sequence[int], positions: Sequence[int], purpose: int) -> NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, position).
 
     seeds: the lowest 64 bits count. positions: index of the token in its answer. purpose: one of this file's names;

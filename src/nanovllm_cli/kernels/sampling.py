@@ -38,7 +38,7 @@ MAX_VOCABULARY = 2**22
 """So many weights of 2**40 still sum up in 63 bits."""
 
 _LOWEST = float(np.finfo(np.float32).min)
-_BLOCK = 1 << 14
+_BLOCK = 1 << 15
 _SAMPLED_ONE_IN = 64
 _SHORTLISTED_ONE_IN = (128, 8)
 _SORTED_AT_ONCE = 1024
