@@ -384,7 +384,7 @@ def _check_disk(repo: str, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes + _SPARE_BYTES > free:
         raise DoesNotFitError(
-            f"{repo} needs {num_bytes / 2**30:.1f} GiB on the disk, {free / 2**30:.1f} GiB are free in {cache_folder()}",
+            f"{repo} needs {num_bytes / 2**30:.1f} GiB on disk, {free / 2**30:.1f} GiB are free in {cache_folder()}",
             _ROOM,
         )
 

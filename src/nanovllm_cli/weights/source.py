@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Literal, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -117,8 +117,10 @@ def parse_hub_name(name: str) -> HubName | None:
             rest, prefixed = rest[len(prefix) :], prefix.startswith("hf")
             break
     host, slash, path = rest.partition("/")
-    if slash and host.lower() in (*_HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc):
-        parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
+    endpoint = os.environ.get("HF_ENDPOINT", "").partition("://")[2].partition("/")[0]
+    if slash and host and host.lower() in (*_HOSTS, endpoint):
+        path = path.partition("?")[0].partition("#")[0]
+        parts = [unquote(part) for part in path.strip("/").split("/")]
         if len(parts) > 3 and parts[2] in ("tree", "blob", "resolve"):
             revision, parts = parts[3], [*parts[:2], *parts[4:]]
         rest, prefixed = "/".join(parts), True
@@ -253,11 +255,12 @@ def _looks_like_path(name: str) -> bool:
 
 def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     shown = name if name.isprintable() else repr(name)
-    if _looks_like_path(name) or "/" in name.rstrip("/"):
-        return ModelNotFoundError(f"{shown}: no such file or folder", _suggestion(name, known))
+    shown = shown if len(shown) <= 200 else shown[:200] + "…"
+    hint = _suggestion(name, known)
+    if _looks_like_path(name) or "/" in name:
+        return ModelNotFoundError(f"{shown}: no such file or folder", hint)
     return ModelNotFoundError(
-        f"no model is called {shown!r}" if name.isprintable() else f"no model is called {shown}",
-        _suggestion(name, known) or "a name is a path, org/repo on the hub, or an alias such as qwen3:0.6b",
+        f"no model is called {shown}", hint or "a name is a path, org/repo on the hub, or an alias such as qwen3:0.6b"
     )
 
 
