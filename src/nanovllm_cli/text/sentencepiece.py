@@ -66,7 +66,10 @@ def build_pieces(vocabulary: PieceVocabulary) -> tokenizers.Tokenizer:
     if vocabulary.charsmap:
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
     if vocabulary.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(TokenizerRegex(" {2,}"), " ")]
+        steps += [
+            normalizers.Replace(TokenizerRegex(r"\A +| +\z"), ""),
+            normalizers.Replace(TokenizerRegex(" {2,}"), " "),
+        ]
     if vocabulary.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE_MARK))
     steps.append(normalizers.Replace(" ", SPACE_MARK))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, MappingView
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from datetime import datetime
 from string import Formatter
 from typing import Any
@@ -17,7 +17,7 @@ from jinja2.exceptions import SecurityError, TemplateRuntimeError
 
 MAX_INT_BITS = 4096
 MAX_FIELD_WIDTH = 4096
-CONTAINERS = (list, tuple, Mapping, set, frozenset, MappingView, range)
+CONTAINERS = (list, tuple, Mapping, set, frozenset, KeysView, ValuesView, ItemsView, range)
 SIZED = (str, bytes, *CONTAINERS)
 _TICKS_PER_LOOK = 16
 _CLAIM_TO_LOOK = 1 << 16
@@ -67,7 +67,8 @@ class Budget:
             return len(value)
         if not isinstance(value, CONTAINERS):
             return 1
-        total, stack = 0, list[Any]([value])
+        total = 0
+        stack: list[Any] = [value]
         while stack:
             item = stack.pop()
             self.tick()

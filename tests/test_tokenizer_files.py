@@ -1,0 +1,230 @@
+"""Tokenizers from folders made here: layouts, precedence, SentencePiece models, and files that are wrong."""
+
+import contextlib
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.text.sentencepiece import read_model
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.tokenizer_files import MAX_CONFIG_BYTES
+
+WORDS = ["a", "b", "c", "ab", "\u0120", "\u0120ab"]
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE({word: i for i, word in enumerate(WORDS)}, [("a", "b"), ("\u0120", "ab")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def write(folder: Path, name: str, content: Any) -> None:
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def folder_with(tmp_path: Path, backend: Backend, **config: Any) -> Path:
+    write(tmp_path, "tokenizer.json", backend.to_str())
+    write(tmp_path, "tokenizer_config.json", config)
+    return tmp_path
+
+
+def test_configured_tokens_are_added_with_their_ids_and_flags(tmp_path: Path) -> None:
+    listed = {
+        "7": {"content": "<|eot_id|>", "special": True},
+        "6": {"content": "<|begin|>", "special": True},
+        "8": {"content": "<tool>", "special": False},
+    }
+    folder = folder_with(tmp_path, byte_level(), added_tokens_decoder=listed, bos_token="<|begin|>", eos_token="c")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("ab<|begin|>ab<tool><|eot_id|>") == [3, 6, 3, 8, 7]
+    assert tokenizer.special_ids == {2, 6, 7}  # EOS counts as special although nothing flags it
+    assert tokenizer.eos_ids == (2, 7)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|begin|>", "c")
+    assert tokenizer.decode([3, 6, 8, 5]) == "ab<tool> ab"
+    assert tokenizer.decode([3, 6, 8, 5], skip_special_tokens=False) == "ab<|begin|><tool> ab"
+
+
+def test_special_tokens_around_a_text_come_from_the_file_unless_configured(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 6), ("</s>", 7)])
+    roles = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    assert Tokenizer.from_folder(folder_with(tmp_path, backend, **roles)).encode("ab") == [6, 3, 7]
+    assert Tokenizer.from_folder(folder_with(tmp_path, backend, **roles)).encode("") == [6, 7]
+    configured = folder_with(tmp_path, backend, **roles, add_bos_token=True)
+    assert Tokenizer.from_folder(configured).encode("ab") == [6, 3]
+    assert Tokenizer.from_folder(configured).encode("ab", add_special_tokens=False) == [3]
+    assert Tokenizer.from_folder(configured).encode_batch(["ab", ""]) == [[6, 3], [6]]
+
+
+def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    assert Tokenizer.from_folder(folder_with(tmp_path, backend)).encode("cccc") == [2, 2, 2, 2]
+
+
+def test_roles_may_stand_in_the_special_tokens_map(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, byte_level())
+    write(folder, "special_tokens_map.json", {"eos_token": "c", "pad_token": {"content": "b"}})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((2,), 1)
+
+
+def test_template_files_decide_over_the_configuration(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "A"}, {"name": "rag", "template": "B"}]
+    folder = folder_with(tmp_path, byte_level(), chat_template=named)
+    assert Tokenizer.from_folder(folder).chat_templates == {"default": "A", "rag": "B"}
+    write(folder, "chat_template.jinja", "C")
+    (folder / "additional_chat_templates").mkdir()
+    write(folder / "additional_chat_templates", "tool_use.jinja", "D")
+    assert Tokenizer.from_folder(folder).chat_templates == {"default": "C", "rag": "B", "tool_use": "D"}
+
+
+def test_vocab_and_merges_make_the_same_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path, "vocab.json", {word: i for i, word in enumerate(WORDS)})
+    write(tmp_path, "merges.txt", "#version: 0.2\na b\n\u0120 ab\n")
+    write(tmp_path, "added_tokens.json", {"<|im_end|>": 6})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("ab ab c<|im_end|>") == [*byte_level().encode("ab ab c").ids, 6]
+
+
+def test_deepseek_style_tokens_are_control_although_not_flagged(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens(["<\uff5cUser\uff5c>", "<think>"])
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, backend))
+    assert tokenizer.encode("<\uff5cUser\uff5c><think>ab") == [6, 7, 3]
+    assert tokenizer.encode("<\uff5cUser\uff5c><think>ab", parse_special=False) == [7, 3]
+    assert tokenizer.decode([6, 3]) == "<\uff5cUser\uff5c>ab"  # shown, as transformers shows it
+
+
+def train(kind: str, **options: Any) -> tuple[Any, bytes]:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcde\u00e9\uc5b4", k=generator.randint(1, 7))) for _ in range(300)]
+    lines = (" ".join(generator.choices(words, k=12)) for _ in range(400))
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=buffer, vocab_size=420, hard_vocab_limit=False, model_type=kind,
+        user_defined_symbols=["<sep>"], minloglevel=2, **options,
+    )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue()), buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("byte_fallback", [True, False])
+@pytest.mark.parametrize("rules", ["identity", "nmt_nfkc"])
+@pytest.mark.parametrize("extra_space", [True, False])
+def test_sentencepiece_model_encodes_as_sentencepiece_does(
+    tmp_path: Path, kind: str, byte_fallback: bool, rules: str, extra_space: bool
+) -> None:
+    theirs, proto = train(
+        kind, byte_fallback=byte_fallback, normalization_rule_name=rules, remove_extra_whitespaces=not extra_space,
+        add_dummy_prefix=byte_fallback,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(proto)
+    ours = Tokenizer.from_folder(tmp_path)
+    generator = random.Random(1)
+    alphabet = [*"abcde \n\tz", "\u00e9", "\uc5b4", "  ", "\uff3a", "\ufb01", "\u00bd", "\U0001f642"]
+    for _ in range(200):
+        text = "".join(generator.choices(alphabet, k=generator.randint(0, 30)))
+        ids = theirs.encode(text)
+        mine = ours.encode(text, add_special_tokens=False)
+        if kind == "unigram" and mine != ids:  # two segmentations may have the same score
+            assert sum(map(theirs.get_score, mine)) == pytest.approx(sum(map(theirs.get_score, ids)), abs=1e-4)
+            assert ours.decode(mine) == theirs.decode(ids)
+            continue
+        assert mine == ids, text
+        if theirs.unk_id() not in ids:
+            assert ours.decode(ids) == theirs.decode(ids), text
+    assert (ours.bos_id, ours.eos_id, ours.unk_id) == (theirs.bos_id(), theirs.eos_id(), theirs.unk_id())
+
+
+def test_dummy_prefix_only_at_the_beginning_where_the_model_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(train("bpe", byte_fallback=True)[1])
+    write(tmp_path, "tokenizer_config.json", {"legacy": False, "bos_token": "<s>", "add_bos_token": True})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    newer = [tokenizer.id_to_token(i) for i in tokenizer.encode("</s>b")]
+    assert newer == ["<s>", "</s>", "b"]
+    # Guarded text is not a beginning either.
+    assert [tokenizer.id_to_token(i) for i in tokenizer.encode_guarded("</s>b<s>", {5})][:2] == ["</s>", "b"]
+    write(tmp_path, "tokenizer_config.json", {})
+    older = Tokenizer.from_folder(tmp_path)
+    assert [older.id_to_token(i) for i in older.encode("</s>b")] == ["<s>", "</s>", "\u2581b"]
+
+
+def test_broken_sentencepiece_models_are_typed_errors(tmp_path: Path) -> None:
+    proto = train("bpe", byte_fallback=True)[1]
+    generator = random.Random(3)
+    for size in [0, 1, 2, 10, len(proto) // 2, len(proto) - 1]:
+        with pytest.raises(CheckpointError):
+            read_model(proto[:size])
+    for _ in range(300):
+        damaged = bytearray(proto)
+        for _ in range(3):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        (tmp_path / "tokenizer.model").write_bytes(damaged)
+        with contextlib.suppress(CheckpointError, UnsupportedError):
+            Tokenizer.from_folder(tmp_path).encode("ab cd")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "Martian"}}'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": 5}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"99": {"content": "<gap>"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": {"content": "a"}}}'),
+        ("special_tokens_map.json", "nonsense"),
+    ],
+)
+def test_broken_files_are_typed_errors(tmp_path: Path, name: str, content: str) -> None:
+    folder_with(tmp_path, byte_level())
+    write(tmp_path, name, content)
+    with pytest.raises(CheckpointError):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_wrongly_typed_roles_are_no_roles(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, byte_level(), eos_token=5, bos_token=["a"], chat_template=7, extra_special_tokens={})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.chat_templates) == ((), None, {})
+
+
+def test_files_that_are_too_large_missing_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    folder_with(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(CheckpointError, match="larger"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match="UTF-8"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
+def test_lone_surrogates_are_a_usage_error(tmp_path: Path, text: str) -> None:
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level()))
+    for parse_special in (True, False):
+        with pytest.raises(UsageError, match="surrogate"):
+            tokenizer.encode(text, parse_special=parse_special)
+        with pytest.raises(UsageError, match="surrogate"):
+            tokenizer.encode_batch(["a", text], parse_special=parse_special)
+    with pytest.raises(UsageError, match="string"):
+        tokenizer.encode(5)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""GGUF tokenizers built from metadata made here: models, special tokens, and files that are wrong."""
+
+import itertools
+from typing import Any
+
+import pytest
+from tokenizers import BertWordPieceTokenizer
+
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.text.pre_tokenizers import pre_tokenization
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+
+
+def spm_metadata(**changes: Any) -> dict[str, Any]:
+    pieces = ["\u2581", "a", "b", "ab", "\u2581ab", "c"]
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *pieces, "<|im_end|>", "<think>"]
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + [-3.0, -4.0, -5.0, -1.0, -2.0, -6.0] + [0.0, 0.0],
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * 6, 3, 4],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
+
+
+def gpt2_metadata(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["a", "b", "ab", "\u0120", "\u0120ab", "<|endoftext|>"],
+        "token_type": [1, 1, 1, 1, 1, 3],
+        "merges": ["a b", "\u0120 ab"],
+        "bos_token_id": 5,
+        "eos_token_id": 5,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
+
+
+def test_spm_takes_the_best_score_and_falls_back_to_bytes() -> None:
+    tokenizer = Tokenizer.from_gguf(spm_metadata())
+    names = [tokenizer.id_to_token(i) for i in tokenizer.encode("ab c\u00e9")]
+    assert names == ["<s>", "\u2581ab", "\u2581", "c", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab c\u00e9")) == "ab c\u00e9"
+    assert tokenizer.id_to_bytes(3 + 0xC3) == b"\xc3"
+
+
+def test_space_prefix_and_bos_follow_the_metadata() -> None:
+    bare = Tokenizer.from_gguf(spm_metadata(add_space_prefix=False, add_bos_token=False, add_eos_token=True))
+    assert [bare.id_to_token(i) for i in bare.encode("ab")] == ["ab", "</s>"]
+    assert bare.decode(bare.encode(" ab")) == " ab"
+    assert not bare.adds_bos
+
+
+def test_tokens_of_each_type_are_read_only_where_they_should_be() -> None:
+    tokenizer = Tokenizer.from_gguf(spm_metadata())
+    end, think = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<think>")
+    assert end in tokenizer.eos_ids
+    assert end in tokenizer.encode("a<|im_end|>")
+    assert end not in tokenizer.encode("a<|im_end|>", parse_special=False)
+    assert think in tokenizer.encode("a<think>", parse_special=False)  # user-defined, not control
+    assert 3 + 0x0A not in tokenizer.encode("<0x0A>")  # the spelling of a byte token is not the byte
+    assert tokenizer.decode([end, think]) == "<think>"
+
+
+def test_phi3_by_name_swallows_space_after_control_tokens() -> None:
+    fields = spm_metadata()
+    plain = Tokenizer.from_gguf(fields).encode("<|im_end|>  ab")
+    phi = Tokenizer.from_gguf({**fields, "general.name": "Phi-3 mini"}).encode("<|im_end|>  ab")
+    assert len(phi) < len(plain)
+    assert [Tokenizer.from_gguf(fields).id_to_token(i) for i in phi] == ["<s>", "<|im_end|>", "\u2581ab"]
+
+
+def test_ids_outside_the_vocabulary_mean_none() -> None:
+    tokenizer = Tokenizer.from_gguf(spm_metadata(padding_token_id=4294967295))
+    assert tokenizer.pad_id is None
+    assert tokenizer.id_to_bytes(10**9) == b""
+    assert tokenizer.id_to_token(-1) is None
+    assert tokenizer.decode([10**9, -5]) == ""
+
+
+def test_templates_are_found_by_name() -> None:
+    fields = {**spm_metadata(), "tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
+    assert Tokenizer.from_gguf(fields).chat_templates == {"default": "A", "tool_use": "B"}
+
+
+def test_harmony_does_not_end_at_the_end_of_a_channel() -> None:
+    extra = ["<|return|>", "<|call|>", "<|end|>"]
+    fields = gpt2_metadata(tokens=["a", "b", "ab", *extra], token_type=[1, 1, 1, 3, 3, 3], merges=["a b"],
+                           bos_token_id=None, eos_token_id=3)  # fmt: skip
+    assert Tokenizer.from_gguf(fields).eos_ids == (3, 4)
+
+
+def test_llama3_takes_whole_words_before_merging() -> None:
+    fields = gpt2_metadata(pre="llama-bpe", tokens=["a", "b", "c", "ab", "abc", "<|eot_id|>"], merges=["a b"])
+    tokenizer = Tokenizer.from_gguf(fields)
+    assert tokenizer.encode("abc", add_special_tokens=False) == [4]
+    assert tokenizer.adds_bos
+
+
+def test_bert_equals_the_usual_word_piece_of_the_same_words() -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world", "##ing", "work", "##s", "!", "a", "##b"]
+    tokens = [
+        word if word.startswith("[") else word[2:] if word.startswith("##") else f"\u2581{word}" for word in words
+    ]
+    fields = {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 2, 3, 3, *[1] * 8],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.unknown_token_id": 1,
+    }
+    ours = Tokenizer.from_gguf(fields)
+    theirs = BertWordPieceTokenizer({word: position for position, word in enumerate(words)})
+    for text in ("Hello WORLD!", "working works, ab", "", "h\u00e9llo zzz a"):
+        assert ours.encode(text) == theirs.encode(text).ids
+    assert ours.decode(ours.encode("hello working")) == "hello working"
+
+
+def test_gemma4_merges_raw_characters() -> None:
+    fields = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [
+            "<bos>",
+            "<eos>",
+            "<turn|>",
+            *BYTES,
+            "a",
+            "b",
+            "\u2581",
+            "ab",
+            "\u2581ab",
+            "\n",
+            "\n\n",
+        ],
+        "tokenizer.ggml.token_type": [3, 3, 3, *[6] * 256, *[1] * 7],
+        "tokenizer.ggml.merges": ["a b", "\u2581 ab", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    tokenizer = Tokenizer.from_gguf(fields)
+    ids = tokenizer.encode("ab ab\n\nb\u00e9")
+    assert [tokenizer.id_to_token(i) for i in ids] == [
+        "<bos>", "ab", "\u2581ab", "\n\n", "b", "<0xC3>", "<0xA9>"
+    ]  # fmt: skip
+    assert tokenizer.decode(ids) == "ab ab\n\nb\u00e9"
+    assert set(tokenizer.eos_ids) == {1, 2}
+
+
+def test_every_known_pre_tokenizer_compiles_and_keeps_the_text() -> None:
+    text = "I'm here, 12345 'LL\u017f  \n\n \u00c4pfel\u4f60\u597d \u0e01 1,2; FooBar\tx  "
+    with pytest.raises(UnsupportedError) as caught:
+        pre_tokenization("never-heard-of")
+    assert "never-heard-of" in caught.value.message
+    names = caught.value.message.partition("known: ")[2].split(", ")
+    assert len(names) > 60
+    for name in names:
+        rule = pre_tokenization(name)
+        pieces = rule.build().pre_tokenize_str(text)
+        assert pieces[0][1][0] == 0
+        assert all(left[1][1] == right[1][0] for left, right in itertools.pairwise(pieces)), name
+        assert pieces[-1][1][1] == len(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({}, UnsupportedError, "no tokenizer"),
+        ({"tokenizer.ggml.model": "rwkv"}, UnsupportedError, "rwkv"),
+        (gpt2_metadata(pre="marsian"), UnsupportedError, "marsian"),
+        (gpt2_metadata(merges=None), CheckpointError, "merges"),
+        (gpt2_metadata(merges=["ab"]), CheckpointError, "not a pair"),
+        (gpt2_metadata(merges=["a z"]), CheckpointError, "broken"),
+        (gpt2_metadata(merges=[3]), CheckpointError, "str"),
+        (gpt2_metadata(tokens=["a", "a"], token_type=None), CheckpointError, "twice"),
+        (gpt2_metadata(token_type=[1]), CheckpointError, "token_type"),
+        (gpt2_metadata(tokens="abc"), CheckpointError, "array"),
+        (gpt2_metadata(tokens=[b"a"]), CheckpointError, "str"),
+        (gpt2_metadata(pre=7), CheckpointError, "string"),
+        (spm_metadata(scores=[1.0]), CheckpointError, "scores"),
+        (spm_metadata(scores=None), CheckpointError, "scores"),
+        (spm_metadata(tokens=None), CheckpointError, "token"),
+    ],
+)
+def test_broken_metadata_is_a_typed_error(fields: dict[str, Any], error: type[NanovllmError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Tokenizer.from_gguf(fields)
