@@ -6,14 +6,20 @@ nothing of it. What the model does is said by the first word of the prompt (`_sc
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import itertools
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -27,8 +33,10 @@ from nanovllm_cli.errors import (
 )
 from nanovllm_cli.sampling_params import SamplingParams
 
+SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 VOCABULARY = 0x110000
 CONTEXT = 2000
+SERVE = "--serve-tests"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +185,90 @@ class LLM:
         return f"[{prompt}]", 0.0, None, "stop"
 
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """The test's own environment without what could change an answer, and with a home of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NANOVLLM", "XDG_", "HF_"))}
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+        kept.pop(name, None)
+    return kept | {"HOME": str(home), "TERM": "xterm-256color", "PYTHONPATH": SOURCE} | extra
+
+
+def nanovllm(home: Path, *args: str | bytes, stdin: str | bytes | None = None, **extra: str) -> Result:
+    """Runs the command in `home` with pipes at both ends; standard input is empty unless given. The process is a fork
+    of one that has the imports behind it."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    request = {
+        "args": [os.fsdecode(arg) for arg in args],
+        "home": str(home),
+        "stdin": None if data is None else data.decode("latin-1"),
+        "environment": environment(home, **extra),
+    }
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    result = Result(*json.loads(server.stdout.readline()))
+    assert "Traceback" not in result.err or "--debug" in args or extra.get("NANOVLLM_DEBUG")
+    assert "\x1b" not in result.err or extra.get("FORCE_COLOR")
+    return result
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, SERVE]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(Path("/"))
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def serve() -> None:
+    """For each request on standard input: a child that runs it, and a line with what became of it."""
+    import pydantic  # noqa: F401
+
+    import nanovllm_cli.cli.failures
+    import nanovllm_cli.cli.run
+    import nanovllm_cli.text.builtin_templates  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write((request["stdin"] or "").encode("latin-1"))
+            given.seek(0)
+            child = os.fork()
+            if child == 0:
+                source = given if request["stdin"] is not None else open(os.devnull, "rb")  # noqa: SIM115
+                for number, file in enumerate((source, out, err)):
+                    os.dup2(file.fileno(), number)
+                os.environ.clear()
+                os.environ.update(request["environment"])
+                os.chdir(request["home"])
+                sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+                sys.argv = ["nanovllm", *request["args"]]
+                main()
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            texts = [_all_of(file) for file in (out, err)]
+        print(json.dumps([code, *texts]), flush=True)
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
 def main() -> None:
+    if sys.argv[1:] == [SERVE]:
+        serve()
+        return
     module = types.ModuleType("nanovllm_cli.llm")
     module.LLM = LLM  # type: ignore[attr-defined]
     sys.modules["nanovllm_cli.llm"] = module

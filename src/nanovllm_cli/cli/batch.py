@@ -111,14 +111,19 @@ class _Run:
             self.screen.say(f"{kept} of {len(lines)} results are there already")
         self.progress.stage("answering", len(lines), "lines")
         self.progress.advance(kept)
-        while self._has_work(lines):
+        while True:
             try:
                 for output in self.llm.generate_iter(self._requests(lines, keys)):
                     self._finish(output)
+                break
             except (UsageError, DoesNotFitError) as failure:
-                # Refused at the engine's door, and with it what was inside: that goes in again.
+                if not self.running:
+                    raise
+                # The last one taken was refused at the engine's door; those inside came out with it and go in again.
                 self._fail(*self.running.popitem()[1], failure)
-            self.running.clear()
+                self.running.clear()
+        for position, line in self.running.values():
+            self._fail(position, line, RequestError("the engine gave no answer"))
         self.progress.done()
         self.results.finish()
         self._tell(len(lines), kept, time.monotonic() - began)
@@ -139,9 +144,6 @@ class _Run:
                 continue
             self.running[key + f"@{position}"] = (position, line)
             yield key + f"@{position}", ids, params
-
-    def _has_work(self, lines: list[Line]) -> bool:
-        return not all(self.results.has(position) for position in range(len(lines)))
 
     def _encode(self, line: Line) -> tuple[list[int], SamplingParams]:
         if line.broken is not None:
@@ -200,10 +202,13 @@ class _Run:
     def _tell(self, total: int, kept: int, seconds: float) -> None:
         shows = self.options.stats if self.options.stats is not None else not self.screen.quiet
         rate = f", {self.answer_tokens / seconds:,.1f} tok/s" if self.answer_tokens else ""
-        text = (
-            f"{total} lines ({kept} kept, {self.failed} failed) in {seconds:.1f} s"
-            f" | prompts {self.prompt_tokens} tokens | answers {self.answer_tokens} tokens{rate} | memory {size(records.peak_memory_bytes())}"
-        )
+        parts = [
+            f"{total} lines ({kept} kept, {self.failed} failed) in {seconds:.1f} s",
+            f"prompts {self.prompt_tokens} tokens",
+            f"answers {self.answer_tokens} tokens{rate}",
+            f"memory {size(records.peak_memory_bytes())}",
+        ]
+        text = " | ".join(parts)
         logger.info("%s", text)
         if shows:
             self.screen.line(text, "dim")

@@ -68,8 +68,8 @@ def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
 
 
 def _sentence(message: str) -> str:
-    """The parser's message as ours are: no capital, no full stop."""
-    message = message.strip().removesuffix(".")
+    """The parser's message as ours are: no capital, no full stop, not the name of a Python exception."""
+    message = message.strip().removesuffix(".").replace(": Value error, ", ": ")
     return message[:1].lower() + message[1:]
 
 

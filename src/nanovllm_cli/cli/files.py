@@ -57,23 +57,16 @@ class WholeFile:
         self._discard()
 
     def _open(self, mode: int | None) -> BinaryIO:
+        if is_special(self.path):
+            return os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND), "wb")
         try:
-            existing = self._target.stat().st_mode
+            existing = stat.S_IMODE(self._target.stat().st_mode)
+            os.close(os.open(self._target, os.O_WRONLY))  # a read-only file is not replaced behind its owner's back
         except FileNotFoundError:
-            existing = None
-        if existing is not None and stat.S_ISDIR(existing):
-            raise IsADirectoryError(21, os.strerror(21))
-        if existing is not None and not stat.S_ISREG(existing):
-            return self._target.open("wb")
-        if existing is not None:
-            os.close(
-                os.open(self._target, os.O_WRONLY)
-            )  # a read-only file is not to be replaced behind its owner's back
-        handle, name = tempfile.mkstemp(prefix=f".{self._target.name}.", suffix=".tmp", dir=self._target.parent)
+            existing = 0o666 & ~_umask()
+        handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self._target.parent)
         self._temporary = Path(name)
-        os.fchmod(
-            handle, mode if mode is not None else stat.S_IMODE(existing) if existing is not None else 0o666 & ~_umask()
-        )
+        os.fchmod(handle, existing if mode is None else mode)
         return os.fdopen(handle, "wb")
 
     def _failed(self, failure: OSError) -> OutputError:
@@ -87,6 +80,13 @@ class WholeFile:
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
             self._temporary = None
+
+
+def is_special(path: Path) -> bool:
+    """Whether a name stands for a device, a FIFO or a descriptor (/dev/stdout), to be written and never replaced."""
+    if path.is_dir():
+        return False
+    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
 
 
 def _umask() -> int:

@@ -19,6 +19,7 @@ from typing import Literal, TextIO
 from nanovllm_cli.errors import OutputError
 
 Style = Literal["dim", "error", "hint"]
+State = Literal["text", "escape", "csi", "string", "string escape"]
 
 _SGR = {"dim": "\x1b[2m", "error": "\x1b[1;31m", "hint": "\x1b[36m"}
 _RESET = "\x1b[0m"
@@ -224,7 +225,7 @@ class ControlFilter:
     but newline and tab. An unfinished OSC ends with its line, so that a model can hide no more than that."""
 
     def __init__(self) -> None:
-        self._state: Literal["text", "escape", "csi", "string", "string escape"] = "text"
+        self._state: State = "text"
 
     def feed(self, text: str) -> str:
         if self._state == "text" and text.isprintable():
@@ -233,32 +234,25 @@ class ControlFilter:
 
     def _keeps(self, character: str) -> bool:
         code = ord(character)
-        if self._state == "escape" or self._state == "string escape":
-            introducer = self._state == "escape"
-            if introducer and character == "[":
-                self._state = "csi"
-            elif introducer and character in "]PX^_":
-                self._state = "string"
-            elif not (introducer and 0x20 <= code <= 0x2F):
-                self._state = "text"
-            return character == "\n"
-        if self._state == "csi":
-            if not 0x20 <= code <= 0x3F:
-                self._state = "escape" if code == 0x1B else "text"
-            return character == "\n"
-        if self._state == "string":
-            if character in "\n\x07\x9c":
-                self._state = "text"
-            elif code == 0x1B:
-                self._state = "string escape"
-            return character == "\n"
         if code == 0x1B:
-            self._state = "escape"
-        elif code == 0x9B:
-            self._state = "csi"
-        elif code in (0x90, 0x98, 0x9D, 0x9E, 0x9F):
-            self._state = "string"
-        return character in "\n\t" or not (code < 0x20 or 0x7F <= code < 0xA0)
+            self._state = "string escape" if self._state in ("string", "string escape") else "escape"
+            return False
+        if self._state == "text":
+            self._state = _C1.get(code, "text")
+            return character in "\n\t" or not (code < 0x20 or 0x7F <= code < 0xA0)
+        if self._state == "escape":
+            if not 0x20 <= code <= 0x2F:  # what comes before the last character of a short sequence
+                self._state = _AFTER_ESCAPE.get(character, "text")
+        elif self._state == "csi":
+            if not 0x20 <= code <= 0x3F:
+                self._state = "text"
+        elif self._state == "string escape" or character in "\n\x07\x9c":
+            self._state = "text"
+        return character == "\n"
+
+
+_AFTER_ESCAPE: dict[str, State] = {"[": "csi", **dict.fromkeys("]PX^_", "string")}
+_C1: dict[int, State] = {0x9B: "csi", **dict.fromkeys((0x90, 0x98, 0x9D, 0x9E, 0x9F), "string")}
 
 
 def one_line(text: str) -> str:

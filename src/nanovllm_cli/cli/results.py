@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import WholeFile, is_special
 from nanovllm_cli.errors import OutputError, UsageError
 
 
@@ -34,7 +34,7 @@ class Results:
         self._journal: int | None = None
         if path is None:
             return
-        if path.exists() and not path.is_file():
+        if is_special(path):
             self._file = WholeFile(path)
             self._write = self._file.write
             return

@@ -1,0 +1,235 @@
+"""What goes wrong, and how it is said: the exit code, one line of what, one of what to do, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import test_cli_driver
+from test_cli_driver import Result, environment, nanovllm
+
+DRIVER = [sys.executable, test_cli_driver.__file__]
+
+
+def failure(result: Result) -> str:
+    """The message, after checking that stderr ends as it should and that stdout is clean."""
+    lines = result.err.splitlines()
+    assert 1 <= len([line for line in lines if line.startswith(("error: ", "hint: "))]) <= 2
+    if lines[-1].startswith("hint: "):
+        assert len(lines[-1]) > len("hint: ")
+        lines.pop()
+    assert lines[-1].startswith("error: ")
+    return result.err[result.err.index("error: ") :]
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("missing", 3, "no model named missing\nhint: did you mean tiny?"),
+        ("gated", 4, "org/gated is gated\nhint: accept its license"),
+        ("huge", 5, "needs 900 GiB, 8 GiB free\nhint: try --ctx-size"),
+        ("memory", 5, "out of memory"),
+        ("odd", 6, "unknown architecture 'Odd'; known: Even"),
+        ("bug", 1, "internal error: KeyError: 'a fault\\nof ours \\x1b[31m'\nhint: run it again with --debug"),
+    ],
+)
+def test_exit_codes(tmp_path: Path, model: str, code: int, message: str) -> None:
+    result = nanovllm(tmp_path, "run", model, "hello")
+    assert (result.code, result.out) == (code, "")
+    assert failure(result).startswith(f"error: {message}")
+
+
+def test_not_here_while_offline(tmp_path: Path) -> None:
+    assert nanovllm(tmp_path, "run", "--offline", "remote", "hello").code == 3
+    assert nanovllm(tmp_path, "run", "remote", "hello", NANOVLLM_OFFLINE="1").code == 3
+
+
+BAD_USAGE = {
+    "run": "no model was named",
+    "run tiny": "there is no prompt",
+    "run tiny ''": "there is no prompt",
+    "run -m tiny": "there is no prompt",
+    "run tiny hi --tempp 1": "no such option: --tempp\nhint: did you mean --temp",
+    "run tiny hi -ngl 99": "no such option: -ngl",
+    "run tiny hi --grammar x": "no such option: --grammar",
+    "run tiny hi -ctk q8_0": "no such option: -ctk",
+    "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
+    "run tiny hi --temp": "option '--temp' requires an argument",
+    "run tiny hi --temp warm": "invalid value for '--temp'",
+    "run tiny hi --temp nan": "temperature must be a number from 0 to 100",
+    "run tiny hi --temp=-1": "temperature must be a number from 0 to 100",
+    "run tiny hi --top-p 1.5": "top_p must be a number from 0 to 1",
+    "run tiny hi --top-k 1.5": "invalid value for '--top-k'",
+    "run tiny hi -n 0": "max_tokens must be a whole number",
+    "run tiny hi -n 1e3": "invalid value for '-n'",
+    "run tiny hi -n 99999999999999999999": "max_tokens must be",
+    "run tiny hi -s -2": "seed must be",
+    "run tiny hi -N 0": "n must be a whole number",
+    "run tiny hi -N 1000000": "n must be a whole number",
+    "run tiny hi --min-tokens 5 -n 3": "min_tokens (5) must not be above max_tokens (3)",
+    "run tiny hi -l 5": "invalid value for '-l' / '--logit-bias': '5' is not a token id with a bias",
+    "run tiny hi -l 5+101": "logit_bias[5] must be a number from -100 to 100",
+    "run tiny hi --stop ''": "stop must be strings of 1 to 1024 characters",
+    "run tiny hi --logprobs 5": "--logprobs has no place in plain text",
+    "run tiny hi --logprobs 101 --json": "logprobs must be",
+    "run tiny hi -c lots": "invalid value for '-c' / '--ctx-size': 'lots' is not a number of tokens",
+    "run tiny hi --kv-cache 2X": "invalid value for '--kv-cache': '2X' is not a size such as 512M",
+    "run tiny hi -t 0": "threads must be at least 1",
+    "run tiny hi --dtype int3": "invalid value for '--dtype'",
+    "run tiny hi --device gpu": "invalid value for '--device': 'gpu' is not a device: auto, cpu, cuda, cuda:N",
+    "run tiny hi --reasoning maybe": "invalid value for '--reasoning'",
+    "run tiny hi --think maybe": "invalid value for '--think'",
+    "run tiny hi --think on": "--think has no meaning: the template of tiny has no such switch",
+    "run tiny hi --raw -sys x": "--system-prompt has no meaning: --raw leaves the chat template out",
+    "run base hi -sys x": "--system-prompt has no meaning: base has no chat template",
+    "run tiny hi --chat-template nosuch": "",
+    "run tiny hi --chat-template ./nosuch.jinja": "there is no file ./nosuch.jinja",
+    "run tiny hi --chat-template-kwargs {": "--chat-template-kwargs is not JSON",
+    "run tiny hi --chat-template-kwargs [1]": "--chat-template-kwargs is not a JSON object",
+    "run tiny hi --json --jsonl": "--json and --jsonl cannot be used together",
+    "run tiny hi --json -x": "--json and --extract cannot be used together",
+    "run tiny --batch x.jsonl --json": "--json and --batch cannot be used together",
+    "run tiny hi --batch x.jsonl": "--batch has its prompts in its file",
+    "run tiny --batch x.jsonl --continue": "--batch and --continue cannot be used together",
+    "run tiny --batch nosuch.jsonl": "there is no file nosuch.jsonl",
+    "run tiny hi --overwrite": "--overwrite has no meaning without --batch",
+    "run tiny --continue more": "there is no run to continue",
+    "run tiny -f nosuch.txt": "there is no file nosuch.txt",
+    "run tiny -f .": ". is a folder",
+    "run tiny -o '' hi": "-o needs the name of a file",
+    "rum tiny hi": "no such command 'rum'\nhint: did you mean run?",
+    "tiny hi": "no such command 'tiny'\nhint: commands: run; for example: nanovllm run tiny",
+    "--nosuch": "no such option: --nosuch",
+    "": "missing command",
+}
+
+
+@pytest.mark.parametrize("line", BAD_USAGE)
+def test_bad_usage_is_refused_in_words(tmp_path: Path, line: str) -> None:
+    result = nanovllm(tmp_path, *shlex.split(line))
+    assert (result.code, result.out) == (2, "")
+    assert failure(result).startswith(f"error: {BAD_USAGE[line]}")
+
+
+def test_a_device_that_is_not_there_yet(tmp_path: Path) -> None:
+    for device in ("cuda", "cuda:1"):
+        result = nanovllm(tmp_path, "run", "tiny", "hi", "--device", device)
+        assert result.code == 6
+        assert "use --device cpu" in failure(result)
+
+
+def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "hi", NANOVLLM_TEMP="warm")
+    assert result.code == 2
+    assert "hint: the value comes from the environment variable NANOVLLM_TEMP" in failure(result)
+    (tmp_path / "nanovllm.toml").write_text("[default]\ntop-k = 'many'\n")
+    result = nanovllm(tmp_path, "run", "tiny", "hi")
+    assert result.code == 2
+    assert "hint: the value comes from a settings file" in failure(result)
+    (tmp_path / "nanovllm.toml").write_text("[default]\ntopk = 5\n")
+    assert "'topk' is no setting" in failure(nanovllm(tmp_path, "run", "tiny", "hi"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    result = nanovllm(tmp_path, "run", "tiny", "-f", "latin.txt")
+    assert result.code == 2
+    assert "latin.txt is not UTF-8: byte 0xe9 at offset 3" in failure(result)
+    result = nanovllm(tmp_path, "run", "tiny", "hi", stdin=b"\xff\xfeh\0i\0")
+    assert "standard input is not UTF-8: byte 0xff at offset 0" in failure(result)
+    result = nanovllm(tmp_path, "run", "tiny", b"caf\xe9")
+    assert result.code == 2
+    assert "not valid Unicode" in failure(result)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("x")
+    (tmp_path / "secret.txt").chmod(0)
+    result = nanovllm(tmp_path, "run", "tiny", "-f", "secret.txt")
+    assert result.code == 4
+    assert failure(result) == "error: cannot read secret.txt: Permission denied\n"
+
+
+def test_a_prompt_that_is_too_long_is_never_cut(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "-c", "1k", stdin="word " * 1000)
+    assert (result.code, result.out) == (5, "")
+    assert "the prompt has 5006 tokens, the context holds 1000" in failure(result)
+
+
+def test_an_answer_that_fails_half_way(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "fail")
+    assert (result.code, result.out) == (1, "half an answ\n")
+    assert "the answer failed: NaN logits" in failure(result)
+    result = nanovllm(tmp_path, "run", "tiny", "crash")
+    assert result.code == 1
+    assert "internal error: ValueError: a fault in the engine" in failure(result)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    assert "KeyError" in nanovllm(tmp_path, "run", "bug", "x", "--debug").err
+    assert "Traceback (most recent call last)" in nanovllm(tmp_path, "run", "bug", "x", "--debug").err
+    assert "Traceback" in nanovllm(tmp_path, "run", "bug", "x", NANOVLLM_DEBUG="1").err
+    assert "Traceback" not in nanovllm(tmp_path, "run", "bug", "--", "--debug").err
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("no/such/folder/out.txt", "No such file or directory\nhint: create its folder first"),
+        (".", "Is a directory\nhint: name a file"),
+        ("/dev/full", "No space left on device"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_an_answer_that_cannot_be_written(tmp_path: Path, target: str, says: str) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "-o", target, "say hi")
+    assert (result.code, result.out) == (1, "")
+    assert failure(result).startswith("error: cannot write ")
+    assert says in failure(result)
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".local"] == []
+
+
+def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path: Path) -> None:
+    (tmp_path / "out.txt").write_text("the old one")
+    limited = f"ulimit -f 0; {shlex.join(DRIVER)} run tiny -o out.txt long"
+    done = subprocess.run(
+        ["bash", "-c", limited], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "error: cannot write out.txt: File too large" in done.stderr
+    assert (tmp_path / "out.txt").read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".local"] == ["out.txt"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "out", "err"),
+    [
+        ("{} run -q tiny long | head -c 10; exit ${{PIPESTATUS[0]}}", 0, "line after", ""),
+        ("{} run tiny slowly 2>&1 | head -c 3; exit ${{PIPESTATUS[0]}}", 0, "tin", ""),
+        ("{} run -q tiny --jsonl long | true; exit ${{PIPESTATUS[0]}}", 0, "", ""),
+        ("{} run --help | true; exit ${{PIPESTATUS[0]}}", 0, "", ""),
+        (
+            "{} run -q tiny say hi > /dev/full",
+            1,
+            "",
+            "error: cannot write to standard output: No space left on device\n",
+        ),
+        ("{} run -q tiny say hi >&-", 1, "", "error: standard output is closed\n"),
+        ("{} run tiny say hi 2>&-", 0, "hi\n", ""),
+        ("{} run tiny say hi 2>/dev/full", 0, "hi\n", ""),
+        ("{} run -q tiny say hi <&-", 0, "hi\n", ""),
+        ("{} run missing hi 2>&-", 3, "", ""),
+    ],
+)
+def test_streams_that_go_away(tmp_path: Path, shell: str, code: int, out: str, err: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", shell.format(shlex.join(DRIVER))],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)

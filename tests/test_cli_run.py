@@ -1,0 +1,252 @@
+"""`nanovllm run` as its users see it: what goes in, what comes out, on which stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_cli_driver import environment, nanovllm
+
+
+def test_the_answer_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "say", "hello")
+    assert (result.code, result.out) == (0, "hello\n")
+    first, last = result.err.splitlines()
+    assert first == "tiny: org/fake@abc123 (1.0 MB)"
+    assert last.startswith("prompt 15 tokens, ")
+    assert "answer 5 tokens" in last
+    assert "first token" in last
+    assert "memory" in last
+
+
+def test_quiet_is_silent_and_stats_can_be_had_all_the_same(tmp_path: Path) -> None:
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "say hello").err == ""
+    assert nanovllm(tmp_path, "run", "-q", "--stats", "tiny", "say hello").err.startswith("prompt 15 tokens")
+    assert nanovllm(tmp_path, "run", "--no-stats", "tiny", "say hello").err.startswith("tiny: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "prompt"),
+    [
+        (["tiny", "one", "two"], None, "one two"),
+        (["-m", "tiny", "one", "two"], None, "one two"),
+        (["tiny", "-p", "one", "two"], None, "one two"),
+        (["tiny", "args"], "from stdin\n", "from stdin\n\nargs"),
+        (["tiny"], "only stdin\n\n", "only stdin\n"),
+        (["tiny", "args"], "", "args"),
+        (["tiny", "-", "args"], "in", "in\n\nargs"),
+        (["tiny", "-f", "a.txt", "args"], "in", "in\n\nA\n\nargs"),
+        (["tiny", "-f", "a.txt", "-f", "b.txt"], None, "A\n\nB\nb"),
+        (["tiny", "-f", "-"], "in", "in"),
+        (["tiny", "--", "-5 + 3"], None, "-5 + 3"),
+        (["tiny", "ünï 語"], "ö".encode(), "ö\n\nünï 語"),
+        (["tiny", "x\x1b[31m"], None, "x\x1b[31m"),
+    ],
+)
+def test_stdin_then_files_then_arguments(
+    tmp_path: Path, args: list[str], stdin: str | bytes | None, prompt: str
+) -> None:
+    (tmp_path / "a.txt").write_text("A\n")
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfB\nb\r\n")
+    result = nanovllm(tmp_path, "run", "-q", *args, stdin=stdin)
+    assert (result.code, result.out) == (0, f"[<u>{prompt}<a>]\n")
+
+
+def test_prompts_go_through_the_template_or_raw(tmp_path: Path) -> None:
+    def answer(*args: str) -> str:
+        result = nanovllm(tmp_path, "run", "-q", *args)
+        assert result.code == 0, result.err
+        return result.out
+
+    assert answer("tiny", "-sys", "be brief", "hi") == "[<s>be brief<u>hi<a>]\n"
+    assert answer("tiny", "--raw", "hi") == "[hi]\n"
+    assert answer("base", "hi") == "[hi]\n"
+    assert answer("thinker", "--think", "off", "hi") == "[<{'enable_thinking': False}><u>hi<a>]\n"
+    kwargs = '{"effort": "low"}'
+    assert answer("tiny", "--chat-template-kwargs", kwargs, "hi") == "[<{'effort': 'low'}><u>hi<a>]\n"
+
+
+SAMPLING_FLAGS = (
+    "-n 5000 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical 0.8 -s 42 --repeat-penalty 1.1 --presence-penalty 0.2"
+    " --frequency-penalty 0.3 --repeat-last-n 64 --dry-multiplier 0.8 --dry-base 1.5 --dry-allowed-length 3"
+    " --dry-penalty-last-n 100 --dry-sequence-breaker \\n --dry-sequence-breaker ; --xtc-probability 0.5"
+    " --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos --stop END --stop \\n\\n --bad-word no --min-tokens 2 -N 2"
+)
+
+
+def test_every_sampling_flag_arrives(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "-q", "tiny", *SAMPLING_FLAGS.split(), "params")
+    from nanovllm_cli.sampling_params import SamplingParams
+
+    wanted = SamplingParams(
+        max_tokens=5000, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, typical_p=0.8, seed=42, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=0.3, penalty_last_n=64, dry_multiplier=0.8, dry_base=1.5,
+        dry_allowed_length=3, dry_penalty_last_n=100, dry_sequence_breakers=("\n", ";"), xtc_probability=0.5,
+        xtc_threshold=0.2, logit_bias={5: 1.0, 6: -2.5}, ignore_eos=True, stop=("END", "\n\n"), bad_words=("no",),
+        min_tokens=2, n=2,
+    )  # fmt: skip
+    assert result.out == f"{wanted!r}\n---\n{wanted!r}\n"
+
+
+def test_every_engine_flag_arrives(tmp_path: Path) -> None:
+    flags = "-c 2k -b 256 -t 3 --kv-cache 8M --dtype bfloat16 --device cpu --deterministic --offline --revision r"
+    result = nanovllm(tmp_path, "run", "-q", "tiny", *flags.split(), "--chat-template", "chatml", "config")
+    for words in (
+        "dtype='bfloat16'", "device='cpu'", "max_model_len=2000", "kv_cache_bytes=8388608", "max_num_batched_tokens=256",
+        "threads=3", "deterministic=True", "'revision': 'r'", "<|im_start|>",
+    ):  # fmt: skip
+        assert words in result.out
+
+
+def test_flags_beat_the_environment_which_beats_settings(tmp_path: Path) -> None:
+    folder = tmp_path / ".config" / "nanovllm"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(
+        '[run]\ntemp = 0.1\nmin-p = 0.3\n[models.tiny]\ntop-k = 1\n[models.other]\ntop-p = 0.5\n[aliases]\nt = "tiny"\n'
+    )
+    (tmp_path / "nanovllm.toml").write_text("[default]\ntop-k = 2\n")
+
+    def params(*args: str, **extra: str) -> str:
+        return nanovllm(tmp_path, "run", "-q", *args, "params", **extra).out
+
+    assert "temperature=0.1, top_k=2, top_p=1.0, min_p=0.3" in params("t")
+    assert "temperature=0.2, top_k=2" in params("t", NANOVLLM_TEMP="0.2")
+    assert "temperature=0.3, top_k=2" in params("t", "--temp", "0.3", NANOVLLM_TEMP="0.2")
+    assert "top_p=0.5" in params(NANOVLLM_MODEL="other")
+    assert "stop=('a', 'b')" in params("t", NANOVLLM_STOP="a b", NANOVLLM_OFFLINE="1")
+
+
+def test_one_json_object(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "--json", "--logprobs", "1", "-N", "2", "say hé\\x1b[m")
+    assert "\x1b" not in result.out
+    value = json.loads(result.out)
+    assert set(value) == {"model", "answers", "usage", "statistics"}
+    first, second = value["answers"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["text"] == "h\u00c3\u00a9\x1b[m"
+    assert (first["finish_reason"], first["stop_reason"], first["num_tokens"]) == ("stop", None, 6)
+    assert first["logprobs"][0] == {
+        "token": "h", "token_id": 104, "logprob": -0.5, "rank": 1,
+        "top": [{"token": "h", "token_id": 104, "logprob": -0.5}, {"token": "!", "token_id": 33, "logprob": None}],
+    }  # fmt: skip
+    assert value["usage"] == {"prompt_tokens": 18, "cached_tokens": 0, "answer_tokens": 12}
+    assert value["statistics"]["peak_memory_bytes"] > 1 << 20
+
+
+def test_json_lines_while_it_writes_and_statistics_at_the_end(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "thinker", "--jsonl", "say <think>hm</think>yes")
+    *events, end = map(json.loads, result.out.splitlines())
+    assert {event["event"] for event in events} == {"token"}
+    assert "".join(event["text"] for event in events) == "yes"
+    assert "".join(event["reasoning"] for event in events) == "hm"
+    assert [i for event in events for i in event["token_ids"]] == list(map(ord, "<think>hm</think>yes"))
+    assert end["event"] == "end"
+    assert end["answers"] == [{"index": 0, "finish_reason": "stop", "stop_reason": None, "num_tokens": 20}]
+    assert end["statistics"]["answer_tokens"] == 20
+
+
+def test_reasoning_is_dropped_in_a_pipe_unless_asked_for(tmp_path: Path) -> None:
+    prompt = "say <think>let me see</think>\\n\\nForty-two."
+    assert nanovllm(tmp_path, "run", "-q", "thinker", prompt).out == "Forty-two.\n"
+    assert nanovllm(tmp_path, "run", "-q", "thinker", prompt).err == ""
+    shown = nanovllm(tmp_path, "run", "-q", "--reasoning", "show", "thinker", prompt)
+    assert (shown.out, shown.err) == ("Forty-two.\n", "let me see\n")
+    hidden = json.loads(nanovllm(tmp_path, "run", "--json", "--reasoning", "hide", "thinker", prompt).out)
+    assert "reasoning" not in hidden["answers"][0]
+    whole = json.loads(nanovllm(tmp_path, "run", "--json", "thinker", prompt).out)
+    assert whole["answers"][0]["reasoning"] == "let me see"
+
+
+def test_only_the_code(tmp_path: Path) -> None:
+    answer = r"say Sure!\n```python\nprint(1)\n```\nDone."
+    assert nanovllm(tmp_path, "run", "-q", "-x", "tiny", answer).out == "print(1)\n"
+    cut = nanovllm(tmp_path, "run", "-x", "tiny", r"say ```\nhalf")
+    assert (cut.code, cut.out) == (0, "half\n")
+    assert "ends inside its code block" in cut.err
+    none = nanovllm(tmp_path, "run", "-q", "-x", "tiny", "say no code here")
+    assert (none.code, none.out) == (1, "")
+    assert none.err.startswith("no code here\nerror: the answer has no code block\n")
+
+
+def test_an_answer_into_a_file(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "-o", "out.txt", "say hello")
+    assert (result.code, result.out) == (0, "")
+    assert (tmp_path / "out.txt").read_text() == "hello\n"
+    assert nanovllm(tmp_path, "run", "tiny", "-o", "-", "say hello").out == "hello\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "-o", "/dev/stdout", "say hello").out == "hello\n"
+    os.mkfifo(tmp_path / "fifo")
+    reader = subprocess.Popen(["cat", tmp_path / "fifo"], stdout=subprocess.PIPE)
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "-o", "fifo", "say hello").code == 0
+    assert reader.communicate(timeout=10)[0] == b"hello\n"
+
+
+def test_the_last_run_is_continued(tmp_path: Path) -> None:
+    def answer(*args: str) -> str:
+        return nanovllm(tmp_path, "run", "-q", *args).out
+
+    assert answer("tiny", "say one two", "-n", "3") == "one\n"
+    assert answer("tiny", "--continue") == "one two<a>one\n"
+    saved = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())
+    assert saved["messages"][-1] == {"role": "assistant", "content": "oneone two<a>one"}
+    assert answer("tiny", "--no-save", "unrelated").startswith("[")
+    answer("tiny", "say three", "--continue")
+    assert answer("tiny", "--continue", "and?") == (
+        "[<u>say one two<a>oneone two<a>one<u>say three<a>three<u>and?<a>]\n"
+    )
+    assert stat.S_IMODE((tmp_path / ".local/state/nanovllm/last-run.json").stat().st_mode) == 0o600
+
+
+def test_the_last_raw_run_is_continued(tmp_path: Path) -> None:
+    assert nanovllm(tmp_path, "run", "-q", "base", "say one").out == "one\n"
+    assert nanovllm(tmp_path, "run", "-q", "base", "--continue", " two").out == "oneone two\n"
+    mixed = nanovllm(tmp_path, "run", "-q", "tiny", "--continue", "x")
+    assert mixed.code == 2
+    assert "--raw" in mixed.err
+
+
+def test_a_limit_of_the_model_s_own_is_said(tmp_path: Path) -> None:
+    assert "the model's own limit is 7 tokens; -n raises it" in nanovllm(tmp_path, "run", "short", "say 123456789").err
+    assert "cut off" not in nanovllm(tmp_path, "run", "short", "-n", "3", "say 123456789").err
+
+
+def test_logs_go_to_their_file(tmp_path: Path) -> None:
+    nanovllm(tmp_path, "run", "-q", "tiny", "--log-file", "log.jsonl", "--log-json", "say hi")
+    record: dict[str, Any] = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert record["level"] == "info"
+    assert record["message"].startswith("prompt 12 tokens")
+    assert "info: prompt 12 tokens" in nanovllm(tmp_path, "run", "-v", "--no-stats", "tiny", "say hi").err
+
+
+def test_help_imports_no_torch_and_no_rich(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom nanovllm_cli.cli.app import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'numpy', 'numba', 'rich', 'transformers', 'huggingface_hub', 'jinja2'} & set(sys.modules)\n"
+        "print(code, sorted(heavy), file=sys.stderr)\n"
+    )
+    for args in (["--help"], ["run", "--help"], ["--version"], ["run", "--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *args],
+            capture_output=True,
+            text=True,
+            env=environment(tmp_path),
+            timeout=60,
+        )
+        assert done.stderr == "0 []\n"
+        assert "nanovllm" in done.stdout
+    assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+def test_python_m_is_the_same_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanovllm_cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("nanovllm ")

@@ -1,0 +1,422 @@
+"""The parts of the command line that need no process of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.extract import first_code_block
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.output import Console, ControlFilter, Stream, one_line
+from nanovllm_cli.cli.progress_line import duration, size
+from nanovllm_cli.cli.results import Results
+from nanovllm_cli.cli.settings import load_settings, project_file
+from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
+
+# ---- sizes, biases, escapes ----
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("4096", 4096),
+        ("25.6k", 25600),
+        ("32K", 32768),
+        ("1.5K", 1536),
+        ("1M", 1 << 20),
+        (".5k", 500),
+        ("0", 0),
+        ("-1", -1),
+    ],
+)
+def test_token_counts(text: str, tokens: int) -> None:
+    assert parsers.count(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "-5", "1.5", "12x", "1e3", "NaN", "32KB", "9" * 40, "1_000", "٣", "0x10", "1 000"]
+)
+def test_bad_token_counts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of tokens"):
+        parsers.count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512M", 512 << 20),
+        ("1.5G", 3 << 29),
+        ("1.5GiB", 3 << 29),
+        ("800MB", 800_000_000),
+        ("64k", 65536),
+        ("100", 100),
+        ("9B", 9),
+    ],
+)
+def test_memory_sizes(text: str, num_bytes: int) -> None:
+    assert parsers.memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "lots", "1.5", "G", "10PB", "99999999999T"])
+def test_bad_memory_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parsers.memory(text)
+
+
+def test_logit_biases() -> None:
+    assert parsers.logit_bias("15043+1") == (15043, 1.0)
+    assert parsers.logit_bias("2-1.5") == (2, -1.5)
+
+
+@pytest.mark.parametrize("text", ["", "5", "+1", "a+1", "5+", "5+x", "5=1", "-5+1", "5+1e999999", "5+inf", "5+nan"])
+def test_bad_logit_biases_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="token id with a bias"):
+        parsers.logit_bias(text)
+
+
+def test_escapes_are_few() -> None:
+    assert parsers.escaped(r"\n\t\\n\d\\") == "\n\t\\n\\d\\"
+
+
+# ---- code blocks ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "closed"),
+    [
+        ("text\n```python\nx = 1\n\ny\n```\nmore\n```\nno\n```", "x = 1\n\ny\n", True),
+        ("```\na\n````\n", "a\n", True),
+        ("````\n```\nin\n```\n````", "```\nin\n```\n", True),
+        ("~~~ sh\nls `x`\n~~~", "ls `x`\n", True),
+        ("1. so:\n   ```c\n   int x;\n     y\n   ```", "int x;\n  y\n", True),
+        ("```\n```", "", True),
+        ("```py\nhalf", "half", False),
+        ("``` not`a fence\n```\nyes\n```", "yes\n", True),
+    ],
+)
+def test_first_code_block(answer: str, code: str, closed: bool) -> None:
+    block = first_code_block(answer)
+    assert block is not None
+    assert (block.text, block.closed) == (code, closed)
+
+
+@pytest.mark.parametrize("answer", ["", "no code", "`one` ``two``", "`` `\nx\n``"])
+def test_answers_without_code(answer: str) -> None:
+    assert first_code_block(answer) is None
+
+
+# ---- what a terminal must not see ----
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ünïcödé 語\n\t", "plain ünïcödé 語\n\t"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1bPdevice\x1b\\x", "x"),
+        ("a\x9b31mb\x9dtitle\x9cc", "abc"),
+        ("\x1b]0;never ends\nnext line", "\nnext line"),
+        ("bell\x07 back\x08 return\rdel\x7f nul\x00", "bell back returndel nul"),
+        ("\x1bcreset\x1b(Bset", "resetset"),
+        ("\x1b\x1b[2Jx", "x"),
+        ("\x1b[\n31mx", "\n31mx"),
+    ],
+)
+def test_control_sequences_are_stripped_however_they_are_cut(text: str, shown: str) -> None:
+    assert ControlFilter().feed(text) == shown
+    pieces = ControlFilter()
+    assert "".join(map(pieces.feed, text)) == shown
+
+
+def test_messages_stay_on_one_line() -> None:
+    assert one_line("a\nb\x1b[31m\tc\r") == "a b?[31m c"
+
+
+class FakeTerminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    def reconfigure(self, **options: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("environ", "terminal", "pipe"),
+    [
+        ({"TERM": "xterm"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+        ({}, False, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False, False),
+        ({"TERM": "xterm", "NO_COLOR": ""}, True, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, True, True),
+        ({"TERM": "xterm", "FORCE_COLOR": "0"}, True, False),
+        ({"TERM": "xterm", "FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
+    ],
+)
+def test_who_gets_colour(environ: dict[str, str], terminal: bool, pipe: bool) -> None:
+    assert Stream(FakeTerminal(), "x", required=False, environ=environ).color is terminal
+    assert Stream(io.StringIO(), "x", required=False, environ=environ).color is pipe
+
+
+def test_a_status_line_comes_and_goes_without_a_trace() -> None:
+    environ = {"TERM": "xterm"}
+    screen = FakeTerminal()
+    console = Console(
+        Stream(screen, "out", required=True, environ=environ), Stream(screen, "err", required=False, environ=environ)
+    )
+    console.status("loading")
+    console.status("loading more")
+    console.answer("Hello")
+    console.say("note")
+    console.answer("again")
+    console.end_answer()
+    assert screen.getvalue() == "loading\r\x1b[Kloading more\r\x1b[KHello\nnote\nagain\n"
+
+
+def test_a_closed_stdout_is_an_error_and_a_closed_stderr_is_none() -> None:
+    with pytest.raises(OutputError, match="standard output is closed"):
+        Stream(None, "standard output", required=True).write("x")
+    Stream(None, "standard error", required=False).write("x")
+
+
+def test_sizes_and_times_for_people() -> None:
+    sizes = [size(n) for n in (0, 1023, 1536, 150 << 20, 3 << 30, 5 << 40)]
+    assert sizes == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "150 MiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [duration(s) for s in (-1, 5.4, 65, 3700)] == ["0 s", "5 s", "1 min 5 s", "1 h 1 min"]
+
+
+# ---- input ----
+
+
+def test_the_first_bad_byte_is_named() -> None:
+    with pytest.raises(UsageError, match=r"notes is not UTF-8: byte 0xe9 at offset 3") as caught:
+        decode(b"caf\xe9", "notes")
+    assert "ISO-8859-1" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="0xff at offset 0") as caught:
+        decode("hi".encode("utf-16"), "notes")
+    assert "UTF-16" in str(caught.value.hint)
+    assert decode(b"\xef\xbb\xbfbom", "notes") == "bom"
+    with pytest.raises(UsageError, match="offset 4"):
+        decode(b"\xef\xbb\xbfa\xff", "notes")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("x")
+    with pytest.raises(UsageError, match="there is no file") as caught:
+        read_file(str(tmp_path / "promt.txt"))
+    assert "prompt.txt" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="is a folder"):
+        read_file(str(tmp_path))
+    with pytest.raises(UsageError, match="cannot read"):
+        read_file("nul\0byte")
+    with pytest.raises(UsageError, match="longer than 64 MiB"):
+        read_file("/dev/zero")
+
+
+def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(AccessRefusedError, match="cannot read secret.txt: Permission denied"):
+        read_file("secret.txt")
+
+
+# ---- output files ----
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "answer.txt"
+    with WholeFile(path) as file:
+        file.write("half")
+        assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+    with WholeFile(path) as file:
+        file.write("whole\n")
+        file.commit()
+    assert path.read_text() == "whole\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
+    path, link = tmp_path / "real", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with WholeFile(link) as file:
+        file.write("new")
+        file.commit()
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_devices_are_written_and_not_replaced() -> None:
+    with WholeFile(Path("/dev/null")) as file:
+        file.write("gone")
+        file.commit()
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_a_place_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="No such file") as caught:
+        WholeFile(tmp_path / "no" / "answer.txt")
+    assert caught.value.hint == "create its folder first"
+    with pytest.raises(OutputError, match="Is a directory"):
+        WholeFile(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing() -> None:
+    with WholeFile(Path("/dev/full")) as file, pytest.raises(OutputError, match="No space left"):
+        file.write("x" * 100_000)
+
+
+# ---- results of a batch ----
+
+
+def record(key: str, **more: object) -> str:
+    return json.dumps({"key": key, **more})
+
+
+def test_results_come_in_order(tmp_path: Path) -> None:
+    written: list[str] = []
+    with Results(None, False, 3, written.append) as results:
+        results.put(2, "c")
+        assert written == []
+        results.put(0, "a")
+        results.put(1, "b")
+    assert written == ["a\n", "b\n", "c\n"]
+
+
+def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Results(path, False, 3, print) as results:
+        assert results.resume(["k0", "k1", "k2"]) == 0
+        results.put(2, record("k2"))
+        results.put(0, record("k0", error={}))
+    assert not path.exists()
+    with (tmp_path / "out.jsonl.partial").open("a") as journal:
+        journal.write('{"key": "k1", "torn')
+    with Results(path, False, 3, print) as results:
+        assert results.resume(["k0", "k1", "k2"]) == 1
+        assert [results.has(i) for i in range(3)] == [False, False, True]
+        results.put(0, record("k0"))
+        results.put(1, record("k1"))
+        results.finish()
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["k0", "k1", "k2"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_equal_lines_have_a_result_each(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(record("k", n=1) + "\n" + record("k", n=2) + "\n")
+    with Results(path, False, 3, print) as results:
+        assert results.resume(["k", "k", "k"]) == 2
+        results.put(2, record("k", n=3))
+        results.finish()
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "content", ["important notes\n", '{"prompt": "the input itself"}\n', record("other") + "\n", "[1]\n", "{" * 3000]
+)
+def test_what_is_no_result_of_this_batch_is_not_overwritten(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with Results(path, False, 1, print) as results, pytest.raises(UsageError, match="holds"):
+        results.resume(["k"])
+    assert path.read_text() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_batches_do_not_write_one_file(tmp_path: Path) -> None:
+    with (
+        Results(tmp_path / "out", False, 1, print),
+        pytest.raises(OutputError, match="another batch"),
+    ):
+        Results(tmp_path / "out", False, 1, print)
+
+
+# ---- settings ----
+
+FLAGS = {"run": {"temp": "temperature", "ctx-size": "ctx_size"}, "serve": {"port": "port", "temp": "temperature"}}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    project, home = tmp_path / "project", tmp_path / "home" / "nanovllm"
+    (project / "deep").mkdir(parents=True)
+    home.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home.parent))
+    monkeypatch.chdir(project / "deep")
+    return tmp_path
+
+
+def test_the_nearer_and_the_more_special_setting_wins(config: Path) -> None:
+    (config / "home/nanovllm/config.toml").write_text(
+        '[default]\ntemp = 1\nport = 80\n[run]\nctx-size = "32K"\n[models.m]\ntemp = 3\n'
+        '[aliases]\nmine = "m"\nother = "mine"\n'
+    )
+    settings = load_settings(FLAGS)
+    assert settings.defaults_for("run", None) == {"temperature": "1", "ctx_size": "32K"}
+    assert settings.defaults_for("run", "mine") == {"temperature": "3", "ctx_size": "32K"}
+    assert settings.defaults_for("serve", "x") == {"temperature": "1", "port": "80"}
+    assert settings.resolve("other") == "m"
+    assert settings.resolve("unknown") == "unknown"
+    (config / "project/nanovllm.toml").write_text("[default]\ntemp = 0.5\n")
+    assert load_settings(FLAGS).defaults_for("run", "m")["temperature"] == "0.5"
+
+
+def test_a_project_ends_at_its_repository(tmp_path: Path) -> None:
+    (tmp_path / "nanovllm.toml").write_text("")
+    inner = tmp_path / "repository" / "folder"
+    inner.mkdir(parents=True)
+    assert project_file(inner) == tmp_path / "nanovllm.toml"
+    (tmp_path / "repository" / ".git").mkdir()
+    assert project_file(inner) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("temp = ", "not TOML"),
+        ("temp = 1", "'temp' is no table"),
+        ("[default]\ntmep = 1", "'tmep' is no setting in .default."),
+        ("[runn]\n", "'runn' is no table"),
+        ("[serve]\nctx-size = 1", "no setting in .serve."),
+        ("[default.temp]\nx = 1", "is a table, not a value"),
+        ("[aliases]\na = 1", "not the name of a model"),
+        ("[models]\nm = 1", "is not a table"),
+        ("run = 1", "is not a table"),
+        ('[default]\ntemp = "\udcff"'.encode("utf-8", "surrogateescape").decode("latin-1"), None),
+    ],
+)
+def test_settings_without_effect_are_refused(config: Path, text: str, says: str | None) -> None:
+    (config / "project/nanovllm.toml").write_text(text, encoding="latin-1")
+    with pytest.raises(UsageError, match=says):
+        load_settings(FLAGS)
+
+
+def test_aliases_in_a_circle(config: Path) -> None:
+    (config / "project/nanovllm.toml").write_text('[aliases]\na = "b"\nb = "a"\nc = "c"\n')
+    settings = load_settings(FLAGS)
+    with pytest.raises(UsageError, match="in a circle"):
+        settings.resolve("a")
+    assert settings.resolve("c") == "c"
