@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
-from nanovllm_cli.engine.sampling_dry import BreakerVocabulary
+from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
@@ -99,9 +99,12 @@ class Sampler:
             bad_words = bad_word_ids(params.bad_words, self._encode, vocab_size)
         dry_breakers = None
         if params.has_dry:
-            if self._breaker_vocabulary is None:
+            if self._breaker_vocabulary is not None:
+                dry_breakers = self._breaker_vocabulary.breakers(params.dry_sequence_breakers)
+            elif params.dry_sequence_breakers:
                 raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
-            dry_breakers = self._breaker_vocabulary.breakers(params.dry_sequence_breakers)
+            else:
+                dry_breakers = no_breakers(vocab_size)
         return SequenceState(new, vocab_size, bad_words, dry_breakers)
 
     def remove(self, seq_id: int) -> None:

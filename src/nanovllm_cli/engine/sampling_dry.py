@@ -37,6 +37,10 @@ class DryBreakers(NamedTuple):
     longer: dict[int, list[TokenSequence]]
 
 
+def no_breakers(vocab_size: int) -> DryBreakers:
+    return DryBreakers(np.zeros(vocab_size, dtype=np.bool_), {})
+
+
 class DryHistory:
     """A sequence's tokens, and for each how long the text that ends there agrees with the text's end.
 

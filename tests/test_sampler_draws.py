@@ -1,0 +1,269 @@
+"""One row: which tokens the filters keep, and which of them a random number hits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from nanovllm_cli.kernels import sampling
+from nanovllm_cli.kernels.sampling import draw_token, most_likely, row_logprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from sampler_reference import NearTie, distribution, softmax
+
+Row = NDArray[np.float32]
+
+
+def row(size: int, seed: int, scale: float = 3.0) -> Row:
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+def check_draws(logits: Row, params: SamplingParams, exclude_top: bool, expected: NDArray[np.float64]) -> None:
+    """Aim at both ends and the middle of each token's share of [0, 1), in order of ids."""
+    ends = expected.cumsum()
+    for token_id in np.flatnonzero(expected > 1e-5).tolist():
+        start, width = ends[token_id] - expected[token_id], expected[token_id]
+        for part in (0.03, 0.5, 0.97):
+            drawn = draw_token(logits, params, start + part * width, exclude_top)
+            assert drawn == token_id, (drawn, token_id, expected[drawn], width)
+
+
+@st.composite
+def filters(draw: st.DrawFn) -> SamplingParams:
+    def sometimes(value: st.SearchStrategy[float], off: float) -> float:
+        return draw(st.one_of(st.just(off), value))
+
+    return SamplingParams(
+        temperature=draw(st.sampled_from([1.0, 0.3, 0.8, 1.7, 5.0])),
+        top_k=int(sometimes(st.integers(1, 60), 0)),
+        top_p=sometimes(st.floats(0.01, 0.999), 1.0),
+        min_p=sometimes(st.floats(0.001, 0.9), 0.0),
+        typical_p=sometimes(st.floats(0.05, 0.99), 1.0),
+        xtc_threshold=draw(st.floats(0.01, 0.5)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(params=filters(), exclude_top=st.booleans(), size=st.integers(1, 70), seed=st.integers(0, 999))
+def test_any_mix_of_filters_keeps_what_their_definitions_keep(
+    params: SamplingParams, exclude_top: bool, size: int, seed: int
+) -> None:
+    logits = row(size, seed)
+    try:
+        expected = distribution(logits, params, exclude_top)
+    except NearTie:
+        assume(False)
+    check_draws(logits, params, exclude_top, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=filters(), exclude_top=st.booleans(), seed=st.integers(0, 999), banned=st.floats(0, 0.95))
+def test_equal_and_banned_logits_follow_the_same_definitions(
+    params: SamplingParams, exclude_top: bool, seed: int, banned: float
+) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.integers(-3, 4, 60).astype(np.float32)
+    logits[1:][random.random(59) < banned] = -np.inf
+    params = SamplingParams(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+        xtc_threshold=params.xtc_threshold,
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        try:
+            expected = distribution(logits, params, exclude_top)
+        except NearTie:
+            assume(False)
+        check_draws(logits, params, exclude_top, expected)
+
+
+@pytest.mark.parametrize("size", [17, 2048, 2049, 33_000])
+@pytest.mark.parametrize(
+    ("warper", "params"),
+    [
+        (TopKLogitsWarper(7), SamplingParams(top_k=7)),
+        (TopKLogitsWarper(200), SamplingParams(top_k=200)),
+        (TopPLogitsWarper(0.3), SamplingParams(top_p=0.3)),
+        (TopPLogitsWarper(0.9), SamplingParams(top_p=0.9)),
+        (MinPLogitsWarper(0.05), SamplingParams(min_p=0.05)),
+        (TypicalLogitsWarper(0.4), SamplingParams(typical_p=0.4)),
+        (TypicalLogitsWarper(0.9), SamplingParams(typical_p=0.9)),
+    ],
+)
+def test_each_filter_keeps_what_transformers_keeps(size: int, warper: object, params: SamplingParams) -> None:
+    logits = row(size, size)
+    warped = warper(torch.empty(1, 0, dtype=torch.int64), torch.from_numpy(logits)[None].double())  # type: ignore[operator]
+    expected = softmax(warped[0].numpy())
+    likely = np.where(expected > 1e-3, expected, 0)
+    ends = expected.cumsum()
+    for token_id in np.flatnonzero(likely).tolist():
+        assert draw_token(logits, params, ends[token_id] - expected[token_id] / 2, False) == token_id
+    drawn = {draw_token(logits, params, u, False) for u in np.random.default_rng(0).random(40)}
+    assert all(expected[token_id] > 0 for token_id in drawn)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.2, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 8.0])
+def test_the_nucleus_of_a_large_row_is_that_of_a_full_sort(scale: float, top_p: float) -> None:
+    logits = row(40_000, 5, scale)
+    kept = sampling._nucleus(logits, 0.9, top_p).ids
+
+    weights = np.exp((logits - logits.max()) / np.float32(0.9)) * np.float32(2**40)
+    weights = weights.astype(np.int64)
+    ranked = np.lexsort((np.arange(len(logits)), -logits))
+    running = weights[ranked].cumsum()
+    count = int(np.argmax(running >= top_p * running[-1])) + 1
+    assert np.array_equal(kept, np.sort(ranked[:count]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 64, 1000, 4999, 5000, 9000])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "ascending", "mostly banned"])
+def test_the_most_likely_are_those_of_a_full_sort(count: int, kind: str) -> None:
+    logits = {
+        "normal": row(5000, 1),
+        "ties": np.round(row(5000, 2)),
+        "equal": np.full(5000, 1.5, dtype=np.float32),
+        "ascending": np.arange(5000, dtype=np.float32),
+        "mostly banned": np.where(np.arange(5000) % 97 == 0, row(5000, 3), -np.inf).astype(np.float32),
+    }[kind]
+    ranked = np.lexsort((np.arange(5000), -logits))
+    expected = [i for i in ranked.tolist() if logits[i] > -np.inf][:count]
+    assert most_likely(logits, count).tolist() == expected
+    kept = sampling._shortlist(logits, SamplingParams(top_k=count))
+    if kept is None:
+        assert count >= 5000
+    else:
+        assert kept.tolist() == sorted(expected)
+
+
+def test_weights_do_not_depend_on_where_in_memory_a_logit_lies() -> None:
+    gaps = -np.random.default_rng(0).random(1 << 16, dtype=np.float32) * 40
+    whole = sampling._weights(gaps)
+    for start in range(33):
+        for size in (1, 3, 7, 16, 17, 31, 33, 1000):
+            assert np.array_equal(sampling._weights(gaps[start : start + size]), whole[start : start + size])
+    some = np.random.default_rng(1).integers(0, len(gaps), 999)
+    assert np.array_equal(sampling._weights(gaps[some]), whole[some])
+
+
+@pytest.mark.parametrize("size", [1, 2, sampling._BLOCK - 1, sampling._BLOCK, sampling._BLOCK + 1, 151_936])
+def test_an_unfiltered_row_is_drawn_from_as_a_whole(size: int) -> None:
+    logits = row(size, size, 1.0)
+    expected = softmax(logits.astype(np.float64) / 1.3)
+    params = SamplingParams(temperature=1.3)
+    ends = expected.cumsum()
+    for token_id in {0, size // 2, size - 1, min(size, sampling._BLOCK) - 1, min(size - 1, sampling._BLOCK)}:
+        uniform = ends[token_id] - expected[token_id] / 2
+        near = draw_token(logits, params, uniform, False)
+        assert abs(ends[near] - ends[token_id]) < 1e-6
+        if size < 5 or expected[token_id] > 1e-4:
+            assert near == token_id
+    assert draw_token(logits, params, 0.0, False) == 0
+    assert draw_token(logits, params, 1 - 2**-53, False) == size - 1
+
+
+def test_order_min_p_comes_before_top_p() -> None:
+    # 0.4, 0.3, 0.2, 0.1: min_p 0.4 drops the last; of what is left 0.7 / 0.9 > 0.75, so top_p then drops the third too.
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
+    params = SamplingParams(min_p=0.4, top_p=0.75)
+    assert {draw_token(logits, params, u, False) for u in np.linspace(0, 0.999, 50)} == {0, 1}
+    assert {draw_token(logits, SamplingParams(top_p=0.75), u, False) for u in np.linspace(0, 0.999, 50)} == {0, 1, 2}
+
+
+def test_order_top_k_comes_before_top_p() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
+    params = SamplingParams(top_k=3, top_p=0.75)
+    assert {draw_token(logits, params, u, False) for u in np.linspace(0, 0.999, 50)} == {0, 1}
+
+
+def test_order_temperature_comes_before_min_p() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32))
+    flat = SamplingParams(temperature=10, min_p=0.8)
+    assert {draw_token(logits, flat, u, False) for u in np.linspace(0, 0.999, 50)} == {0, 1, 2}
+    assert draw_token(logits, SamplingParams(min_p=0.8), 0.99, False) == 0
+
+
+def test_order_typical_comes_before_top_p_and_xtc_last() -> None:
+    probabilities = np.array([0.55, 0.25, 0.15, 0.05])
+    logits = np.log(probabilities).astype(np.float32)
+    # Entropy 1.11; surprises 0.60, 1.39, 1.90, 3.00: nearest are 1 (0.28), 0 (0.51), 2 (0.78).
+    assert draw_token(logits, SamplingParams(typical_p=0.2), 0.5, False) == 1
+    # typical_p 0.7 leaves {0, 1} = 0.69, 0.31: of these top_p 0.7 needs both, 0.68 one. Of all four, 0.68 needs two.
+    assert {draw_token(logits, SamplingParams(typical_p=0.7, top_p=0.7), u, False) for u in (0.1, 0.9)} == {0, 1}
+    assert {draw_token(logits, SamplingParams(typical_p=0.7, top_p=0.68), u, False) for u in (0.1, 0.9)} == {0}
+    # XTC sees {0, 1} renormalized, both above 0.3: the first goes. Before top_p it would have left 1 to 3.
+    xtc = SamplingParams(top_p=0.7, xtc_threshold=0.3, xtc_probability=1)
+    assert {draw_token(logits, xtc, u, True) for u in (0.01, 0.99)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "threshold", "left"),
+    [
+        ([0.5, 0.3, 0.15, 0.05], 0.1, [2, 3]),
+        ([0.5, 0.3, 0.15, 0.05], 0.2, [1, 2, 3]),
+        ([0.5, 0.3, 0.15, 0.05], 0.4, [0, 1, 2, 3]),
+        ([0.5, 0.3, 0.15, 0.05], 0.01, [3]),
+        ([0.24, 0.26, 0.24, 0.26], 0.1, [2]),
+        ([1.0], 0.1, [0]),
+    ],
+)
+def test_xtc_leaves_the_least_likely_of_the_top_choices(
+    probabilities: list[float], threshold: float, left: list[int]
+) -> None:
+    logits = np.log(np.array(probabilities, dtype=np.float32))
+    params = SamplingParams(xtc_threshold=threshold, xtc_probability=1)
+    assert sorted({draw_token(logits, params, u, True) for u in np.linspace(0, 0.999, 100)}) == left
+
+
+def test_far_and_extreme_logits_are_no_trouble() -> None:
+    logits = np.array([3e38, -3e38, 0, -np.inf, 2.9e38], dtype=np.float32)
+    with np.errstate(all="ignore"):
+        for params in (
+            SamplingParams(temperature=1e-5),
+            SamplingParams(temperature=100),
+            SamplingParams(min_p=1e-300),
+            SamplingParams(top_k=3, top_p=0.5, typical_p=0.5),
+            SamplingParams(top_p=0.0),
+            SamplingParams(top_p=1 - 2**-53),
+            SamplingParams(typical_p=0.0),
+        ):
+            assert {draw_token(logits, params, u, True) for u in (0.0, 0.5, 1 - 2**-53)} == {0}
+
+
+def test_a_temperature_decides_how_often() -> None:
+    logits = np.log(np.array([0.1, 0.9], dtype=np.float32))
+    for temperature in (0.5, 1.0, 2.0):
+        first = 0.1 ** (1 / temperature) / (0.1 ** (1 / temperature) + 0.9 ** (1 / temperature))
+        params = SamplingParams(temperature=temperature)
+        assert draw_token(logits, params, first - 1e-5, False) == 0
+        assert draw_token(logits, params, first + 1e-5, False) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 33, 1000, 151_936])
+def test_logprobs_are_a_float64_log_softmax(size: int) -> None:
+    logits = row(size, size)
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), dim=0).numpy()
+    ranked = np.lexsort((np.arange(size), -logits)).tolist()
+    for rank in {0, size // 3, size - 1}:
+        found = row_logprobs(logits, ranked[rank], 5)
+        assert found.rank == rank + 1
+        assert found.logprob == pytest.approx(expected[ranked[rank]], abs=1e-6)
+        assert found.top_ids == ranked[:5]
+        assert found.top_logprobs == pytest.approx(expected[ranked[:5]], abs=1e-6)
+
+
+def test_logprobs_rank_equal_logits_by_id_and_leave_banned_tokens_out() -> None:
+    logits = np.array([1, 2, 2, -np.inf, 2], dtype=np.float32)
+    assert [row_logprobs(logits, token_id, 0).rank for token_id in range(5)] == [4, 1, 2, 5, 3]
+    found = row_logprobs(logits, 3, 20)
+    assert found.top_ids == [1, 2, 4, 0]
+    assert found.logprob == -np.inf
+    assert row_logprobs(logits, 0, 0).top_ids == []

@@ -1,0 +1,170 @@
+"""DRY against its definition read literally, and the search for the tokens that hold a sequence breaker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, DryBreakers, DryHistory
+from nanovllm_cli.sampling_params import SamplingParams
+
+VOCAB = 6
+
+
+def make_breakers(sequences: list[list[int]]) -> DryBreakers:
+    single = np.zeros(VOCAB, dtype=np.bool_)
+    longer: dict[int, list[tuple[int, ...]]] = {}
+    for sequence in sequences:
+        if len(sequence) == 1:
+            single[sequence[0]] = True
+        else:
+            longer.setdefault(sequence[-1], []).append(tuple(sequence))
+    return DryBreakers(single, longer)
+
+
+def literal(tokens: list[int], params: SamplingParams, breakers: list[list[int]]) -> dict[int, float]:
+    """Token -> penalty, by trying every earlier place and every length."""
+    n = params.dry_penalty_last_n
+    window = tokens if n < 0 else tokens[max(0, len(tokens) - n) :]
+    since_break = len(window)
+    for start in range(len(window) - 1, -1, -1):
+        ends = [start + len(b) for b in breakers if window[start : start + len(b)] == b]
+        if ends:
+            since_break = len(window) - max(ends)
+            break
+    penalties: dict[int, float] = {}
+    if len(window) <= params.dry_allowed_length or since_break < params.dry_allowed_length:
+        return penalties
+    for end in range(1, len(window)):  # the place ends before `end`, whose token would continue the repetition
+        length = 0
+        while length < min(end, since_break) and window[end - 1 - length] == window[len(window) - 1 - length]:
+            length += 1
+        token_id = window[end]
+        if length >= params.dry_allowed_length and [token_id] not in breakers:
+            penalty = params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
+            penalties[token_id] = max(penalties.get(token_id, 0.0), penalty)
+    return penalties
+
+
+def penalties_of(history: DryHistory) -> dict[int, float]:
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    history.penalize(logits)
+    return {token_id: -float(logits[token_id]) for token_id in np.flatnonzero(logits).tolist()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 3), max_size=25),
+    output=st.lists(st.integers(0, 3), max_size=25),
+    breakers=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), max_size=3),
+    allowed_length=st.integers(0, 5),
+    last_n=st.integers(-1, 30),
+    base=st.sampled_from([1.0, 1.1, 1.75, 3.0]),
+)
+def test_penalties_are_those_of_the_definition_after_every_token(
+    prompt: list[int],
+    output: list[int],
+    breakers: list[list[int]],
+    allowed_length: int,
+    last_n: int,
+    base: float,
+) -> None:
+    params = SamplingParams(
+        dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed_length, dry_penalty_last_n=last_n
+    )
+    history = DryHistory(prompt, params, make_breakers(breakers))
+    assert penalties_of(history) == pytest.approx(literal(prompt, params, breakers), rel=1e-5)
+    for count in range(1, len(output) + 1):
+        history.append(output[count - 1])
+        assert penalties_of(history) == pytest.approx(literal(prompt + output[:count], params, breakers), rel=1e-5)
+
+
+def test_a_repetition_by_hand() -> None:
+    params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
+    history = DryHistory([0, 1, 2, 3, 0, 1, 2], params, make_breakers([]))
+    assert penalties_of(history) == {3: 2.0}  # three tokens agree: 1 * 2 ** (3 - 2)
+    assert penalties_of(DryHistory([0, 1, 2, 3, 0, 1, 2], params, make_breakers([[1]]))) == {}
+    assert penalties_of(DryHistory([0, 1, 2, 3, 0, 1, 2], params, make_breakers([[0]]))) == {3: 1.0}
+    assert penalties_of(DryHistory([0, 1, 2, 3, 0, 1, 2], params, make_breakers([[3]]))) == {}
+
+
+def test_a_very_long_repetition_stays_finite_and_cheap() -> None:
+    params = SamplingParams(dry_multiplier=1.0, dry_base=1.75)
+    history = DryHistory([1] * 20_000, params, make_breakers([]))
+    history.append(1)
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    history.penalize(logits)
+    assert np.isfinite(logits).all()
+    assert logits[1] < -1e30
+
+
+TOKENS = [
+    b"\n",
+    b"a\n",
+    b"b",
+    b"x:\n y",
+    b":",
+    b"xE",
+    b"ND",
+    b"E",
+    b"N",
+    b"D",
+    b"END",
+    b"EN",
+    b"",
+    b"\xc3",
+    b"\xa9",
+    b"e",
+]
+
+
+def encode(text: str) -> list[int]:
+    """Longest token first."""
+    rest, ids = text.encode(), []
+    while rest:
+        best = max((t for t in TOKENS if t and rest.startswith(t)), key=len)
+        ids.append(TOKENS.index(best))
+        rest = rest[len(best) :]
+    return ids
+
+
+def found_breakers(texts: list[str], vocab_size: int = len(TOKENS)) -> tuple[list[bytes], list[tuple[bytes, ...]]]:
+    found = BreakerVocabulary(vocab_size, encode, lambda: TOKENS).breakers(texts)
+    longer = [tuple(TOKENS[i] for i in sequence) for group in found.longer.values() for sequence in group]
+    return [TOKENS[i] for i in np.flatnonzero(found.single).tolist()], sorted(longer)
+
+
+def test_tokens_that_hold_the_breaker_break_by_themselves() -> None:
+    assert found_breakers(["\n"]) == ([b"\n", b"a\n", b"x:\n y"], [])
+    assert found_breakers(["\n", ":"]) == ([b"\n", b"a\n", b"x:\n y", b":"], [])
+    assert found_breakers([]) == ([], [])
+
+
+def test_tokens_that_end_in_the_breakers_begin_are_followed_by_its_rest() -> None:
+    single, longer = found_breakers(["END"])
+    assert single == [b"END"]
+    assert longer == [(b"E", b"ND"), (b"EN", b"D"), (b"xE", b"ND")]
+
+
+def test_a_breaker_whose_bytes_are_split_over_tokens_is_found() -> None:
+    assert found_breakers(["é"]) == ([], [(b"\xc3", b"\xa9")])
+
+
+def test_tokens_past_the_vocabulary_are_left_out() -> None:
+    assert found_breakers(["END"], 10) == ([], [(b"E", b"ND"), (b"xE", b"ND")])
+
+
+def test_the_vocabulary_is_read_once_and_only_when_asked() -> None:
+    calls = []
+
+    def token_bytes() -> list[bytes]:
+        calls.append(1)
+        return TOKENS
+
+    vocabulary = BreakerVocabulary(len(TOKENS), encode, token_bytes)
+    assert not calls
+    vocabulary.breakers(["\n", ":"])
+    vocabulary.breakers(["\n", "END"])
+    assert len(calls) == 1
