@@ -195,7 +195,8 @@ def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter, token: str | b
 
 
 def _continue_part(url: str, part: Path, size: int, meter: _Meter, token: str | bool | None) -> str:
-    """Appends to `part` until it has `size` bytes; the SHA-256 of the whole. A part that is too long starts anew."""
+    """Appends to `part` until it has `size` bytes; gives the SHA-256 of the whole. Where it cannot be continued (it is
+    too long, or the server does not know Range) it starts anew."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
         get_session,
@@ -204,8 +205,6 @@ def _continue_part(url: str, part: Path, size: int, meter: _Meter, token: str | 
 
     digest = hashlib.sha256()
     with part.open("ab+") as file:
-        if file.tell() > size:
-            file.truncate(0)
         file.seek(0)
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -219,7 +218,7 @@ def _continue_part(url: str, part: Path, size: int, meter: _Meter, token: str | 
         with get_session().stream(
             "GET", url, headers=headers, timeout=REQUEST_TIMEOUT, follow_redirects=True
         ) as answer:
-            if answer.status_code == 416:  # the part is not of this file
+            if answer.status_code == 416:  # the part is longer than the file: not of this one
                 file.truncate(0)
             hf_raise_for_status(answer)
             if done and answer.status_code != 206:  # the server does not know Range and sends everything
