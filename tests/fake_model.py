@@ -23,8 +23,8 @@ class FakeModel:
     """`violations` stays empty while the engine is right. Faults are injected by hooks.
 
     before, midway: called with each plan before anything is done and when everything is written; may raise.
-    draw_error: message for a sequence, or None. drop: sequences without a draw. script: the answer of every sequence,
-    instead of what the chain says.
+    draw_error: message for a sequence, or None. drop, empty: sequences without a draw, and with one of no token.
+    script: the answer of every sequence, instead of what the chain says.
     """
 
     def __init__(self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9) -> None:
@@ -39,6 +39,7 @@ class FakeModel:
         self.midway: Callable[[Plan], None] = lambda plan: None
         self.draw_error: Callable[[Scheduled, int], str | None] = lambda scheduled, seq_id: None
         self.drop: set[int] = set()
+        self.empty: set[int] = set()
         self.script: list[int] | None = None
         self.closed = False
 
@@ -107,6 +108,8 @@ class FakeModel:
         error = self.draw_error(scheduled, seq_id)
         if error is not None:
             return Drawn(seq_id, [], None, error)
+        if seq_id in self.empty:
+            return Drawn(seq_id, [])
         params = self.known[seq_id].params
         token = (chain if params.is_greedy else hash((chain, self.known[seq_id].seed))) % VOCAB
         if self.script is not None:

@@ -255,5 +255,16 @@ class Cache(RuleBasedStateMachine):
         return hash((sequence.salt, *sequence.token_ids[: position + 1]))
 
 
+class CollidingCache(Cache):
+    """The same where digests collide all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.blocks._prefixes is not None
+        self.blocks._prefixes._hash = lambda data: bytes([sum(data) % 4])  # type: ignore[method-assign]
+
+
 TestCache = Cache.TestCase
+TestCollidingCache = CollidingCache.TestCase
+TestCollidingCache.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestCache.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

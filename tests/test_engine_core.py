@@ -46,7 +46,8 @@ def answer(script: list[int], *, eos_ids: tuple[int, ...] = (EOS,), **params: ob
     engine, model = make_engine(eos_ids=eos_ids, factory=LETTERS)
     model.script = script
     engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, **params))  # type: ignore[arg-type]
-    text, tokens = "", ()
+    text = ""
+    tokens: tuple[int, ...] = ()
     while engine.has_unfinished():
         (output,) = engine.step()
         text += output.outputs[0].delta_text
@@ -130,7 +131,7 @@ def test_logprobs_are_those_of_the_ids() -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_an_exception_in_detokenizing_ends_that_request_alone(where: str, aborted: bool) -> None:
     class Broken:
-        stopped = None
+        stopped: str | None = None
 
         def push(self, ids: object) -> str:
             if where == "push":
@@ -316,6 +317,17 @@ def test_one_answer_of_several_can_be_aborted_at_any_point(which: int, steps: in
     assert engine.stats().used_blocks == 0
 
 
+def test_prompt_logprobs_begin_again_with_the_answer_that_takes_over() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=8)
+    prompt = list(range(15))
+    engine.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=2, n=2, prompt_logprobs=0))
+    engine.step()
+    engine.abort("a", 0)
+    logprobs = drain(engine)["a"].prompt_logprobs
+    assert logprobs is not None
+    assert [each and each.token_id for each in logprobs] == [None, *prompt[1:]]
+
+
 def test_random_aborts_leave_the_others_and_the_memory_alone() -> None:
     rng = random.Random(11)
     engine, model = make_engine(num_blocks=40, max_num_batched_tokens=24, max_num_seqs=10)
@@ -378,11 +390,11 @@ def test_an_error_in_one_of_several_answers_leaves_the_others(which: int) -> Non
 
 def test_a_sequence_without_a_draw_is_an_error_and_no_endless_loop() -> None:
     engine, model = make_engine()
-    model.drop = {1}
-    for name in "abc":
+    model.drop, model.empty = {1}, {2}
+    for name in "abcd":
         engine.add(name, [1, 2], SamplingParams(temperature=0.0, max_tokens=3))
-    last = drain(engine)
-    assert [last[name].outputs[0].finish_reason for name in "abc"] == ["length", "error", "length"]
+    last = drain(engine, most_steps=10)
+    assert [last[name].outputs[0].finish_reason for name in "abcd"] == ["length", "error", "error", "length"]
 
 
 def failing(ids: set[int], when: Callable[[Scheduled], bool] = lambda each: True) -> Callable[[Plan], None]:

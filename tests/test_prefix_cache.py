@@ -91,14 +91,22 @@ def test_colliding_digests_never_mix_prompts(digest: object, monkeypatch: pytest
     monkeypatch.setattr(PrefixCache, "_hash", digest)
     engine, model = make_engine(num_blocks=24)
     prompts = [[1] * 9, [2] * 9, [1] * 13, [2, 2, 2, 2, 1, 1, 1, 1, 5], [1, 1, 1, 1, 2, 2, 2, 2, 5]]
-    for turn in range(4):
-        for index, prompt in enumerate(prompts):
-            for salt in (None, "a", "b"):
+    for salt in (None, "a", "b"):
+        for turn in range(4):
+            for index, prompt in enumerate(prompts):
                 ask(engine, f"{turn} {index} {salt}", prompt, salt=salt)
     assert model.violations == []
     stats = engine.stats()
     assert stats.used_blocks == 0
     assert stats.free_blocks + stats.cached_blocks == 24
+
+
+def test_colliding_digests_do_not_betray_another_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "_hash", lambda self, data: b"same")
+    engine, _ = make_engine()
+    assert ask(engine, "a", [1] * 5, salt="one", max_tokens=1) == 0
+    assert ask(engine, "b", [1] * 5, salt="two", max_tokens=1) == 0
+    assert ask(engine, "c", [1] * 5, salt="two", max_tokens=1) == 4
 
 
 def test_equal_block_at_another_place_is_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +182,39 @@ def test_rows_that_raised_never_enter() -> None:
     model.midway = lambda plan: None
     assert engine.stats().cached_blocks == 0
     assert ask(engine, "a", PROMPT) == 0
+
+
+def test_a_row_that_raises_takes_out_what_it_had_found() -> None:
+    engine, model = make_engine()
+    assert ask(engine, "a", PROMPT) == 0
+
+    def fail(plan: object) -> None:
+        raise RequestError("broken")
+
+    model.midway = fail
+    engine.add("bad", PROMPT, GREEDY)
+    assert drain(engine)["bad"].metrics.num_cached_tokens == 20
+    model.midway = lambda plan: None
+    assert ask(engine, "b", PROMPT) == 0
+
+
+def test_answers_of_forks_are_found_whole() -> None:
+    engine, model = make_engine()
+    engine.add("a", PROMPT, SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12))
+    for output in drain(engine)["a"].outputs:
+        assert ask(engine, f"b{output.index}", [*PROMPT, *output.token_ids, 1], max_tokens=1) == 32
+    assert model.violations == []
+
+
+def test_blocks_computed_again_after_a_preemption_are_findable_again() -> None:
+    engine, model = make_engine(num_blocks=9)
+    engine.add("old", [1] * 9, SamplingParams(temperature=0.0, max_tokens=20))
+    engine.add("young", PROMPT[:9], SamplingParams(temperature=0.0, max_tokens=20))
+    last = drain(engine)
+    assert last["young"].metrics.num_preemptions == 1
+    whole = [*PROMPT[:9], *last["young"].outputs[0].token_ids]
+    assert ask(engine, "b", whole, max_tokens=1) == 28
+    assert model.violations == []
 
 
 def test_prompt_that_another_request_computed_meanwhile_is_taken_over() -> None:

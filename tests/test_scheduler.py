@@ -12,6 +12,7 @@ from fake_model import GREEDY, VOCAB, FakeClock, FakeModel, drain, expected_toke
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence, Status
@@ -65,7 +66,7 @@ def test_two_thousand_requests_in_a_tenth_of_the_memory_give_the_same_tokens() -
     stats = engine.stats()
     assert stats.used_blocks == stats.running == stats.waiting == 0
     assert stats.free_blocks + stats.cached_blocks == demand // 10
-    assert stats.preemptions > 100
+    assert 100 < stats.preemptions < 1500  # twice as many without room to grow
     # Preemption is bounded: what was computed twice is a fraction of what had to be computed.
     needed = sum(len(prompt) + count * n for prompt, count, n in asked.values())
     assert stats.scheduled_tokens < 2 * needed
@@ -222,6 +223,51 @@ def test_least_urgent_is_preempted_and_the_most_urgent_never() -> None:
     assert last["low"].metrics.num_preemptions <= 2
     assert list(last) != []
     assert model.violations == []
+
+
+def test_the_last_one_is_preempted_first() -> None:
+    engine, _ = make_engine(num_blocks=9, enable_prefix_caching=False)
+    for name in "abc":
+        engine.add(name, [1] * 8, params(20))
+    while engine.stats().preemptions == 0:
+        engine.step()
+    last = drain(engine)
+    assert [last[name].metrics.num_preemptions > 0 for name in "abc"] == [False, True, True]
+    assert list(last) == ["a", "b", "c"]
+
+
+def test_a_waiting_request_enters_as_soon_as_there_is_room() -> None:
+    engine, _ = make_engine(num_blocks=13, enable_prefix_caching=False)
+    engine.add("long", [1] * 4, params(40))
+    engine.add("short", [1] * 16, params(5))
+    engine.add("waits", [1] * 30, params(1))
+    last: dict[str, RequestOutput] = {}
+    while "waits" not in last:
+        last.update({output.request_id: output for output in engine.step()})
+    assert last["short"].finished
+    assert not last["long"].finished
+
+
+def test_an_urgent_prompt_does_not_wait_for_the_chunks_of_another() -> None:
+    engine, model = make_engine(num_blocks=200, max_num_batched_tokens=8, policy="priority")
+    engine.add("long", [1] * 200, params(1), priority=1)
+    engine.step()
+    engine.add("urgent", [2] * 12, params(1), priority=0)
+    engine.add("later", [3] * 12, params(1), priority=2)
+    engine.step()
+    assert fed(model.plans[-1]) == {1: 8}
+    engine.step()
+    assert fed(model.plans[-1]) == {1: 4, 0: 4}
+    assert order(engine) == ["long", "later"]
+
+
+def test_answers_that_are_to_fork_have_their_seats() -> None:
+    engine, _ = make_engine(max_num_seqs=4, max_num_batched_tokens=8, enable_prefix_caching=False)
+    engine.add("three", list(range(19)), params(30, n=3))
+    for index in range(5):
+        engine.add(str(index), [index], params(30))
+    drain(engine)
+    assert engine.stats().scheduled_tokens == 19 + 3 * 29 + 5 * 30
 
 
 def test_preempted_sequence_keeps_its_tokens_and_finds_its_blocks() -> None:

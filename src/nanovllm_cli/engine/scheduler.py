@@ -1,6 +1,6 @@
 """Who runs in the next step, with how many tokens, in which blocks.
 
-Each step takes decodes first, then prefill chunks of running sequences, then waiting ones, under two limits: tokens a
+Each step takes decodes first, then prefill chunks and waiting sequences in order of rank, under two limits: tokens a
 step and sequences a step. What must hold, and why it does:
 
 - Progress. Every plan schedules a token. Requests have one fixed order, their rank; a sequence that lacks blocks
@@ -10,8 +10,9 @@ step and sequences a step. What must hold, and why it does:
   rank is priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike,
   so the order never changes. Where decodes alone would fill the step they leave a part of it to prefills, and take
   turns.
-- No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for each running sequence to grow
-  into, and not in a step that had to preempt.
+- No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for every second sequence to grow
+  into (more would mean fewer preemptions, but smaller steps); what it was preempted for has taken at least one of
+  those that it gave.
 
 A sequence that was preempted keeps its tokens, and computes prompt and answer again when it comes back.
 """
@@ -65,7 +66,6 @@ class Scheduler:
         self._scheduled: list[Scheduled] = []
         self._copies: list[tuple[int, int]] = []
         self._budget = 0
-        self._preempted = False
 
     def add(self, request: Request, priority: int) -> None:
         """Takes a request with its sequences. The first computes the prompt, the others draw from its last row."""
@@ -81,16 +81,17 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         self.num_steps += 1
-        self._shares, self._scheduled, self._copies, self._preempted = [], [], [], False
+        self._shares, self._scheduled, self._copies = [], [], []
         self._budget = self._config.max_num_batched_tokens
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
             (decodes if len(sequence.token_ids) - sequence.num_computed == 1 else prefills).append(sequence)
-        prefills.sort(key=_rank)
 
         self._serve(decodes, self._reserve(len(decodes), bool(prefills)))
-        self._serve(prefills, 0)
+        for prefill in sorted(prefills, key=_rank):
+            self._enter_waiting(before=prefill.rank)
+            self._serve([prefill], 0)
         self._enter_waiting()
         if self._budget:
             self._serve(decodes, 0)
@@ -227,16 +228,13 @@ class Scheduler:
         self._wait(sequence)
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
-        self._preempted = True
 
-    def _enter_waiting(self) -> None:
-        """Waiting sequences, in order, while there are tokens, seats and blocks."""
-        if self._preempted:
-            return
+    def _enter_waiting(self, before: tuple[float, int, int] | None = None) -> None:
+        """Waiting sequences, in order and up to rank `before`, while there are tokens, seats and blocks."""
         seats = self._free_seats() if self.waiting else 0
         while self.waiting and self._budget and seats > 0:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            if (before is not None and sequence.rank > before) or not self._admit(sequence):
                 return
             self.waiting.pop(0)
             sequence.status = Status.RUNNING
@@ -245,7 +243,7 @@ class Scheduler:
             self._schedule(sequence, self._budget)
 
     def _admit(self, sequence: Sequence) -> bool:
-        headroom = len(self.running) + len(sequence.pending) if self.running else 0
+        headroom = (len(self.running) + len(sequence.pending) + 1) // 2 if self.running else 0
         spare = self._blocks.num_available - headroom
         if self._refused_at is not None and self.running:
             refused, had = self._refused_at
