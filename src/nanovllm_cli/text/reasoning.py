@@ -102,6 +102,7 @@ class ReasoningParser:
         self._open, self._close = open, close
         self._state = "inside" if starts_inside else "content" if starts_after else "before"
         self._seen_block = starts_after
+        self._may_repeat = starts_inside  # a model may write the tag that the prompt wrote once more
         self._trim = True  # white space at the beginning of a part is the tag's, not the part's
         self._held = ""  # perhaps the beginning of a tag
         self._space: list[str] = []  # white space whose side is not known yet
@@ -148,13 +149,12 @@ class ReasoningParser:
 
     def _inside(self, text: str) -> tuple[str, str]:
         """Reasoning, and what follows it once it is closed."""
-        if self._trim:  # a model may repeat the tag that the prompt wrote
+        if self._may_repeat:
             start = text.lstrip()
-            if start.startswith(self._open):
-                text = start[len(self._open) :]
-            elif start and self._open.startswith(start):
+            if self._open.startswith(start) and start != self._open:
                 self._held = start
                 return "", ""
+            text, self._may_repeat = start.removeprefix(self._open), False
         at = text.find(self._close)
         if at < 0:
             cut = len(text) - overlap(text, self._close)
@@ -258,8 +258,9 @@ class HarmonyParser:
 def split(answer: str, known: ReasoningFormat = THINK, prompt: str = "") -> ReasoningDelta:
     """A whole answer's reasoning and content. What precedes a closing tag without an opening one is reasoning."""
     parser = known.parser(prompt)
-    if isinstance(parser, ReasoningParser) and not answer.lstrip().startswith(known.open) and known.close in answer:
-        parser = ReasoningParser(known.open, known.close, starts_inside=not prompt.rstrip().endswith(known.close))
+    lone_close = known.close in answer and not answer.lstrip().startswith(known.open)
+    if isinstance(parser, ReasoningParser) and lone_close and not prompt.rstrip().endswith(known.close):
+        parser = ReasoningParser(known.open, known.close, starts_inside=True)
     first, last = parser.push(answer), parser.finish()
     return ReasoningDelta(first.reasoning + last.reasoning, first.content + last.content)
 

@@ -1,0 +1,174 @@
+"""Reasoning and content told apart, in one piece or in many."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.reasoning import (
+    HARMONY,
+    THINK,
+    HarmonyParser,
+    ReasoningParser,
+    ReasoningSplitter,
+    prompt_opens_reasoning,
+    reasoning_format,
+    split,
+)
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
+
+
+def run(parser: ReasoningSplitter, *pieces: str) -> tuple[str, str]:
+    deltas = [parser.push(piece) for piece in pieces] + [parser.finish()]
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
+
+
+CASES = [
+    ("<think>hm</think>yes", False, ("hm", "yes")),
+    ("  <think>\nhm\n\nhm\n</think>\n\nyes\n", False, ("hm\n\nhm", "yes\n")),
+    ("no tags at all", False, ("", "no tags at all")),
+    ("  space stays", False, ("", "  space stays")),
+    ("<thinking>not the tag", False, ("", "<thinking>not the tag")),
+    ("yes, <think> is a tag", False, ("", "yes, <think> is a tag")),
+    ("hm</think>yes", True, ("hm", "yes")),
+    ("<think>hm</think>yes", True, ("hm", "yes")),  # the model repeats the tag of the prompt
+    ("never closed ", True, ("never closed", "")),
+    ("<think>cut </thi", False, ("cut </thi", "")),
+    ("<thi", False, ("", "<thi")),
+    ("<think>a</think>b</think>c <think>d</think>", False, ("a", "b</think>c <think>d</think>")),
+    ("a </b> </thin </think> c", True, ("a </b> </thin", "c")),
+    ("", False, ("", "")),
+    ("<think></think>", False, ("", "")),
+    ("orphan</think> yes", False, ("", "orphanyes")),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "expected"), CASES)
+def test_text_is_split_at_its_tags_however_it_arrives(text: str, inside: bool, expected: tuple[str, str]) -> None:
+    assert run(ReasoningParser(starts_inside=inside), text) == expected
+    assert run(ReasoningParser(starts_inside=inside), *text) == expected
+    for size in (2, 3, 5, 7):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert run(ReasoningParser(starts_inside=inside), *pieces) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "b c"]), max_size=12),
+    st.lists(st.integers(1, 9), max_size=10),
+    st.booleans(),
+)
+def test_the_pieces_do_not_matter(parts: list[str], sizes: list[int], inside: bool) -> None:
+    text, position, pieces = "".join(parts), 0, []
+    for size in [*sizes, len(text)]:
+        pieces.append(text[position : position + size])
+        position += size
+    assert run(ReasoningParser(starts_inside=inside), *pieces) == run(ReasoningParser(starts_inside=inside), text)
+
+
+def test_reasoning_is_given_out_as_it_comes() -> None:
+    parser = ReasoningParser()
+    assert parser.push("<think>") == ("", "")
+    assert parser.in_reasoning
+    assert parser.push("one ") == ("one", "")
+    assert parser.push("two</") == (" two", "")
+    assert parser.push("think>\n") == ("", "")
+    assert not parser.in_reasoning
+    assert parser.push("yes") == ("", "yes")
+
+
+def test_prompts_that_open_the_block_are_recognized() -> None:
+    assert prompt_opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not prompt_opens_reasoning("<|im_start|>assistant\n")
+    assert not prompt_opens_reasoning("<think> in a question\n<|im_start|>assistant\n")
+    assert run(THINK.parser("x<think>\n"), "hm</think>yes") == ("hm", "yes")
+    closed = THINK.parser("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert run(closed, "\nthe tag </think> ends it") == ("", "the tag </think> ends it")
+
+
+def test_a_whole_answer_with_a_lone_closing_tag() -> None:
+    assert split("hm\n</think>\nyes") == ("hm", "yes")
+    assert split("<think>hm</think>yes") == ("hm", "yes")
+    assert split("just text") == ("", "just text")
+    assert split("a </think> b", THINK, prompt="<think>\n\n</think>\n\n") == ("", "a </think> b")
+
+
+FORMATS = {
+    "{{ '<think>' }}": "think",
+    "x[THINK]y": "mistral",
+    "<|START_THINKING|>": "cohere",
+    "<seed:think>": "seed",
+    "<|channel|>analysis<|message|>": "harmony",
+    "<|im_start|>": None,
+}
+
+
+@pytest.mark.parametrize(("source", "name"), FORMATS.items())
+def test_the_format_follows_from_the_template(source: str, name: str | None) -> None:
+    known = reasoning_format(source)
+    assert (known.name if known else None) == name
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="the real templates are not here")
+def test_real_templates_and_their_prompts() -> None:
+    def opened(name: str, **options: bool) -> tuple[str | None, bool]:
+        source = (TEMPLATES / f"{name}.jinja").read_text()
+        known = reasoning_format(source)
+        prompt = ChatTemplate(source).render([{"role": "user", "content": "Hi <think>"}], **options)
+        return (known.name if known else None), prompt_opens_reasoning(prompt, known or THINK)
+
+    assert opened("Qwen-Qwen3-0.6B") == ("think", False)
+    assert opened("Qwen-QwQ-32B", enable_thinking=True) == ("think", True)
+    assert opened("Qwen3.5-4B") == ("think", True)
+    assert opened("Qwen3.5-4B", enable_thinking=False) == ("think", False)
+    assert opened("deepseek-ai-DeepSeek-V3.1", thinking=True) == ("think", True)
+    assert opened("openai-gpt-oss-120b") == ("harmony", False)
+    assert opened("Qwen-Qwen2.5-7B-Instruct") == (None, False)
+    assert opened("google-gemma-2-2b-it") == (None, False)
+
+
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>The user says hi.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Hello!<|return|>"
+)
+CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (HARMONY_ANSWER, ("The user says hi.", "Hello!")),
+        (HARMONY_ANSWER.removesuffix("<|return|>"), ("The user says hi.", "Hello!")),
+        ("<|channel|>analysis<|message|>cut", ("cut", "")),
+        ("<|channel|>analysis<|message|>a<|end|>" + CALL, ("a", CALL)),
+        ("<|channel|>commentary<|message|>I will look.<|end|>" + CALL, ("", "I will look." + CALL)),
+        ("<|channel|>final<|message|>a < b <| c<|return", ("", "a < b <| c<|return")),
+        ("no format at all", ("", "no format at all")),
+        ("<|channel|>analysis", ("", "")),
+        ("x" * 5000, ("", "x" * 5000)),
+    ],
+)
+def test_harmony_channels(text: str, expected: tuple[str, str]) -> None:
+    assert run(HarmonyParser(), text) == expected
+    assert run(HarmonyParser(), *text) == expected
+    assert run(HARMONY.parser("<|start|>assistant"), text) == expected
+
+
+def test_harmony_prompt_that_begins_a_channel() -> None:
+    parser = HARMONY.parser("<|start|>assistant<|channel|>analysis<|message|>")
+    assert run(parser, "hm<|end|><|start|>assistant<|channel|>final<|message|>yes") == ("hm", "yes")
+
+
+@pytest.mark.parametrize("piece", [" ", "<", "</think", "<thin", "a", "\n<"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_any_stream_is_read_in_linear_time(piece: str, inside: bool) -> None:
+    for parser in (ReasoningParser(starts_inside=inside), HarmonyParser(), HarmonyParser("analysis")):
+        began = time.thread_time()
+        for _ in range(20_000):
+            parser.push(piece)
+        parser.finish()
+        assert time.thread_time() - began < 2
