@@ -113,7 +113,14 @@ class LLM:
     def generate_iter(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> Iterator[RequestOutput]:
         """Two at a time, the second first: results out of order."""
         waiting = iter(requests)
-        while pair := list(itertools.islice(waiting, 2)):
+        while True:
+            pair = []
+            for request in itertools.islice(waiting, 2):
+                if self.tokenizer.decode(request[1]).endswith("refuse<a>"):
+                    raise UsageError("refused")
+                pair.append(request)
+            if not pair:
+                return
             for request_id, ids, params in reversed(pair):
                 yield list(self._run(request_id, ids, params))[-1]
 
@@ -174,7 +181,7 @@ class LLM:
             return "line after line\n" * 60, 0.0, None, "stop"
         if word == "fail":
             return "half an answ", 0.0, "NaN logits", "error"
-        if word == "hold":
+        if word == "hold" and not os.environ.get("FAKE_HOLDS_NOT"):
             time.sleep(30)
         if word == "params":
             return repr(params), 0.0, None, "stop"

@@ -74,7 +74,8 @@ def test_prompts_go_through_the_template_or_raw(tmp_path: Path) -> None:
 
 
 SAMPLING_FLAGS = (
-    "-n 5000 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical 0.8 -s 42 --repeat-penalty 1.1 --presence-penalty 0.2"
+    "-n 5000 --temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical 0.8 -s 42 --repeat-penalty 1.1"
+    " --presence-penalty 0.2"
     " --frequency-penalty 0.3 --repeat-last-n 64 --dry-multiplier 0.8 --dry-base 1.5 --dry-allowed-length 3"
     " --dry-penalty-last-n 100 --dry-sequence-breaker \\n --dry-sequence-breaker ; --xtc-probability 0.5"
     " --xtc-threshold 0.2 -l 5+1 -l 6-2.5 --ignore-eos --stop END --stop \\n\\n --bad-word no --min-tokens 2 -N 2"
@@ -99,7 +100,8 @@ def test_every_engine_flag_arrives(tmp_path: Path) -> None:
     flags = "-c 2k -b 256 -t 3 --kv-cache 8M --dtype bfloat16 --device cpu --deterministic --offline --revision r"
     result = nanovllm(tmp_path, "run", "-q", "tiny", *flags.split(), "--chat-template", "chatml", "config")
     for words in (
-        "dtype='bfloat16'", "device='cpu'", "max_model_len=2000", "kv_cache_bytes=8388608", "max_num_batched_tokens=256",
+        "dtype='bfloat16'", "device='cpu'", "max_model_len=2000", "kv_cache_bytes=8388608",
+        "max_num_batched_tokens=256",
         "threads=3", "deterministic=True", "'revision': 'r'", "<|im_start|>",
     ):  # fmt: skip
         assert words in result.out
@@ -225,13 +227,16 @@ def test_logs_go_to_their_file(tmp_path: Path) -> None:
 
 
 def test_help_imports_no_torch_and_no_rich(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom nanovllm_cli.cli.app import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: code = end.code\n"
-        "heavy = {'torch', 'numpy', 'numba', 'rich', 'transformers', 'huggingface_hub', 'jinja2'} & set(sys.modules)\n"
-        "print(code, sorted(heavy), file=sys.stderr)\n"
-    )
+    program = """if True:
+        import os, sys
+        from nanovllm_cli.cli.app import main
+        def leave(code, really=os._exit):
+            heavy = {"torch", "numpy", "numba", "rich", "transformers", "huggingface_hub", "jinja2"} & set(sys.modules)
+            print(code, sorted(heavy), file=sys.stderr, flush=True)
+            really(code)
+        os._exit = leave
+        main(sys.argv[1:])
+    """
     for args in (["--help"], ["run", "--help"], ["--version"], ["run", "--version"]):
         done = subprocess.run(
             [sys.executable, "-c", program, *args],

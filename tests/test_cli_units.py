@@ -235,7 +235,7 @@ def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(AccessRefusedError, match="cannot read secret.txt: Permission denied"):
+    with pytest.raises(AccessRefusedError, match=r"cannot read secret\.txt: Permission denied"):
         read_file("secret.txt")
 
 

@@ -142,8 +142,8 @@ class TextPrinter:
 
     def _put(self, text: str) -> None:
         if text:
-            self._write(text)
             self._last = text[-1]
+            self._write(text)
 
     def _end_line(self) -> None:
         if self._last != "\n":

@@ -11,14 +11,15 @@ Nothing heavy is imported at the top: a signal in the first milliseconds must al
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
+
+from nanovllm_cli.cli import signals
 
 if TYPE_CHECKING:
     import typer
@@ -26,22 +27,12 @@ if TYPE_CHECKING:
 PROGRAM = "nanovllm"
 
 
-class Terminated(BaseException):
-    """A signal asks for the end: unwinds like Ctrl-C does."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
-
-
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """The `nanovllm` command. Never returns, never shows a traceback unless asked to."""
     words = list(sys.argv[1:] if args is None else args)
     code = 1
     try:
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) == signal.SIG_DFL:
-                signal.signal(signum, _terminate)
+        signals.install()
         from nanovllm_cli.cli.output import ReaderGone, console
 
         try:
@@ -49,18 +40,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             code = _invoke(words)
         except ReaderGone:
             code = 0
-        except (KeyboardInterrupt, Terminated):
+        except (KeyboardInterrupt, signals.Terminated):
             raise
         except BrokenPipeError as error:
             code = 0 if _reader_gone() else _explain(error, words)
         except BaseException as error:
+            signals.check()  # what an interrupt broke is no error
             code = _explain(error, words)
         finally:
             with contextlib.suppress(Exception, ReaderGone):
                 console().end_answer()
     except KeyboardInterrupt:
         code = 130
-    except Terminated as stop:
+    except signals.Terminated as stop:
         code = 128 + stop.signum
     except BaseException:
         pass  # the streams failed while the failure was told: there is nobody left to tell
@@ -151,18 +143,13 @@ def _debugs(words: list[str]) -> bool:
     return "--debug" in options or os.environ.get("NANOVLLM_DEBUG", "").lower() in ("1", "true", "yes", "on", "t", "y")
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
-    raise Terminated(signum)
-
-
 def _leave(code: int) -> NoReturn:
-    """Ends the process with `code`, whatever is still in the buffers of streams that have gone."""
+    """Ends the process with `code`: what is registered for the end runs, but nothing is taken apart (that costs a
+    second with torch, and the system does it anyway)."""
+    signals.restore()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except (OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-    sys.exit(code)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)

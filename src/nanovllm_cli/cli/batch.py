@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from nanovllm_cli.cli import records
+from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
 from nanovllm_cli.cli.model import Loaded, Prompting, checked_messages
 from nanovllm_cli.cli.output import Console
@@ -84,7 +84,12 @@ def run_batch(
     loaded: Loaded, prompting: Prompting, options: BatchOptions, lines: list[Line], results: Results, screen: Console
 ) -> None:
     """Runs what has no result yet. Raises RequestError at the end if a line failed."""
-    _Run(loaded, prompting, options, results, screen).run(lines)
+    try:
+        _Run(loaded, prompting, options, results, screen).run(lines)
+    except BaseException:
+        if kept_in := results.kept_in:
+            screen.say(f"finished results are kept in {kept_in}; the same command goes on from there")
+        raise
 
 
 class _Run:
@@ -114,6 +119,7 @@ class _Run:
         while True:
             try:
                 for output in self.llm.generate_iter(self._requests(lines, keys)):
+                    signals.check()
                     self._finish(output)
                 break
             except (UsageError, DoesNotFitError) as failure:

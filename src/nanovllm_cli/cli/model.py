@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked, decode, read_file
 from nanovllm_cli.cli.options import Choice, ModelOptions
@@ -38,8 +39,9 @@ def load(name: str, options: ModelOptions, config: EngineConfig, console: Consol
     console.announce(f"loading {name}")
     began = time.monotonic()
     template = chat_template(options.chat_template)
-    from nanovllm_cli.llm import LLM
-
+    with signals.insisting():
+        from nanovllm_cli.llm import LLM
+    signals.check()
     llm = LLM(
         name,
         config=config,
@@ -48,6 +50,7 @@ def load(name: str, options: ModelOptions, config: EngineConfig, console: Consol
         chat_template=template,
         progress=ProgressLine(console),
     )
+    signals.check()
     console.say(f"{name}: {llm.resolved}", "dim")
     return Loaded(llm, time.monotonic() - began)
 

@@ -64,6 +64,7 @@ class Stream:
             if self.required:
                 raise OutputError(f"{self.name} is closed")
             return
+        self.at_line_start = text.endswith("\n")  # before writing: a signal may come right behind it
         try:
             self._file.write(text)
             self._file.flush()
@@ -76,8 +77,6 @@ class Stream:
             if self.required:
                 reason = failure.strerror if isinstance(failure, OSError) else str(failure)
                 raise OutputError(f"cannot write to {self.name}: {reason}") from failure
-        else:
-            self.at_line_start = text.endswith("\n")
 
     def width(self) -> int:
         """Columns of the terminal; 80 where there is none."""
@@ -191,9 +190,10 @@ class Console:
                 self._write(stream, "\n")
 
     def _write(self, stream: Stream, text: str) -> None:
+        if text:
+            self._last = stream
+            self._note_line_start(text.endswith("\n"))
         stream.write(text)
-        self._last = stream
-        self._note_line_start(stream.at_line_start)
 
     def _note_line_start(self, at_line_start: bool) -> None:
         for stream in (self.out, self.err) if self._one_screen else (self._last,):

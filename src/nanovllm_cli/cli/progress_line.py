@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.progress import Unit
 
@@ -28,11 +29,13 @@ class ProgressLine:
         self._began = self._drawn = 0.0
 
     def stage(self, name: str, total: int | None, unit: Unit) -> None:
+        signals.check()
         self._name, self._total, self._unit, self._count = name, total, unit, 0
         self._began = self._drawn = time.monotonic()
         self._console.announce(self._render(self._began))
 
     def advance(self, n: int) -> None:
+        signals.check()
         self._count += n
         now = time.monotonic()
         if now - self._drawn >= _REDRAW_SECONDS:

@@ -32,6 +32,7 @@ class Results:
         self._write: Callable[[str], None] | None = write
         self._file: WholeFile | None = None
         self._journal: int | None = None
+        self._finished = False
         if path is None:
             return
         if is_special(path):
@@ -68,6 +69,11 @@ class Results:
                     )
         return kept
 
+    @property
+    def kept_in(self) -> Path | None:
+        """Where an interrupted batch leaves its results, while it has not come to its end."""
+        return self._journal_path if self._journal is not None and not self._finished else None
+
     def has(self, position: int) -> bool:
         return self._lines[position] is not None
 
@@ -92,6 +98,7 @@ class Results:
                 if line is not None:
                     file.write(line + "\n")
             file.commit()
+        self._finished = True
         with contextlib.suppress(OSError):
             self._journal_path.unlink()
 

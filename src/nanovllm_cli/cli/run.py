@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from nanovllm_cli.cli import answer as answers
-from nanovllm_cli.cli import batch, history, inputs, log
+from nanovllm_cli.cli import batch, history, inputs, log, signals
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, expand, option
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.model import Loaded, Prompting, continued, load, template_kwargs
@@ -272,6 +272,7 @@ def _answer(
         steps = cast("Generator[RequestOutput, None, None]", llm.stream(turn.ids, params))
         with contextlib.closing(steps):
             for output in steps:
+                signals.check()
                 status.show(output)
                 printer.step(transcript.add(output))
     finally:
