@@ -200,6 +200,36 @@ def test_broken_files_are_typed_errors(tmp_path: Path, name: str, content: str) 
         Tokenizer.from_folder(tmp_path)
 
 
+def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 6), ("</s>", 7)])
+    folder_with(tmp_path, backend, bos_token="<s>")
+    whole, generator = (tmp_path / "tokenizer.json").read_bytes(), random.Random(5)
+    values: list[Any] = [None, True, -1, 10**12, 1.5, "", "a", [], {}, ["a"], {"a": 1}, "<s>", 7]
+    loaded = 0
+    for turn in range(400):
+        content: Any = json.loads(whole)
+        node, depth = content, generator.randint(1, 5)
+        for _ in range(depth):
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            if not keys:
+                break
+            key = generator.choice(keys)
+            if not isinstance(node[key], dict | list) or turn % 7 == 0:
+                node[key] = generator.choice(values)
+                break
+            node = node[key]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with contextlib.suppress(CheckpointError):
+            tokenizer = Tokenizer.from_folder(tmp_path)
+            tokenizer.encode("ab <s>c")
+            tokenizer.encode("ab <s>", parse_special=False)
+            tokenizer.decode(range(12))
+            loaded += 1
+    assert 50 < loaded < 400
+
+
 def test_wrongly_typed_roles_are_no_roles(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, byte_level(), eos_token=5, bos_token=["a"], chat_template=7, extra_special_tokens={})
     tokenizer = Tokenizer.from_folder(folder)

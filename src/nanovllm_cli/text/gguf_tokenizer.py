@@ -18,7 +18,7 @@ from tokenizers import Regex as TokenizerRegex
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
-from nanovllm_cli.text.vocabulary import END_TOKENS, SPACE_MARK, TokenizerParts, guard_build
+from nanovllm_cli.text.vocabulary import END_TOKENS, SPACE_MARK, TokenizerParts, guard_library
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -37,7 +37,7 @@ def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             else "the GGUF file has no tokenizer (tokenizer.ggml.model is missing)",
             "use the model's original folder with its tokenizer.json",
         )
-    with guard_build(f"the GGUF {model} vocabulary"):
+    with guard_library(f"the GGUF {model} vocabulary"):
         parts = builders[model](fields)
         _add_special(parts.backend, fields)
     declared = (parts.eos_id, fields.token_id("eot_token_id"), fields.token_id("eom_token_id"))

@@ -17,8 +17,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, looks_like_control
+from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, guard_library, looks_like_control
 
 
 class Tokenizer:
@@ -45,6 +45,9 @@ class Tokenizer:
             for text, token_id in named.items()
             if token_id in self.special_ids or token_id in ends or looks_like_control(text)
         }
+        # Unguessable names by which `_plain` knows the control tokens.
+        nonce = secrets.token_hex(12)
+        self._aliases = {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self._control)}
         self.chat_templates: dict[str, str] = dict(parts.chat_templates)
 
     @classmethod
@@ -83,12 +86,13 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode` of every text, in parallel."""
         backend = self._backend if parse_special else self._plain
-        try:
-            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            for text in texts:
-                _check_text(text)
-            raise
+        with guard_library("the tokenizer"):
+            try:
+                encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            except TypeError:
+                for text in texts:
+                    _check_text(text)
+                raise
         prefix, suffix = (self._prefix_ids, self._suffix_ids) if add_special_tokens else ([], [])
         return [[*prefix, *encoding.ids, *suffix] for encoding in encoded]
 
@@ -165,12 +169,6 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
-    def _aliases(self) -> dict[str, str]:
-        """Unguessable names by which `_plain` knows the control tokens."""
-        nonce = secrets.token_hex(12)
-        return {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self._control)}
-
-    @cached_property
     def _id_of_alias(self) -> dict[int, int]:
         ids = {}
         for text, alias in self._aliases.items():
@@ -190,8 +188,8 @@ class Tokenizer:
         plain.encode_special_tokens = True  # leaves tokens flagged special as text
         control = set(self._control.values())
         plain.add_tokens([_like(token, token.content, token_id in control) for token_id, token in self._added.items()])
-        for token_id, token in self._added.items():
-            assert plain.token_to_id(token.content) == token_id, "added tokens keep their ids"
+        if any(plain.token_to_id(token.content) != token_id for token_id, token in self._added.items()):
+            raise CheckpointError("the added tokens of the tokenizer contradict its vocabulary")
         plain.add_tokens(
             [_like(self._added[self._control[text]], alias, False) for text, alias in self._aliases.items()]
         )
@@ -211,11 +209,12 @@ def _like(token: AddedToken, content: str, special: bool) -> AddedToken:
 
 
 def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    try:
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-    except TypeError:
-        _check_text(text)
-        raise
+    with guard_library("the tokenizer"):
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            _check_text(text)
+            raise
     return ids
 
 

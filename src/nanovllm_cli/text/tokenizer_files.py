@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
-from nanovllm_cli.text.vocabulary import SPACE_MARK, TokenizerParts, guard_build
+from nanovllm_cli.text.vocabulary import SPACE_MARK, TokenizerParts, guard_library
 
 MAX_VOCABULARY_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 32 << 20
@@ -35,7 +35,7 @@ def load_folder(folder: Path) -> TokenizerParts:
     roles = {**_read_object(folder / "special_tokens_map.json"), **config}
     parts = _vocabulary(folder, config)
     backend = parts.backend
-    with guard_build("the added tokens of the tokenizer"):
+    with guard_library("the added tokens of the tokenizer"):
         _add_listed(backend, config, _read_object(folder / "added_tokens.json"))
         _add_roles(backend, roles)
     for role in ("bos", "eos", "pad", "unk"):
@@ -52,15 +52,15 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
     fast, pieces, vocab = folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"
     if fast.is_file():
         text = _read_text(fast, MAX_VOCABULARY_BYTES)
-        with guard_build(fast.name):
+        with guard_library(fast.name):
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
-        before, after = _ids_around(backend)
+            before, after = _ids_around(backend)
         return TokenizerParts(backend, prefix_ids=before, suffix_ids=after)
     if pieces.is_file():
         vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
-        with guard_build(pieces.name):
+        with guard_library(pieces.name):
             return _from_pieces(vocabulary, config)
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, config)
@@ -98,7 +98,7 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
     if not all(len(pair) == 2 for pair in merges):
         raise CheckpointError(f"{folder.name}/merges.txt holds a line that is not a pair")
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
-    with guard_build("vocab.json with merges.txt"):
+    with guard_library("vocab.json with merges.txt"):
         backend = tokenizers.Tokenizer(models.BPE(vocab, merges))  # type: ignore[arg-type]
         if rule.nfc:
             backend.normalizer = normalizers.NFC()
@@ -109,12 +109,12 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
 
 def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the backend's post-processor puts before and after a text, read off an example."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    own = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
-    if not own:
-        own = [len(encoding.ids)]
-        return tuple(encoding.ids), ()
-    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+    for example in ("a", "1", ".", "\n", *filter(None, map(backend.id_to_token, range(8)))):
+        encoding = backend.encode(example, add_special_tokens=True)
+        own = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
+        if own:
+            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+    return (), ()
 
 
 def _surround(parts: TokenizerParts, config: dict[str, Any]) -> None:

@@ -72,8 +72,8 @@ def looks_like_control(text: str) -> bool:
 
 
 @contextmanager
-def guard_build(what: str) -> Iterator[None]:
-    """Whatever the tokenizer library raises while it builds from a model's files is that model's broken file.
+def guard_library(what: str) -> Iterator[None]:
+    """Whatever the tokenizer library raises over what a model's files made of it is that model's broken file.
 
     Its panics do not derive from Exception.
     """
