@@ -41,7 +41,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 @cache
-def qwen2(folder: Path = Path("/nonexistent")) -> Tokenizer:
+def qwen2(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 

@@ -92,7 +92,7 @@ def bounded_memory() -> "object":
     """Whatever slips through fails here instead of taking the machine along."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
-    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

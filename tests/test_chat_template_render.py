@@ -62,6 +62,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "thinking in the text": [user("Hi"), assistant("<think>\nhm\n</think>\n\nHello!"), user("More")],
     "thinking apart": [user("Hi"), assistant("Hello!", reasoning_content="hm"), user("More")],
     "thinking under another name": [user("Hi"), assistant("Hello!", thinking="hm")],
+    "thinking last": [user("Hi"), assistant("Hello!", reasoning_content="hm")],
     "answer last": [user("Hi"), assistant("Hello!")],
     "tool": [user("Weather?"), assistant("", tool_calls=[CALL]), tool("sunny")],
     "tool, then an answer": [

@@ -65,8 +65,24 @@ def test_tokens_of_each_type_are_read_only_where_they_should_be() -> None:
     assert end in tokenizer.encode("a<|im_end|>")
     assert end not in tokenizer.encode("a<|im_end|>", parse_special=False)
     assert think in tokenizer.encode("a<think>", parse_special=False)  # user-defined, not control
-    assert 3 + 0x0A not in tokenizer.encode("<0x0A>")  # the spelling of a byte token is not the byte
     assert tokenizer.decode([end, think]) == "<think>"
+
+
+def test_text_that_spells_a_byte_or_control_token_is_not_that_token() -> None:
+    spelled = ["<", "0", "x", "A", ">", "<0", "x0", "A>", "<0x0", "s", "/", "</", "s>"]
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *spelled]
+    fields = spm_metadata(
+        tokens=tokens,
+        scores=[0.0] * 259 + [float(-position) for position in range(len(spelled))],
+        token_type=[2, 3, 3, *[6] * 256, *[1] * len(spelled)],
+        add_space_prefix=False,
+        add_bos_token=False,
+    )
+    tokenizer = Tokenizer.from_gguf(fields)
+    for text, parts in (("<0x0A>", ["<0x0", "A>"]), ("</s>", ["</", "s>"])):
+        ids = tokenizer.encode(text, parse_special=False)
+        assert [tokenizer.id_to_token(i) for i in ids] == parts
+        assert tokenizer.decode(ids) == text
 
 
 def test_phi3_by_name_swallows_space_after_control_tokens() -> None:
