@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.gguf import GGUFFile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TOKENIZERS = DATA / "tokenizers"
@@ -21,10 +22,10 @@ GGUF_NAMES = ("deepseek-llm", "falcon", "gpt-2", "llama-spm", "phi-3")
 
 @cache
 def metadata(path: Path) -> dict[str, Any]:
-    import gguf
-
-    fields = gguf.GGUFReader(path).fields
-    return {key: field.contents() for key, field in fields.items() if key.startswith(("tokenizer.", "general."))}
+    file = GGUFFile(path)
+    fields = dict(file.metadata)
+    file.close()
+    return fields
 
 
 @cache
