@@ -77,7 +77,6 @@ class PrefixCache:
                 if rival is not None:
                     self.forget(rival.block)
                     ousted.append(rival.block)
-                self.forget(block)
                 entry = Entry(self._next_uid, parent_uid, digest, self._tokens(sequence, index), sequence.salt, block)
                 self._next_uid += 1
                 self._by_digest[digest] = self._by_block[block] = entry
