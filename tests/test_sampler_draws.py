@@ -124,6 +124,39 @@ def test_the_nucleus_of_a_large_row_is_that_of_a_full_sort(scale: float, top_p: 
     assert np.array_equal(kept, np.sort(ranked[:count]))
 
 
+@pytest.mark.parametrize("size", [1, 1000, 1024, 1025, 5000])
+def test_as_many_entries_are_kept_as_their_weights_need(size: int) -> None:
+    keys = np.random.default_rng(0).permutation(size).astype(np.float32)
+    for target in {1, 2, size // 4, size // 2, size // 2 + 1, size - 1, size} - {0}:
+        kept = sampling._first_until(keys, np.ones(size, dtype=np.int64), target)
+        assert np.array_equal(kept, keys >= size - target)
+    assert sampling._first_until(keys, np.ones(size, dtype=np.int64), 0).sum() == 1
+    assert [sampling._share(0.3, 5), sampling._share(0.5, 4), sampling._share(0.0, 5)] == [2, 2, 0]
+
+
+def test_a_draw_at_the_border_of_two_tokens_takes_the_second() -> None:
+    for size in (2, 2 * sampling._BLOCK, 4 * sampling._BLOCK):
+        even = np.zeros(size, dtype=np.float32)
+        for params in (SamplingParams(), SamplingParams(min_p=0.5), SamplingParams(top_p=1 - 2**-50)):
+            assert draw_token(even, params, 0.5, False) == size // 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(total=st.integers(1, 2**62))
+def test_no_number_aims_past_the_last_token(total: int) -> None:
+    assert sampling._aim(0.0, total) == 0
+    assert max(0, total - 2048) <= sampling._aim(1 - 2**-53, total) < total
+    assert sampling._aim(1 - 2**-53, 2**55 + 7) < 2**55 + 7
+
+
+def test_a_draw_at_the_border_of_two_blocks_skips_what_weighs_nothing() -> None:
+    block = sampling._BLOCK
+    logits = np.zeros(3 * block, dtype=np.float32)
+    logits[block : block + block // 2] = -np.inf
+    logits[-block // 2 :] = -np.inf
+    assert draw_token(logits, SamplingParams(), 0.5, False) == block + block // 2
+
+
 @pytest.mark.parametrize("count", [1, 2, 20, 64, 1000, 4999, 5000, 9000])
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "ascending", "mostly banned"])
 def test_the_most_likely_are_those_of_a_full_sort(count: int, kind: str) -> None:
@@ -213,6 +246,7 @@ def test_order_typical_comes_before_top_p_and_xtc_last() -> None:
         ([0.5, 0.3, 0.15, 0.05], 0.01, [3]),
         ([0.24, 0.26, 0.24, 0.26], 0.1, [2]),
         ([1.0], 0.1, [0]),
+        ([0.25, 0.25, 0.25, 0.25], 0.25, [3]),
     ],
 )
 def test_xtc_leaves_the_least_likely_of_the_top_choices(

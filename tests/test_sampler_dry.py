@@ -90,6 +90,20 @@ def test_a_repetition_by_hand() -> None:
     assert penalties_of(DryHistory([0, 1, 2, 3, 0, 1, 2], params, make_breakers([[3]]))) == {}
 
 
+def test_of_overlapping_breakers_the_one_that_starts_last_counts() -> None:
+    params = SamplingParams(dry_multiplier=1.0, dry_allowed_length=1)
+    breakers, tokens = [[0, 1, 2], [1]], [2, 3, 0, 1, 2]
+    assert literal(tokens, params, breakers) == {3: 1.0}
+    assert penalties_of(DryHistory(tokens, params, make_breakers(breakers))) == {3: 1.0}
+
+
+def test_a_breaker_that_begins_before_the_window_is_none() -> None:
+    params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=1, dry_penalty_last_n=4)
+    breakers, tokens = [[0, 1, 1]], [0, 1, 1, 1, 1]
+    assert literal(tokens, params, breakers) == {1: 4.0}
+    assert penalties_of(DryHistory(tokens, params, make_breakers(breakers))) == {1: 4.0}
+
+
 def test_a_very_long_repetition_stays_finite_and_cheap() -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=1.75)
     history = DryHistory([1] * 20_000, params, make_breakers([]))
