@@ -228,6 +228,15 @@ def test_what_was_drawn_counts_for_the_next_draw_and_is_forgotten_with_the_seque
         sampler.sample([0], logits)
 
 
+def test_a_sequence_registered_again_begins_anew() -> None:
+    sampler = make_sampler()
+    params = SamplingParams(temperature=0, presence_penalty=1.0)
+    logits = torch.zeros(1, VOCAB)
+    for _ in range(2):
+        sampler.add(new_sequence(0, params))
+        assert [sampler.sample([0], logits)[0].token_ids for _ in range(3)] == [[0], [1], [2]]
+
+
 def test_greedy_takes_the_lowest_of_equal_ids_on_the_fast_path_and_off_it() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, [50, 70, 200]] = 4.0

@@ -77,9 +77,12 @@ class Sampler:
         self._row = np.empty(vocab_size, dtype=np.float32)
 
     def add(self, new: NewSequence) -> None:
-        """Register a sequence. Asking for what can't be had (an id outside the vocabulary, bad_words without a
-        tokenizer) is reported by its draw, not here, so that a step goes on with the others."""
-        assert new.seq_id not in self._states, f"sequence {new.seq_id} is already registered"
+        """Register a sequence; again, from its start, where a step that failed is repeated.
+
+        Asking for what can't be had (an id outside the vocabulary, bad_words without a tokenizer) is reported by its
+        draw, not here, so that a step goes on with the others.
+        """
+        self.remove(new.seq_id)
         try:
             self._states[new.seq_id] = self._state(new)
         except Exception as error:

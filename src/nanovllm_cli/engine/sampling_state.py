@@ -1,8 +1,8 @@
 """What one sequence's next draw depends on beside the model's logits: its parameters, and the tokens so far.
 
 `adjust` changes a row of logits in place, in vLLM's order: allowed ids, bad words, min_tokens, logit_bias, penalties;
-DRY comes last, as behind llama.cpp's penalties. What it costs grows with what a request asks for, never with the
-vocabulary times anything.
+DRY comes last, as behind llama.cpp's penalties. What it costs grows with what a request asks for and with its
+length, not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ BadWord = tuple[int, ...]
 
 
 class SequenceState:
-    """One registered sequence. bad_words: token sequences that must not be completed. dry_breakers: None without
-    DRY."""
+    """One registered sequence.
+
+    bad_words: token sequences that must not be completed. dry_breakers: None without DRY.
+    """
 
     def __init__(
         self, new: NewSequence, vocab_size: int, bad_words: Sequence[BadWord], dry_breakers: DryBreakers | None

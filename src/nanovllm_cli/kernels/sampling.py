@@ -257,7 +257,8 @@ def _share(share: float, total: int) -> int:
 
 
 def _aim(uniform: float, total: int) -> int:
-    return min(int(uniform * total), total - 1)
+    """Below total, also after rounding: 1 - 2**-53 times any float is a smaller float."""
+    return int(uniform * total)
 
 
 def _weights(gaps: Logits) -> Weights:
