@@ -17,14 +17,9 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from nanovllm_cli.cli import signals
-
-if TYPE_CHECKING:
-    import typer
-
-PROGRAM = "nanovllm"
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -59,41 +54,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     _leave(code)
 
 
-def build() -> typer.Typer:
-    """The Typer application with all commands: for `main`, for the manual pages, for completions."""
-    import typer
-
-    from nanovllm_cli.cli import run
-    from nanovllm_cli.cli.command import Command, Group
-    from nanovllm_cli.cli.options import print_version
-
-    app = typer.Typer(
-        name=PROGRAM,
-        cls=Group,
-        help="Run language models on this machine.",
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        suggest_commands=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-        epilog='Try: nanovllm run tiny "Once upon a time"',
-    )
-
-    @app.callback()
-    def program(
-        version: bool = typer.Option(
-            False, "--version", help="The version, and nothing else.", callback=print_version, is_eager=True
-        ),
-    ) -> None:
-        pass
-
-    run.register(app, cls=Command)
-    return app
-
-
 def _invoke(words: list[str]) -> int:
     import typer
     from typer.main import get_command
+
+    from nanovllm_cli.cli.program import PROGRAM, build
 
     command = get_command(build())
     if os.environ.get(f"_{PROGRAM.upper()}_COMPLETE"):

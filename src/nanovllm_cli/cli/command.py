@@ -119,7 +119,20 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The program itself. Its help needs no sections: Typer's plain one is right."""
+    """The program itself. Where a command is named at once, the program's own options are left alone: to convert the
+    values that they do not have, Typer would import all of pydantic."""
+
+    _is_passed_by = False
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [] if self._is_passed_by else super().get_params(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._is_passed_by = bool(args) and args[0] in self.commands
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self._is_passed_by = False
 
 
 class NoSuchFlag(typer.TyperException):

@@ -15,6 +15,8 @@ PACKAGE = "nanovllm_cli"
 
 def configure(options: MessageOptions, console: Console) -> None:
     """Sets up logging for this process. Raises OutputError for a log file that cannot be written."""
+    if options.quiet:
+        console.status("")
     console.quiet = options.quiet
     own = {0: logging.WARNING, 1: logging.INFO}.get(options.verbose, logging.DEBUG)
     root = logging.getLogger()

@@ -1,5 +1,13 @@
-"""The shapes of `--json`, `--jsonl` and `--batch`, and the statistics of a run. Described for users in `run`'s manual
-page."""
+"""The shapes of `--json`, `--jsonl` and `--batch`, and the statistics of a run.
+
+--json     {"model", "answers": [answer, …], "usage", "statistics"}
+--jsonl    {"event": "token", "index", "text", "token_ids"} for each step,
+           then {"event": "end"} with what --json has but for texts
+--batch    {"id", "line", "model", "answers", "usage", "key"},
+           or {"id", "line", "error": {"type", "message"}, "key"}
+answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
+           and "reasoning", "logprobs" where there are any
+"""
 
 from __future__ import annotations
 

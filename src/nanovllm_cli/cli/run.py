@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from nanovllm_cli.cli import answer as answers
-from nanovllm_cli.cli import batch, history, inputs, log, signals
-from nanovllm_cli.cli.command import OUTPUT, PROMPT, expand, option
+from nanovllm_cli.cli import history, inputs, log, signals
+from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.model import Loaded, Prompting, continued, load, template_kwargs
 from nanovllm_cli.cli.options import (
-    Choice,
     EngineOptions,
     MessageOptions,
     ModelOptions,
@@ -28,6 +27,7 @@ from nanovllm_cli.cli.options import (
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.records import Statistics
+from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import RequestError, UsageError
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from nanovllm_cli.engine.outputs import RequestOutput
+    from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
@@ -42,105 +43,6 @@ _PREFILL_WORTH_SHOWING = 256
 _STATUS_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
-    """What is asked."""
-
-    prompt: Annotated[
-        str | None,
-        option(
-            "-p",
-            "--prompt",
-            help="The prompt, as the arguments after MODEL.",
-            panel=PROMPT,
-            metavar="TEXT",
-            envvar=None,
-        ),
-    ] = None
-    file: Annotated[
-        list[str] | None,
-        option(
-            "-f", "--file", help="Text from a file, before the arguments; - is standard input. Repeatable.",
-            panel=PROMPT, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    system_prompt: Annotated[
-        str | None,
-        option("-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"),
-    ] = None
-    continue_last: Annotated[
-        bool,
-        option(
-            "--continue",
-            help="Go on from the last run: with a new prompt as its next turn, without one with its answer.",
-            panel=PROMPT, envvar=None,
-        ),
-    ] = False  # fmt: skip
-    raw: Annotated[bool, option("--raw", help="The prompt as it is, without the chat template.", panel=PROMPT)] = False
-    think: Annotated[
-        Choice | None,
-        option("--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT),
-    ] = None
-    chat_template_kwargs: Annotated[
-        str | None,
-        option("--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"),
-    ] = None
-    batch: Annotated[
-        str | None,
-        option(
-            "--batch",
-            help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
-            panel=PROMPT, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """What is said, and where."""
-
-    output: Annotated[
-        str | None,
-        option(
-            "-o",
-            "--output",
-            help="Write the answer to a file, whole or not at all.",
-            panel=OUTPUT,
-            metavar="FILE",
-            envvar=None,
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool,
-        option(
-            "--overwrite",
-            help="Let --batch replace results of other prompts or settings in -o.",
-            panel=OUTPUT,
-            envvar=None,
-        ),
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object instead of text.", panel=OUTPUT)] = False
-    jsonl: Annotated[
-        bool, option("--jsonl", help="A JSON line for each step, then one with statistics.", panel=OUTPUT)
-    ] = False
-    extract: Annotated[
-        bool, option("-x", "--extract", help="Only the first code block of the answer.", panel=OUTPUT)
-    ] = False
-    reasoning: Annotated[
-        answers.ReasoningChoice,
-        option("--reasoning", help="A model's reasoning on stderr; auto: on a terminal. [auto]", panel=OUTPUT),
-    ] = "auto"
-    stats: Annotated[
-        bool | None,
-        option(
-            "--stats/--no-stats",
-            help="A line of statistics on stderr. [unless --quiet, --json or --jsonl]",
-            panel=OUTPUT,
-        ),
-    ] = None
-    no_save: Annotated[bool, option("--no-save", help="Keep nothing for --continue.", panel=OUTPUT)] = False
 
 
 @expand
@@ -171,50 +73,105 @@ def run(
     name, spoken = _name_and_words(model, model_word, words or [])
     if isinstance(ctx.obj, Settings):
         name = ctx.obj.resolve(name)
-    refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=prompt.batch is not None)
-    refuse_both(batch=prompt.batch is not None, continue_=prompt.continue_last)
     given = sampling.given()
-    if sampling.logprobs is not None and not (output.json or output.jsonl or prompt.batch):
-        raise UsageError("--logprobs has no place in plain text", "add --json, --jsonl or --batch")
-    if output.overwrite and not (prompt.batch and output.output):
-        raise UsageError("--overwrite has no meaning without --batch and -o")
-    kwargs = template_kwargs(prompt.chat_template_kwargs)
-    system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
+    _refuse_contradictions(prompt, output, sampling)
+    asked = _Asked(
+        name=name,
+        words=[*([prompt.prompt] if prompt.prompt is not None else []), *spoken],
+        given=given,
+        system=None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt"),
+        kwargs=template_kwargs(prompt.chat_template_kwargs),
+        path=_path(output.output),
+    )
     if prompt.batch is not None:
-        if spoken or prompt.prompt is not None or prompt.file:
-            raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
-        options = batch.BatchOptions(
-            source=prompt.batch,
-            output=_path(output.output),
-            overwrite=output.overwrite,
-            keeps_reasoning=output.reasoning != "hide",
-            stats=output.stats,
-            given=given,
-            settings={"raw": prompt.raw, "system": system, "think": prompt.think, "kwargs": kwargs},
-        )
-        lines = batch.read_lines(prompt.batch, screen)
-        with batch.open_results(options, lines, screen) as results:
-            loaded = load(name, model, engine.config(model), screen)
-            with contextlib.closing(loaded.llm):
-                prompting = Prompting(loaded.llm, prompt.raw, system, prompt.think, kwargs)
-                batch.run_batch(loaded, prompting, options, lines, results, screen)
-        return
-    config = engine.config(model, max_num_seqs=given.get("n"))
+        _run_batch(prompt.batch, asked, model, prompt, engine, output, screen)
+    else:
+        _run_one(asked, model, prompt, engine, output, screen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the options come to, once they are checked. given: fields of SamplingParams."""
+
+    name: str
+    words: list[str]
+    given: dict[str, Any]
+    system: str | None
+    kwargs: dict[str, Any]
+    path: Path | None
+
+    def prompting(self, llm: LLM, prompt: PromptOptions) -> Prompting:
+        return Prompting(llm, prompt.raw, self.system, prompt.think, self.kwargs)
+
+
+def _run_one(
+    asked: _Asked,
+    model: ModelOptions,
+    prompt: PromptOptions,
+    engine: EngineOptions,
+    output: OutputOptions,
+    screen: Console,
+) -> None:
+    config = engine.config(model, max_num_seqs=asked.given.get("n", 1))
     last = history.load() if prompt.continue_last else None
-    texts = [*([prompt.prompt] if prompt.prompt is not None else []), *spoken]
-    text = inputs.assemble(texts, prompt.file or [], screen)
+    text = inputs.assemble(asked.words, prompt.file or [], screen)
     if not text and last is None:
         raise UsageError("there is no prompt", EXAMPLE)
     with contextlib.ExitStack() as stack:
-        path = _path(output.output)
-        file = stack.enter_context(WholeFile(path)) if path is not None else None
-        loaded = load(name, model, config, screen)
+        file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
+        loaded = load(asked.name, model, config, screen)
         stack.enter_context(contextlib.closing(loaded.llm))
-        prompting = Prompting(loaded.llm, prompt.raw, system, prompt.think, kwargs)
-        turn = _Turn(loaded, prompting, last, text)
-        params = dataclasses.replace(loaded.llm.default_params, **given)
+        turn = _Turn(loaded, asked.prompting(loaded.llm, prompt), last, text)
+        params = dataclasses.replace(loaded.llm.default_params, **asked.given)
         screen.status("reading the prompt")
-        _answer(turn, params, output, screen, file, saves=not output.no_save, told="max_tokens" in given)
+        _answer(turn, params, output, screen, file, saves=not output.no_save, told="max_tokens" in asked.given)
+
+
+def _run_batch(
+    source: str,
+    asked: _Asked,
+    model: ModelOptions,
+    prompt: PromptOptions,
+    engine: EngineOptions,
+    output: OutputOptions,
+    screen: Console,
+) -> None:
+    from nanovllm_cli.cli import batch
+
+    if asked.words or prompt.file:
+        raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
+    config = engine.config(model)
+    options = batch.BatchOptions(
+        source=source,
+        output=asked.path,
+        overwrite=output.overwrite,
+        keeps_reasoning=output.reasoning != "hide",
+        stats=output.stats,
+        given=asked.given,
+        settings={
+            "raw": prompt.raw,
+            "system": asked.system,
+            "think": prompt.think,
+            "kwargs": asked.kwargs,
+            "chat_template": model.chat_template,
+        },
+    )
+    lines = batch.read_lines(source, screen)
+    with batch.open_results(options, lines, screen) as results:
+        loaded = load(asked.name, model, config, screen)
+        with contextlib.closing(loaded.llm):
+            batch.run_batch(loaded, asked.prompting(loaded.llm, prompt), options, lines, results, screen)
+
+
+def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, sampling: SamplingOptions) -> None:
+    """Raises UsageError for options that cannot both have an effect, or none where they are."""
+    batched = prompt.batch is not None
+    refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=batched)
+    refuse_both(batch=batched, continue_=prompt.continue_last)
+    if sampling.logprobs is not None and not (output.json or output.jsonl or batched):
+        raise UsageError("--logprobs has no place in plain text", "add --json, --jsonl or --batch")
+    if output.overwrite and not (batched and output.output):
+        raise UsageError("--overwrite has no meaning without --batch and -o")
 
 
 class _Turn:
@@ -357,7 +314,3 @@ def _limit(params: SamplingParams, max_model_len: int) -> str:
     if params.max_tokens is not None:
         return f"the model's own limit is {params.max_tokens} tokens; -n raises it"
     return f"the context of {max_model_len} tokens is full"
-
-
-def register(app: typer.Typer, **settings: Any) -> None:
-    app.command("run", **settings)(run)

@@ -1,0 +1,38 @@
+"""The Typer application: all commands in one place, for `app.main`, for the manual pages and for completions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nanovllm_cli.cli import run
+from nanovllm_cli.cli.command import Command, Group
+from nanovllm_cli.cli.options import print_version
+
+PROGRAM = "nanovllm"
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        name=PROGRAM,
+        cls=Group,
+        help="Run language models on this machine.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        suggest_commands=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        epilog='Try: nanovllm run tiny "Once upon a time"',
+    )
+    app.callback()(_program)
+    app.command("run", cls=Command)(run.run)
+    return app
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="The version, and nothing else.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
