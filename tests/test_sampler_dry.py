@@ -166,6 +166,20 @@ def test_a_breaker_whose_bytes_are_split_over_tokens_is_found() -> None:
     assert found_breakers(["é"]) == ([], [(b"\xc3", b"\xa9")])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.text("ab", max_size=4), min_size=1, max_size=12, unique=True),
+    breaker=st.text("ab", min_size=1, max_size=4),
+)
+def test_the_tokens_found_are_those_that_a_look_at_each_finds(tokens: list[str], breaker: str) -> None:
+    spelled = [token.encode() for token in tokens]
+    found = BreakerVocabulary(len(tokens), lambda text: [], lambda: spelled).breakers([breaker])
+    expected = {i for i, token in enumerate(tokens) if breaker in token}
+    begins = [breaker[:size] for size in range(1, len(breaker))]  # with no tail to encode these break by themselves too
+    expected |= {i for i, token in enumerate(tokens) if any(token.endswith(begin) for begin in begins)}
+    assert set(np.flatnonzero(found.single).tolist()) == expected
+
+
 def test_tokens_past_the_vocabulary_are_left_out() -> None:
     assert found_breakers(["END"], 10) == ([], [(b"E", b"ND"), (b"xE", b"ND")])
 

@@ -40,7 +40,7 @@ INTS = {
     "prompt_logprobs": (0, 100),
 }
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-STRINGS = {"stop": (64, 1024), "bad_words": (256, 256), "dry_sequence_breakers": (32, 40)}
+STRINGS = {"stop": (64, 1024), "bad_words": (256, 256), "dry_sequence_breakers": (16, 40)}
 IDS = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
 

@@ -54,7 +54,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _STRING_LISTS: dict[str, tuple[int, int]] = {
     "stop": (64, 1024),
     "bad_words": (256, 256),
-    "dry_sequence_breakers": (32, 40),
+    "dry_sequence_breakers": (16, 40),
 }
 # Field -> most ids.
 _ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}

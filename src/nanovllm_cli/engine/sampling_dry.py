@@ -120,9 +120,9 @@ class BreakerVocabulary:
     ) -> None:
         self._vocab_size = vocab_size
         self._encode = encode
-        self._read_token_bytes = token_bytes
-        self._token_bytes: Sequence[bytes] = ()
-        self._by_last_byte: dict[int, list[int]] = defaultdict(list)
+        self._token_bytes = token_bytes
+        self._joined = b""
+        self._ends: Ids = np.zeros(0, dtype=np.int64)
         self._sequences = lru_cache(maxsize=256)(self._find)
 
     def breakers(self, texts: Sequence[str]) -> DryBreakers:
@@ -137,21 +137,31 @@ class BreakerVocabulary:
         return DryBreakers(single, dict(longer))
 
     def _find(self, text: str) -> frozenset[TokenSequence]:
-        if not self._token_bytes:
-            self._token_bytes = self._read_token_bytes()[: self._vocab_size]
-            for token_id, token in enumerate(self._token_bytes):
-                if token:
-                    self._by_last_byte[token[-1]].append(token_id)
-        whole = text.encode()
-        found: set[TokenSequence] = {(token_id,) for token_id, token in enumerate(self._token_bytes) if whole in token}
+        if not self._joined:
+            tokens = self._token_bytes()[: self._vocab_size]
+            self._joined = b"".join(tokens)
+            self._ends = np.cumsum([len(token) for token in tokens])
+        found: set[TokenSequence] = {(token_id,) for token_id in self._holders(text.encode(), at_end=False)}
+        singles = {token_id for (token_id,) in found}
         found.add(tuple(self._encode(text)[: _MAX_TAIL + 1]))
         for split in range(1, len(text)):
-            begin, tail = text[:split].encode(), tuple(self._encode(text[split:])[:_MAX_TAIL])
-            for token_id in self._by_last_byte.get(begin[-1], ()):
-                token = self._token_bytes[token_id]
-                if token.endswith(begin) and whole not in token:
-                    found.add((token_id, *tail))
+            tail = tuple(self._encode(text[split:])[:_MAX_TAIL])
+            beginners = self._holders(text[:split].encode(), at_end=True)
+            found.update((token_id, *tail) for token_id in beginners if token_id not in singles)
         return frozenset(sequence for sequence in found if sequence and max(sequence) < self._vocab_size)
+
+    def _holders(self, part: bytes, at_end: bool) -> list[int]:
+        """Ids of the tokens that hold `part`, or that end in it. Searched for in all tokens joined to one string."""
+        places = []
+        place = self._joined.find(part)
+        while place >= 0:
+            places.append(place)
+            place = self._joined.find(part, place + 1)
+        begins = np.array(places, dtype=np.int64)
+        token_ids = self._ends.searchsorted(begins, side="right")
+        past = begins + len(part) - self._ends[token_ids]
+        holders: list[int] = np.unique(token_ids[past == 0 if at_end else past <= 0]).tolist()
+        return holders
 
 
 def _suffix_matches(tokens: list[int]) -> list[int]:
