@@ -1,7 +1,7 @@
 """What the library tells whoever waits for it: which stage of loading it is in, and how far.
 
-The library calls these methods; what they draw, and whether they draw at all, is the door's business (`cli/progress_line.py`).
-Stages follow one another, they do not nest.
+The library calls these methods; what they draw, and whether they draw at all, is the door's business
+(`cli/progress_line.py`). Stages follow one another, they do not nest.
 """
 
 from __future__ import annotations
