@@ -59,7 +59,9 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -
     )
 
 
-def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], salt: str | None = None) -> list[RequestOutput]:
+def run(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], salt: str | None = None
+) -> list[RequestOutput]:
     """All requests at once; outputs in their order."""
     for i, (ids, params) in enumerate(requests):
         engine.add(str(i), ids, params, cache_salt=salt)

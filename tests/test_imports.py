@@ -1,4 +1,4 @@
-"""The tiers of docs/architecture.md: a file imports from its own tier or a lower one, and heavy libraries stay where they belong."""
+"""The tiers of docs/architecture.md: a file imports from its own tier or a lower one."""
 
 from __future__ import annotations
 

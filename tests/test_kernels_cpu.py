@@ -28,7 +28,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 64, 64), (2, 17, 33), (5, 513, 31), (7, 100, 24), (97, 130, 80), (200, 65, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"), [(1, 64, 64), (2, 17, 33), (5, 513, 31), (7, 100, 24), (97, 130, 80), (200, 65, 256)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_matmul_equals_reference(tokens: int, n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(tokens, k, dtype=dtype), randn(n, k, dtype=dtype)
@@ -100,7 +102,9 @@ class Paged:
         self.k = torch.full(k_shape, float("nan"), dtype=dtype)
         self.v = torch.full(v_shape, float("nan"), dtype=dtype)
 
-    def step(self, qkv: torch.Tensor, query_lens: list[int], kv_lens: list[int], heads: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, qkv: torch.Tensor, query_lens: list[int], kv_lens: list[int], heads: int, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write and attend; returns (q after rope, output)."""
         positions = torch.cat([torch.arange(n - q, n) for q, n in zip(query_lens, kv_lens, strict=True)])
         seq = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
@@ -161,7 +165,9 @@ def test_rope_cache_and_attention_equal_reference(
 
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
             normed = reference.add_rms_norm(part.reshape(-1, dim).float(), None, options[norm].float(), 1e-6, 0.0)  # type: ignore[attr-defined]
-            return reference.rope(normed.reshape(part.shape), angles.cos(), angles.sin(), bool(options.get("interleaved")))
+            return reference.rope(
+                normed.reshape(part.shape), angles.cos(), angles.sin(), bool(options.get("interleaved"))
+            )
 
         k, v = paged.history(seq, length)
         assert error(q[rows], turned(split[:, :heads], "q_norm")) < TOLERANCE[dtype]
@@ -176,9 +182,11 @@ def test_rope_cache_and_attention_equal_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 37])
-def test_attention_gives_the_same_bits_whatever_the_chunks(window: int, dtype: torch.dtype) -> None:
-    heads, kv_heads, dim, lens = 4, 2, 24, [150, 83]
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(4, 2, 24, 0), (4, 2, 24, 37), (8, 4, 8, 0), (2, 1, 16, 0)])
+def test_attention_gives_the_same_bits_whatever_the_chunks(
+    heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype
+) -> None:
+    lens = [150, 83]
     qkv = [randn(n, (heads + 2 * kv_heads) * dim, dtype=dtype) for n in lens]
     whole = Paged(lens, kv_heads, dim, dtype)
     _, expected = whole.step(torch.cat(qkv), lens, lens, heads, window=window)

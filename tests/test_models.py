@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
 
 PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
@@ -33,16 +33,31 @@ CASES: dict[str, Any] = {
     "llama, dynamic": LlamaConfig(**SMALL | {"max_position_embeddings": ORIGINAL}, **rope("dynamic", factor=6.0)),
     "llama, llama3": LlamaConfig(
         **SMALL,
-        **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
+        **rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL
+        ),
     ),
     "llama, yarn": LlamaConfig(**SMALL, **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)),
     "llama, yarn, mscale": LlamaConfig(
         **SMALL,
-        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=0.7, truncate=False),
+        **rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=ORIGINAL,
+            mscale=1.0,
+            mscale_all_dim=0.7,
+            truncate=False,
+        ),
     ),
     "llama, longrope": LlamaConfig(
         **SMALL,
-        **rope("longrope", factor=4.0, original_max_position_embeddings=ORIGINAL, short_factor=DIVISORS[1], long_factor=DIVISORS[4]),
+        **rope(
+            "longrope",
+            factor=4.0,
+            original_max_position_embeddings=ORIGINAL,
+            short_factor=DIVISORS[1],
+            long_factor=DIVISORS[4],
+        ),
     ),
     "mistral, window": MistralConfig(**SMALL | {"sliding_window": 20}),
     "mistral, no window, group 3": MistralConfig(
@@ -50,11 +65,13 @@ CASES: dict[str, Any] = {
     ),
     "qwen2": Qwen2Config(**SMALL),
     "qwen2, tied, window in later layers": Qwen2Config(
-        **SMALL | {"use_sliding_window": True, "sliding_window": 25, "max_window_layers": 1, "tie_word_embeddings": True}
+        **SMALL
+        | {"use_sliding_window": True, "sliding_window": 25, "max_window_layers": 1, "tie_word_embeddings": True}
     ),
     "qwen3": Qwen3Config(**SMALL),
     "qwen3, head dim 80, yarn, tied": Qwen3Config(
-        **SMALL | {"head_dim": 80, "tie_word_embeddings": True}, **rope("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL)
+        **SMALL | {"head_dim": 80, "tie_word_embeddings": True},
+        **rope("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL),
     ),
 }
 
@@ -72,7 +89,7 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
     positions = torch.cat([torch.arange(int(n)) for n in lens])
     seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
     return Batch(
-        token_ids=torch.tensor(sum(token_lists, [])),
+        token_ids=torch.tensor([i for ids in token_lists for i in ids]),
         positions=positions,
         rope_lens=torch.maximum(positions + 1, lens[seq]),
         query_starts=torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),

@@ -71,7 +71,7 @@ class LLM:
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self.tokenizer = _load_tokenizer(checkpoint)
-            self._worker = Worker(checkpoint, config, self._encode_plain, progress)
+            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
             generation_config = dict(checkpoint.generation_config)
         if self.tokenizer.vocab_size > self.spec.vocab_size:
             raise CheckpointError(
@@ -249,6 +249,9 @@ class LLM:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+    def _token_bytes(self) -> list[bytes]:
+        return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]
 
     def _choose_template(self, source: str | None) -> ChatTemplate | None:
         if source is None and "default" not in self.tokenizer.chat_templates:

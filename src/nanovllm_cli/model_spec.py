@@ -1,4 +1,4 @@
-"""ModelSpec: a model as slots filled with plain values. A family fills the slots from a config; `decoder.py` builds what they say.
+"""ModelSpec: a model as slots filled with plain values. A family fills them from a config; `decoder.py` builds what they say.
 
 What is written down here but not built yet (MLASpec, MoESpec, an ungated MLP) raises UnsupportedError in the builder, by name.
 Frozen values without tensors: specs can be compared, hashed, printed and sent to another process.

@@ -142,6 +142,7 @@ class Engine:
             max_len=len(prompt) + answer_len,
             stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             arrival=self._clock(),
+            priority=priority,
             cache_salt=cache_salt,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -150,7 +151,7 @@ class Engine:
             for index in range(params.n)
         ]
         answers = [Answer(sequence, self._eos_ids, self._detokenizer(request)) for sequence in request.sequences]
-        self._scheduler.add(request, priority)
+        self._scheduler.add(request)
         self._live[request_id] = _Live(request, answers, [])
 
     def step(self) -> list[RequestOutput]:

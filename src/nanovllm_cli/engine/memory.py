@@ -73,7 +73,9 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, availa
     elif config.kv_cache_bytes is not None:
         blocks = config.kv_cache_bytes // block_bytes
     else:
-        blocks = min(-(-length // size) * config.max_num_seqs, int(available * config.memory_utilization) // block_bytes)
+        blocks = min(
+            -(-length // size) * config.max_num_seqs, int(available * config.memory_utilization) // block_bytes
+        )
     if blocks < 1:
         raise DoesNotFitError(
             f"no room for the KV cache: one block of {size} tokens takes {block_bytes / (1 << 20):.1f} MiB",

@@ -60,7 +60,9 @@ class Runner:
         found: list[TokenLogprobs] = []
         for i in range(0, len(share.targets), LOGIT_ROWS):
             logits = self.model.logits(hidden[i : i + LOGIT_ROWS])
-            found += self.sampler.prompt_logprobs(logits, list(share.targets[i : i + LOGIT_ROWS]), share.prompt_logprobs)
+            found += self.sampler.prompt_logprobs(
+                logits, list(share.targets[i : i + LOGIT_ROWS]), share.prompt_logprobs
+            )
         return found
 
     def _batch(self, scheduled: list[Scheduled]) -> tuple[Batch, list[tuple[Scheduled, int]]]:
@@ -83,7 +85,9 @@ class Runner:
                 owners.append((share, len(logit_rows)))
                 begin = starts[i] if share.prompt_logprobs is not None else starts[i + 1] - 1
                 logit_rows += range(begin, begin + count)
-        token_ids = np.fromiter(itertools.chain.from_iterable(s.token_ids for s in scheduled), np.int64, int(starts[-1]))
+        token_ids = np.fromiter(
+            itertools.chain.from_iterable(s.token_ids for s in scheduled), np.int64, int(starts[-1])
+        )
         return Batch(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
@@ -91,7 +95,8 @@ class Runner:
             query_starts=torch.from_numpy(starts),
             kv_lens=torch.from_numpy((first + lens).astype(np.int32)),
             slots=torch.from_numpy(
-                tables[seq_of, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+                tables[seq_of, positions // self.block_size].astype(np.int64) * self.block_size
+                + positions % self.block_size
             ),
             block_tables=torch.from_numpy(tables),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
@@ -103,4 +108,3 @@ def _num_rows(share: Scheduled) -> int:
     if share.prompt_logprobs is not None:
         return len(share.token_ids)
     return 1 if share.draws else 0
-

@@ -8,8 +8,8 @@ step and sequences a step. What must hold, and why it does:
   the step out. The most urgent one can preempt all others, and alone it fits: the engine refuses what does not.
 - No starvation. Waiting sequences enter in order of rank and nobody overtakes the first. With policy "priority" the
   rank is priority + arrival / aging_seconds: to wait `aging_seconds` is worth one level, and two requests age alike,
-  so the order never changes. Where decodes alone would fill the step they leave a part of it to prefills, and take
-  turns.
+  so the order never changes; running ones of a less urgent priority make way. Where decodes alone would fill the step
+  they leave a part of it to prefills, and take turns.
 - No ping-pong. A sequence enters only with blocks for all of its tokens, beside one for every second sequence to grow
   into (more would mean fewer preemptions, but smaller steps); what it was preempted for has taken at least one of
   those that it gave.
@@ -67,10 +67,10 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._budget = 0
 
-    def add(self, request: Request, priority: int) -> None:
+    def add(self, request: Request) -> None:
         """Takes a request with its sequences. The first computes the prompt, the others draw from its last row."""
-        aged = priority + request.arrival / self._config.aging_seconds if self._config.policy == "priority" else 0.0
-        request.rank = (aged, next(self._arrivals))
+        level = request.priority + request.arrival / self._config.aging_seconds
+        request.rank = (level if self._config.policy == "priority" else 0.0, next(self._arrivals))
         for sequence in request.sequences:
             sequence.rank = (*request.rank, sequence.index)
         first, *others = request.sequences
@@ -83,6 +83,8 @@ class Scheduler:
         self.num_steps += 1
         self._shares, self._scheduled, self._copies = [], [], []
         self._budget = self._config.max_num_batched_tokens
+        if self._config.policy == "priority":
+            self._make_way_for_urgent()
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
@@ -161,6 +163,17 @@ class Scheduler:
 
     # Planning
 
+    def _make_way_for_urgent(self) -> None:
+        """A waiting sequence takes seat and blocks from running ones of a less urgent priority, ageing considered."""
+        while self.waiting and self.running:
+            first, last = self.waiting[0], max(self.running, key=_rank)
+            if last.request.priority <= first.request.priority or last.rank < first.rank:
+                return
+            if self._free_seats() > 0 and self._admit(first):
+                self._enter(first)
+            else:
+                self._preempt(last)
+
     def _reserve(self, num_decodes: int, prefilling: bool) -> int:
         """Tokens that decodes leave to prefills, in a step that they could fill alone."""
         budget = self._config.max_num_batched_tokens
@@ -236,11 +249,14 @@ class Scheduler:
             sequence = self.waiting[0]
             if (before is not None and sequence.rank > before) or not self._admit(sequence):
                 return
-            self.waiting.pop(0)
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
+            self._enter(sequence)
             seats -= 1 + len(sequence.pending)
             self._schedule(sequence, self._budget)
+
+    def _enter(self, first: Sequence) -> None:
+        assert self.waiting.pop(0) is first
+        first.status = Status.RUNNING
+        self.running.append(first)
 
     def _admit(self, sequence: Sequence) -> bool:
         headroom = (len(self.running) + len(sequence.pending) + 1) // 2 if self.running else 0

@@ -27,8 +27,8 @@ class Request:
     """What was asked for, and what is common to its `n` sequences.
 
     max_len: most tokens of prompt and answer together. stop_ids: ids that end an answer.
-    rank: place in the one order that decides who runs first and who is preempted last; lower is more urgent. It never
-    changes.
+    priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
+    last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     The last four fields feed `RequestMetrics`.
     """
@@ -39,6 +39,7 @@ class Request:
     max_len: int
     stop_ids: tuple[int, ...]
     arrival: float
+    priority: int = 0
     rank: tuple[float, int] = (0.0, 0)
     cache_salt: str | None = None
     sequences: list[Sequence] = field(default_factory=list)

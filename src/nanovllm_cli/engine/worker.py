@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,13 +25,15 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import load_weights, read_spec
 
 EncodeText = Callable[[str], list[int]]
+TokenBytes = Callable[[], Sequence[bytes]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Worker:
     """Loads a checkpoint and executes plans on the CPU.
 
-    encode: text -> ids without special tokens, for sampling parameters that are given as text (bad_words, DRY's breakers).
+    encode: text -> ids without special tokens, token_bytes: the bytes of every token, for sampling parameters that are given
+    as text (bad_words, DRY's breakers).
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -40,6 +42,7 @@ class Worker:
         checkpoint: Checkpoint,
         config: EngineConfig,
         encode: EncodeText | None = None,
+        token_bytes: TokenBytes | None = None,
         progress: LoadProgress | None = None,
     ) -> None:
         if config.device not in ("cpu", "auto"):
@@ -65,7 +68,7 @@ class Worker:
             config, self.spec.max_position, self.block_bytes, available_bytes()
         )
         cache = KVCache(self.num_blocks, heads, self.dtype)
-        self.runner = Runner(self.model, cache, Sampler(self.spec.vocab_size, encode=encode), config.block_size)
+        self.runner = Runner(self.model, cache, Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes), config.block_size)
 
     @property
     def weight_bytes(self) -> int:

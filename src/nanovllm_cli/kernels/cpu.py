@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -37,10 +38,27 @@ _TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
 
+# Multiply-adds below which waking the other threads costs more than they bring; measured at 4 us a wake-up.
+SERIAL_WORK = 1 << 17
+_num_threads = numba.config.NUMBA_NUM_THREADS
+
+
 def set_num_threads(threads: int) -> None:
     """For the calling thread's kernels. Torch is left one thread: two pools that wait by spinning rob each other."""
-    numba.set_num_threads(max(1, min(threads, numba.config.NUMBA_NUM_THREADS)))
+    global _num_threads
+    _num_threads = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(_num_threads)
     torch.set_num_threads(1)
+
+
+def _run(kernel: Callable[..., None], work: int, *args: object) -> None:
+    """kernel(*args) on all threads, or on this one if there is little to do. The code, and so every bit, is the same."""
+    if work < SERIAL_WORK:
+        numba.set_num_threads(1)
+        kernel(*args)
+        numba.set_num_threads(_num_threads)
+    else:
+        kernel(*args)
 
 
 def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -92,8 +110,9 @@ def matmul(
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
     out = torch.empty(tokens, num_rows, dtype=out_dtype)
     if tokens:
-        cpu_matmul.matmul(
-            _TAGS[x.dtype], _TAGS[out_dtype], _check(x, packed.dtype, tokens, width), tokens, width * x.element_size(),
+        _run(
+            cpu_matmul.matmul, tokens * num_rows * width, _TAGS[x.dtype], _TAGS[out_dtype],
+            _check(x, packed.dtype, tokens, width), tokens, width * x.element_size(),
             packed.data_ptr(), num_rows, width // pair,
             0 if bias is None else _check(bias, out_dtype, num_rows), out.data_ptr(),
         )  # fmt: skip
@@ -109,8 +128,8 @@ def add_rms_norm(
     """See `reference.add_rms_norm`; residual is changed in place."""
     tokens, width = x.shape
     out = torch.empty_like(x)
-    cpu_fused.add_rms_norm(
-        _TAGS[x.dtype], _check(x, x.dtype, tokens, width),
+    _run(
+        cpu_fused.add_rms_norm, 4 * tokens * width, _TAGS[x.dtype], _check(x, x.dtype, tokens, width),
         0 if residual is None else _check(residual, x.dtype, tokens, width),
         _check(weight, x.dtype, width), out.data_ptr(), tokens, width, eps, offset,
     )  # fmt: skip
@@ -121,16 +140,19 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`."""
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(tokens, width, dtype=x.dtype)
-    cpu_fused.gated_activation(
-        _TAGS[x.dtype], _check(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation]
-    )
+    _run(
+        cpu_fused.gated_activation, 16 * tokens * width, _TAGS[x.dtype], _check(x, x.dtype, tokens, 2 * width),
+        out.data_ptr(), tokens, width, ACTIVATIONS[activation],
+    )  # fmt: skip
     return out
 
 
 # ---- the paged cache ----
 
 
-def cache_shapes(num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def cache_shapes(
+    num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of one layer's K and V (layout: cpu_attention)."""
     pair = _PAIRS[dtype]
     padded = -(-dim // LANES) * LANES
@@ -158,8 +180,9 @@ def rope_and_cache(
     half = cos.shape[1]
     k_shape, v_shape = cache_shapes(k_cache.shape[0], kv_heads, dim, dtype)
     out = torch.empty(tokens, heads, dim, dtype=dtype)
-    cpu_fused.rope_and_cache(
-        _TAGS[dtype], _PAIRS[dtype], _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens,
+    _run(
+        cpu_fused.rope_and_cache, 8 * qkv.numel(), _TAGS[dtype], _PAIRS[dtype],
+        _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens,
         heads, kv_heads, dim, v_shape[3],
         0 if q_norm is None else _check(q_norm, dtype, dim), 0 if k_norm is None else _check(k_norm, dtype, dim), eps,
         _check(cos, torch.float32, tokens, half), _check(sin, torch.float32, tokens, half), 2 * half, interleaved,
@@ -197,7 +220,8 @@ def paged_attention(
     blocks, kv_heads = k_cache.shape[:2]
     k_shape, v_shape = cache_shapes(blocks, kv_heads, dim, q.dtype)
     out = torch.empty(tokens, heads * dim, dtype=q.dtype)
-    cpu_attention.paged_attention(
+    _run(
+        cpu_attention.paged_attention, 2 * BLOCK * q.numel() * block_tables.shape[1],
         _TAGS[q.dtype], _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, v_shape[3],
         _check(k_cache, q.dtype, *k_shape), _check(v_cache, q.dtype, *v_shape),
         _check(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],

@@ -9,6 +9,9 @@ so both products are `simd.dot_tile`, the inner loop of the matmuls. Work is spl
 (one KV head); all query heads of the group share what is read. Keys come in tiles of 64 that start at multiples of 64, softmax is
 folded in as they come (Milakov and Gimelshein 2018; FlashAttention). A row's arithmetic is the same whatever tile it is in:
 masked keys add exact zeros, and the key tiles lie at absolute positions.
+
+Numba frees an array after its last use by name, whatever addresses of it are still about: addresses are taken where they
+are used, inside the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, prange
 
-from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, load, store
+from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, store
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, typed_pointer
 
 BLOCK = 16
@@ -27,12 +30,11 @@ NEG_INF = np.float32(-np.inf)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _softmax_row(scores, low, high, scale, softcap, state, acc, weights):  # type: ignore[no-untyped-def]
+def _softmax_row(scores, lanes, low, high, scale, softcap, state, acc, weights):
     """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
 
-    state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives exp(score - max) in the element type.
+    lanes: scratch. state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives exp(score - max) in the element type.
     """
-    lane_max = np.full(LANES, NEG_INF, np.float32)
     for c in range(KEYS):
         scores[c] *= scale
     if softcap > 0:
@@ -40,12 +42,14 @@ def _softmax_row(scores, low, high, scale, softcap, state, acc, weights):  # typ
             scores[c] = softcap * np.tanh(scores[c] / softcap)
     for c in range(KEYS):
         scores[c] = scores[c] if low <= c < high else NEG_INF
-    for v in range(0, KEYS, LANES):
+    for c in range(LANES):
+        lanes[c] = scores[c]
+    for v in range(LANES, KEYS, LANES):
         for c in range(LANES):
-            lane_max[c] = scores[v + c] if scores[v + c] > lane_max[c] else lane_max[c]
+            lanes[c] = scores[v + c] if scores[v + c] > lanes[c] else lanes[c]
     top = state[0]
     for c in range(LANES):
-        top = lane_max[c] if lane_max[c] > top else top
+        top = lanes[c] if lanes[c] > top else top
     if top == NEG_INF:
         for c in range(KEYS):
             store(weights, c, np.float32(0.0))
@@ -67,7 +71,7 @@ def _softmax_row(scores, low, high, scale, softcap, state, acc, weights):  # typ
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def paged_attention(  # type: ignore[no-untyped-def]
+def paged_attention(
     tag, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, tiles, num_tiles, block_tables, table_width,
     scale, window, softcap, sinks, out,
 ):  # fmt: skip
@@ -92,12 +96,18 @@ def paged_attention(  # type: ignore[no-untyped-def]
         rows = np.empty((num_rows, dim), queries.dtype)
         weights = np.empty((MAX_ROWS, KEYS), queries.dtype)
         scores = np.empty((MAX_ROWS, KEYS), np.float32)
+        lanes = np.empty(LANES, np.float32)
         acc = np.zeros((num_rows, padded), np.float32)
         state = np.zeros((num_rows, 2), np.float32)
         for r in range(num_rows):
             rows[r] = queries[first_row + r // group, kv_head * group + r % group]
             state[r, 0] = NEG_INF
-        at_rows, at_weights, at_scores, at_acc = rows.ctypes.data, weights.ctypes.data, scores.ctypes.data, acc.ctypes.data
+        at_rows, at_weights, at_scores, at_acc = (
+            rows.ctypes.data,
+            weights.ctypes.data,
+            scores.ctypes.data,
+            acc.ctypes.data,
+        )
         end = first_position + count
         begin = max(0, first_position - window + 1) if window > 0 else 0
         for tile in range(begin // KEYS, (end + KEYS - 1) // KEYS):
@@ -112,18 +122,20 @@ def paged_attention(  # type: ignore[no-untyped-def]
             k2, k3 = k_cache + (b2 * kv_heads + kv_head) * k_block, k_cache + (b3 * kv_heads + kv_head) * k_block
             for r in range(0, num_rows, MAX_ROWS):
                 some = min(MAX_ROWS, num_rows - r)
-                dot64(tag, some, at_rows + r * dim * size, dim * size, k0, k1, k2, k3, 64, dim // pair, at_scores, 256, 0)
+                dot64(
+                    tag, some, rows.ctypes.data + r * dim * size, dim * size, k0, k1, k2, k3, 64, dim // pair, scores.ctypes.data, 256, 0
+                )
                 for i in range(some):
                     position = first_position + (r + i) // group
                     low = position - window + 1 - base if window > 0 else 0
                     _softmax_row(
-                        scores[i], low, position + 1 - base, np.float32(scale), np.float32(softcap),
+                        scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
                         state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 for b in range(blocks):
                     number = b0 if b == 0 else (b1 if b == 1 else (b2 if b == 2 else b3))
                     value = v_cache + (number * kv_heads + kv_head) * v_block
-                    p, o = at_weights + b * BLOCK * size, at_acc + r * padded * 4
+                    p, o = weights.ctypes.data + b * BLOCK * size, acc.ctypes.data + r * padded * 4
                     step, steps, stride = padded * 4, BLOCK // pair, padded * 4
                     d = 0
                     while d + TILE_COLUMNS <= padded:

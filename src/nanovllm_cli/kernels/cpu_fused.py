@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
-def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):  # type: ignore[no-untyped-def]
+def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):
     """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
@@ -41,7 +41,7 @@ def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):  
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
-def gated_activation(tag, x, out, num_rows, width, kind):  # type: ignore[no-untyped-def]
+def gated_activation(tag, x, out, num_rows, width, kind):
     """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH or GELU (by erf)."""
     both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
     result = carray(typed_pointer(out, tag), (num_rows, width))
@@ -62,7 +62,7 @@ def gated_activation(tag, x, out, num_rows, width, kind):  # type: ignore[no-unt
 
 
 @njit(inline="always")
-def _erf(x):  # type: ignore[no-untyped-def]
+def _erf(x):
     """Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7."""
     t = 1.0 / (1.0 + 0.3275911 * abs(x))
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -71,7 +71,7 @@ def _erf(x):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):  # type: ignore[no-untyped-def]
+def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):
     """One head: buffer = rope(rms_norm(source) * weight). Dimensions past `rotary` are not rotated."""
     width = buffer.size
     if has_norm:
@@ -98,7 +98,7 @@ def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, in
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def rope_and_cache(  # type: ignore[no-untyped-def]
+def rope_and_cache(
     tag, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, eps, cos, sin, rotary, interleaved,
     slots, run, k_cache, v_cache, num_blocks, q_out,
 ):  # fmt: skip

@@ -17,7 +17,7 @@ ROWS_PER_TASK = 96
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def pack_rows(tag, pair, source, num_rows, k, packed, first_row):  # type: ignore[no-untyped-def]
+def pack_rows(tag, pair, source, num_rows, k, packed, first_row):
     """Rows of a row-major [num_rows, k] weight into place in a packed one, from row `first_row` on. pair: e above."""
     steps = (k + pair - 1) // pair
     src = carray(typed_pointer(source, tag), (num_rows, k))
@@ -32,7 +32,7 @@ def pack_rows(tag, pair, source, num_rows, k, packed, first_row):  # type: ignor
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def unpack_rows(tag, pair, packed, ids, num_ids, k, out):  # type: ignore[no-untyped-def]
+def unpack_rows(tag, pair, packed, ids, num_ids, k, out):
     """Row-major rows `ids` (int64) of a packed weight: what an embedding needs of a tied head."""
     steps = (k + pair - 1) // pair
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
@@ -48,7 +48,7 @@ def unpack_rows(tag, pair, packed, ids, num_ids, k, out):  # type: ignore[no-unt
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):  # type: ignore[no-untyped-def]
+def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):
     """out [num_rows, n] = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     tag, out_tag: element types of x and weight, and of out and bias. Addresses; x_stride in bytes; steps of 32 bits along k.
@@ -63,11 +63,10 @@ def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):  #
         w = weight + block * steps * TILE_COLUMNS * 4
         first, width = block * TILE_COLUMNS, min(TILE_COLUMNS, n - block * TILE_COLUMNS)
         sums = np.empty((MAX_ROWS, TILE_COLUMNS), np.float32)
-        at = sums.ctypes.data
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)
         while row < end:
             rows = min(MAX_ROWS, end - row)
-            dot64(tag, rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, at, 256, 0)
+            dot64(tag, rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, sums.ctypes.data, 256, 0)
             for r in range(rows):
                 if bias != 0:
                     for c in range(width):

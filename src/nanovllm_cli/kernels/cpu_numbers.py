@@ -29,31 +29,31 @@ def store(array: Any, i: Any, value: Any) -> Any:
 
 
 @overload(load, inline="always")
-def _load(array, i):  # type: ignore[no-untyped-def]
+def _load(array, i):
     if array.dtype == types.uint16:
         return lambda array, i: np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
     return lambda array, i: array[i]
 
 
 @overload(store, inline="always")
-def _store(array, i, value):  # type: ignore[no-untyped-def]
+def _store(array, i, value):
     if array.dtype == types.uint16:
 
-        def store_bf16(array, i, value):  # type: ignore[no-untyped-def]
+        def store_bf16(array, i, value):
             bits = np.float32(value).view(np.uint32)
             rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
             array[i] = np.uint16(np.uint32(bits + rounding) >> np.uint32(16))
 
         return store_bf16
 
-    def store_f32(array, i, value):  # type: ignore[no-untyped-def]
+    def store_f32(array, i, value):
         array[i] = value
 
     return store_f32
 
 
 @njit(inline="always")
-def exp_not_positive(x):  # type: ignore[no-untyped-def]
+def exp_not_positive(x):
     """e**x for x <= 0, relative error about 2e-7; 0 below -87; NaN stays NaN. Straight-line code that LLVM vectorises.
 
     2**t = 2**n * 2**f with n the nearest integer and f in [-0.5, 0.5]; the polynomial is the Taylor series of 2**f.
@@ -72,31 +72,31 @@ def exp_not_positive(x):  # type: ignore[no-untyped-def]
     return p * np.int32(n << np.int32(23)).view(np.float32)
 
 
-def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     """`simd.dot_tile` over 64 columns, for the element type of `tag`. Addresses and byte strides."""
     raise NotImplementedError("compiled code only")
 
 
-def dot16(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+def dot16(tag, rows, x, xs, w, step, steps, out, os, add):
     """The same over 16 columns."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(dot64)
-def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     dot = dot64_bf16 if tag == types.uint16 else dot64_f32
 
-    def call(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    def call(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
         dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add)
 
     return call
 
 
 @overload(dot16)
-def _dot16(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+def _dot16(tag, rows, x, xs, w, step, steps, out, os, add):
     dot = dot16_bf16 if tag == types.uint16 else dot16_f32
 
-    def call(tag, rows, x, xs, w, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    def call(tag, rows, x, xs, w, step, steps, out, os, add):
         dot(rows, x, xs, w, w, w, w, step, steps, out, os, add)
 
     return call

@@ -30,8 +30,11 @@ def add_rms_norm(
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu."""
     gate, up = x.float().chunk(2, dim=-1)
-    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}[activation]
-    return (act(gate) * up).to(x.dtype)
+    if activation == "silu":
+        gate = F.silu(gate)
+    else:
+        gate = F.gelu(gate, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+    return (gate * up).to(x.dtype)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

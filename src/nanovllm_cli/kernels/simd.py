@@ -34,7 +34,7 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 
 
-class _BFloatVector(ir.Type):
+class _BFloatVector(ir.Type):  # type: ignore[misc]
     """<32 x bfloat>, which llvmlite has no class for."""
 
     def _to_string(self) -> str:
@@ -92,8 +92,8 @@ def _make_tile(rows: int, vectors: int, multiply_add: Callable[[ir.IRBuilder, An
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, x_stride, *bases, w_step, steps, out, out_stride, accumulate = args
-        at = lambda base, offset, kind: b.inttoptr(b.add(base, offset), kind.as_pointer())  # noqa: E731
-        scaled = lambda value, n: b.mul(value, ir.Constant(_I64, n))  # noqa: E731
+        at = lambda base, offset, kind: b.inttoptr(b.add(base, offset), kind.as_pointer())
+        scaled = lambda value, n: b.mul(value, ir.Constant(_I64, n))
         cells = [(r, v) for r in range(rows) for v in range(vectors)]
         out_at = {
             (r, v): at(out, b.add(scaled(out_stride, r), ir.Constant(_I64, 4 * LANES * v)), _VF) for r, v in cells
@@ -147,7 +147,7 @@ def _make_dot(vectors: int, multiply_add: Callable[[ir.IRBuilder, Any, Any, Any]
     t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
-    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
         if rows == 6:
             t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
         elif rows == 1:
@@ -171,7 +171,7 @@ def _make_wide_dot(multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -
         return _make_dot(VECTORS, multiply_add), narrow
 
     @njit(nogil=True, error_model="numpy")
-    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):  # type: ignore[no-untyped-def]
+    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
         narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add)
         narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add)
         narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add)

@@ -30,8 +30,8 @@ class Attention:
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, make, dtype, spec.qkv_bias)
         self.out = Linear(q, {"o": hidden_size}, make, dtype, spec.out_bias)
-        ones = lambda: torch.ones(spec.head_dim, dtype=dtype)  # noqa: E731
-        self.norm = QKNorm(ones(), ones(), norm.eps) if spec.qk_norm else None
+        ones = torch.ones(2, spec.head_dim, dtype=dtype)
+        self.norm = QKNorm(ones[0], ones[1], norm.eps) if spec.qk_norm else None
         self.sinks = torch.zeros(spec.num_heads) if spec.sinks else None
 
     def __call__(

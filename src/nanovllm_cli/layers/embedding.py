@@ -23,6 +23,11 @@ class Embedding:
         assert self.tied is not None
         return self.tied.rows(ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of a table of its own."""
+        return 0 if self.table is None else self.table.nbytes
+
     def slots(self) -> Slots:
         if self.table is not None:
             return {"weight": table_slot(self.table)}

@@ -19,7 +19,9 @@ class Linear:
     parts: name -> rows. The slots are "<name>.weight" and, with bias, "<name>.bias".
     """
 
-    def __init__(self, width: int, parts: dict[str, int], make: MakeStorage, dtype: torch.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, width: int, parts: dict[str, int], make: MakeStorage, dtype: torch.dtype, bias: bool = False
+    ) -> None:
         self.width = width
         self.parts = parts
         self.dtype = dtype

@@ -45,7 +45,8 @@ class Rope:
         unique, index = torch.unique(lengths.clamp_min(spec.original_len), return_inverse=True)
         grown = spec.factor * unique.float() / spec.original_len - (spec.factor - 1)
         bases = spec.theta * grown ** (spec.dim / (spec.dim - 2))
-        return (1.0 / bases[:, None] ** _exponents(spec).to(self.device))[index]
+        frequencies: torch.Tensor = 1.0 / bases[:, None] ** _exponents(spec).to(self.device)
+        return frequencies[index]
 
 
 def _exponents(spec: RopeSpec) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""WeightSlot: a place in the model that wants one tensor of a checkpoint. The loader fills slots; layers know nothing of files."""
+"""WeightSlot: a place in the model that wants one tensor of a checkpoint. The loader fills slots; layers know no files."""
 
 from __future__ import annotations
 

@@ -74,7 +74,9 @@ class ConfigReader:
         if value is not None:
             return value
         if default is _MISSING:
-            raise CheckpointError(f"{self.where} has no {key!r}", "the file is incomplete, or for another kind of model")
+            raise CheckpointError(
+                f"{self.where} has no {key!r}", "the file is incomplete, or for another kind of model"
+            )
         return default
 
     def _bad(self, key: str, wanted: str) -> CheckpointError:

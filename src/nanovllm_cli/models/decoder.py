@@ -30,15 +30,20 @@ class Block:
     ) -> None:
         if not isinstance(spec.attention, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
             kind = type(spec.mlp if isinstance(spec.attention, AttentionSpec) else spec.attention).__name__
-            raise UnsupportedError(f"{model.architecture} needs {kind.removesuffix('Spec')} layers, which are not supported yet")
+            needed = kind.removesuffix("Spec")
+            raise UnsupportedError(f"{model.architecture} needs {needed} layers, which are not supported yet")
         width = model.hidden_size
-        norm = lambda: RMSNorm(model.norm, width, dtype)  # noqa: E731
+
+        def norm() -> RMSNorm:
+            return RMSNorm(model.norm, width, dtype)
+
         self.order = spec.order
         self.attention = Attention(spec.attention, model.norm, width, make, dtype, backend)
         self.mlp = MLP(spec.mlp, width, make, dtype)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
-        self.after_attention, self.after_mlp = (norm(), norm()) if spec.order == "sandwich" else (None, None)
+        self.after_attention = norm() if spec.order == "sandwich" else None
+        self.after_mlp = norm() if spec.order == "sandwich" else None
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, angles: Angles, cache: LayerCache, step: Any

@@ -15,7 +15,13 @@ from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 
 MAX_LAYERS = 1024
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,9 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     _check_heads(heads, kv_heads, head_dim, read)
     activation = read.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"activation {activation!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}")
+        raise UnsupportedError(
+            f"activation {activation!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
+        )
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -136,12 +144,14 @@ def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> list[in
 
 
 def _rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
-    """"rope_parameters" (transformers 5), or "rope_theta" beside "rope_scaling" (before)."""
+    """ "rope_parameters" (transformers 5), or "rope_theta" beside "rope_scaling" (before)."""
     rope = read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
     theta = rope.number("rope_theta") if rope.has("rope_theta") else read.number("rope_theta", 10000.0)
     share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
-    original = rope.integer("original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position))
+    original = rope.integer(
+        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
+    )
     base = RopeSpec(dim=int(head_dim * share), theta=theta, original_len=original)
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
@@ -189,14 +199,19 @@ ReadValues = Callable[[str], tuple[float, ...] | None]
 """Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 
 
-def spec_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int, names: set[str], values: ReadValues) -> ModelSpec:
+def spec_from_gguf(
+    metadata: Mapping[str, Any], family: Family, vocab_size: int, names: set[str], values: ReadValues
+) -> ModelSpec:
     """GGUF metadata -> ModelSpec, with the meanings that llama.cpp gives its keys.
 
     vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head).
     """
     read = ConfigReader(metadata, "GGUF metadata")
     arch = read.text("general.architecture")
-    key = lambda name: f"{arch}.{name}"  # noqa: E731
+
+    def key(name: str) -> str:
+        return f"{arch}.{name}"
+
     heads = read.integer(key("attention.head_count"))
     kv_heads = read.integer(key("attention.head_count_kv"), heads)
     hidden = read.integer(key("embedding_length"))
@@ -216,7 +231,9 @@ def spec_from_gguf(metadata: Mapping[str, Any], family: Family, vocab_size: int,
         qkv_bias="blk.0.attn_q.bias" in names,
         out_bias="blk.0.attn_output.bias" in names,
         qk_norm="blk.0.attn_q_norm.weight" in names,
-        window=read.integer(key("attention.sliding_window")) if read.values.get(key("attention.sliding_window")) else None,
+        window=read.integer(key("attention.sliding_window"))
+        if read.values.get(key("attention.sliding_window"))
+        else None,
     )
     mlp = MLPSpec(read.integer(key("feed_forward_length")), bias="blk.0.ffn_gate.bias" in names)
     return ModelSpec(

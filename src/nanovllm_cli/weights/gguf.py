@@ -75,6 +75,8 @@ class GGUFEntry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
+        block_len: int
+        block_bytes: int
         block_len, block_bytes = GGML_QUANT_SIZES[self.type]
         return (self.shape[-1] if self.shape else 1) // block_len * block_bytes
 

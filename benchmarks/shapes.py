@@ -1,0 +1,81 @@
+"""Random weights of real models' shapes, as one GGUF file that both sides of a comparison load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "layers": 28,
+        "hidden": 1024,
+        "inner": 3072,
+        "heads": 16,
+        "kv_heads": 8,
+        "dim": 128,
+        "vocab": 151936,
+    },
+    "small": {"layers": 4, "hidden": 256, "inner": 768, "heads": 4, "kv_heads": 2, "dim": 64, "vocab": 4096},
+}
+CONTEXT = 40960
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """fp32 -> bf16 as uint16, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def write_gguf(path: Path, shape_name: str, seed: int = 0) -> Path:
+    """A Qwen3 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens."""
+    shape = SHAPES[shape_name]
+    hidden, inner, dim = shape["hidden"], shape["inner"], shape["dim"]
+    q, kv = shape["heads"] * dim, shape["kv_heads"] * dim
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer.add_name(f"random {shape_name}")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(shape["layers"])
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(shape["heads"])
+    writer.add_head_count_kv(shape["kv_heads"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, shape["vocab"] - 1))])
+    writer.add_token_types([gguf.TokenType.NORMAL] * shape["vocab"])
+    writer.add_token_merges(["t 1"])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    writer.add_add_bos_token(False)
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        values = to_bf16(rng.standard_normal((rows, columns), np.float32) * 0.02)
+        writer.add_tensor(name, values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    def norm(name: str, width: int) -> None:
+        writer.add_tensor(name, np.ones(width, np.float32))
+
+    matrix("token_embd.weight", shape["vocab"], hidden)
+    for i in range(shape["layers"]):
+        norm(f"blk.{i}.attn_norm.weight", hidden)
+        for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
+            matrix(f"blk.{i}.attn_{name}.weight", rows, columns)
+        for name in ("q", "k"):
+            norm(f"blk.{i}.attn_{name}_norm.weight", dim)
+        norm(f"blk.{i}.ffn_norm.weight", hidden)
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            matrix(f"blk.{i}.ffn_{name}.weight", rows, columns)
+    norm("output_norm.weight", hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,193 @@
+"""nanovllm against llama.cpp on the CPU: one file of random weights, one machine, one run, sides taking turns.
+
+    pip install llama-cpp-python
+    python benchmarks/vs_llama_cpp.py --threads 2 --output benchmarks/results/vs_llama_cpp.json
+
+Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
+together (both after prompts of 32 tokens). Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
+llama_decode alone, which flatters it. Reported: the median over rounds, and the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PREFILL, PROMPT, STEPS, BATCH = 512, 32, 48, 16
+
+
+def measure_ours(path: str, threads: int) -> dict[str, float]:
+    from nanovllm_cli import LLM, EngineConfig, SamplingParams
+
+    config = EngineConfig(
+        threads=threads, max_model_len=2048, num_blocks=2048, max_num_seqs=BATCH, enable_prefix_caching=False
+    )
+    llm = LLM(path, config=config)
+    vocab = llm.spec.vocab_size
+
+    def prompt(n: int, salt: int) -> list[int]:
+        return [(7919 * (i + 1) + 104729 * salt) % vocab for i in range(n)]
+
+    def params(n: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+    def decode(batch: int) -> float:
+        """Tokens a second over the steps after the one that ended the prompts."""
+        engine = llm._engine
+        for i in range(batch):
+            engine.add(f"{batch}-{i}", prompt(PROMPT, i), params(STEPS + 1))
+        while engine.stats().generated_tokens - base[0] < batch:
+            engine.step()
+        first, begin = engine.stats().generated_tokens, time.perf_counter()
+        while engine.has_unfinished():
+            engine.step()
+        base[0] = engine.stats().generated_tokens
+        return (base[0] - first) / (time.perf_counter() - begin)
+
+    base = [0]
+
+    def prefill() -> float:
+        begin = time.perf_counter()
+        llm.generate(prompt(PREFILL, 99), params(1))
+        base[0] = llm.stats().generated_tokens
+        return PREFILL / (time.perf_counter() - begin)
+
+    prefill(), decode(1), decode(BATCH)
+    return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+
+
+def measure_llama_cpp(path: str, threads: int) -> dict[str, float]:
+    import ctypes
+
+    import llama_cpp as lib
+
+    lib.llama_log_set(ctypes.cast(None, lib.llama_log_callback), None)
+    lib.llama_backend_init()
+    settings = lib.llama_model_default_params()
+    model = lib.llama_model_load_from_file(path.encode(), settings)
+
+    def new_context(sequences: int, length: int) -> Any:
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = sequences * length, 512, 512, sequences
+        options.n_threads = options.n_threads_batch = threads
+        return lib.llama_init_from_model(model, options)
+
+    contexts = {1: new_context(1, 1024), BATCH: new_context(BATCH, 256)}
+    vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+
+    def run(context: Any, tokens: list[tuple[int, int, int, bool]]) -> None:
+        """(token, position, sequence, wants logits) in one llama_decode."""
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence, wants) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wants
+            batch.seq_id[i][0] = sequence
+        assert lib.llama_decode(context, batch) == 0
+        lib.llama_synchronize(context)
+        lib.llama_batch_free(batch)
+
+    def prompt(n: int, salt: int) -> list[int]:
+        return [(7919 * (i + 1) + 104729 * salt) % vocab for i in range(n)]
+
+    def prefill() -> float:
+        lib.llama_memory_clear(lib.llama_get_memory(contexts[1]), True)
+        begin = time.perf_counter()
+        run(contexts[1], [(t, i, 0, i == PREFILL - 1) for i, t in enumerate(prompt(PREFILL, 99))])
+        return PREFILL / (time.perf_counter() - begin)
+
+    def decode(sequences: int) -> float:
+        context = contexts[sequences]
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        for s in range(sequences):
+            run(context, [(t, i, s, i == PROMPT - 1) for i, t in enumerate(prompt(PROMPT, s))])
+        begin = time.perf_counter()
+        for step in range(STEPS):
+            run(context, [((step * 31 + s) % vocab, PROMPT + step, s, True) for s in range(sequences)])
+        return sequences * STEPS / (time.perf_counter() - begin)
+
+    prefill(), decode(1), decode(BATCH)
+    return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+
+
+SIDES = {"nanovllm": measure_ours, "llama.cpp": measure_llama_cpp}
+
+
+def machine() -> dict[str, Any]:
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--file", type=Path, help="keep the weights here and use them again")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(SIDES[options.side](str(options.file), options.threads)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.file or Path(folder) / "random.gguf"
+        if not path.exists():
+            from shapes import write_gguf
+
+            write_gguf(path, options.shape)
+        rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for number in range(options.rounds):
+            for side in SIDES:
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--side",
+                    side,
+                    "--file",
+                    str(path),
+                    "--threads",
+                    str(options.threads),
+                ]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
+    medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
+    ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
+    print(
+        f"| {options.shape}, BF16, {options.threads} threads | nanovllm tok/s | llama.cpp tok/s | ratio |\n|---|---|---|---|"
+    )
+    for k, ratio in ratios.items():
+        print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians['llama.cpp'][k]:.1f} | {ratio:.2f} |")
+    if options.output:
+        report = {
+            "machine": machine(),
+            "shape": options.shape,
+            "threads": options.threads,
+            "rounds": rounds,
+            "ratios": ratios,
+        }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

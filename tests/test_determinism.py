@@ -1,0 +1,101 @@
+"""A request's tokens and logprobs do not depend on what else runs, how it is cut up, or what happened to it: to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import SMALL, engine_for, random_model, run, save, worker_for
+from transformers import Qwen3Config
+
+from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.sampling_params import SamplingParams
+
+GENERATOR = torch.Generator().manual_seed(11)
+TARGET_LEN = 61
+Answer = tuple[tuple[int, ...], Any]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    shape = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
+    folder = save(random_model(Qwen3Config(**shape)), tmp_path_factory.mktemp("model"))
+    return worker_for(folder, dtype=request.param)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(2, 513, (length,), generator=GENERATOR).tolist()
+
+
+TARGET = prompt(TARGET_LEN)
+OTHERS = [(prompt(5 + 7 * (i % 9)), SamplingParams(temperature=0.8, seed=i, max_tokens=10 + i % 23)) for i in range(31)]
+
+
+@pytest.fixture(params=["greedy", "seeded"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    common: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 3}
+    if request.param == "greedy":
+        return SamplingParams(temperature=0.0, **common)
+    return SamplingParams(temperature=1.0, top_p=0.9, seed=5, **common)
+
+
+def answer(output: RequestOutput) -> Answer:
+    return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+def alone(worker: Worker, params: SamplingParams, **settings: Any) -> Answer:
+    return answer(run(engine_for(worker, **settings), [(TARGET, params)])[0])
+
+
+def test_in_a_batch_of_32(worker: Worker, params: SamplingParams) -> None:
+    outputs = run(engine_for(worker), [*OTHERS[:15], (TARGET, params), *OTHERS[15:]])
+    assert answer(outputs[15]) == alone(worker, params)
+
+
+@pytest.mark.parametrize("budget", [7, 33, 512])
+def test_in_chunks(worker: Worker, params: SamplingParams, budget: int) -> None:
+    assert alone(worker, params, max_num_batched_tokens=budget) == alone(worker, params, max_num_batched_tokens=100)
+
+
+def test_in_another_order_of_arrival(worker: Worker, params: SamplingParams) -> None:
+    first = run(engine_for(worker, max_num_batched_tokens=64), [(TARGET, params), *OTHERS])
+    last = run(engine_for(worker, max_num_batched_tokens=64), [*reversed(OTHERS), (TARGET, params)])
+    assert answer(first[0]) == answer(last[-1])
+
+
+def test_on_a_prefix_hit(worker: Worker, params: SamplingParams) -> None:
+    engine = engine_for(worker)
+    first = run(engine, [(TARGET, params)])[0]
+    second = run(engine, [(TARGET, params)])[0]
+    assert first.metrics.num_cached_tokens == 0
+    assert second.metrics.num_cached_tokens == TARGET_LEN // 16 * 16
+    assert answer(first) == answer(second)
+
+
+def test_when_preempted_three_times(worker: Worker, params: SamplingParams) -> None:
+    """Each time, more urgent requests grow until they need every block."""
+    engine = engine_for(worker, num_blocks=12, policy="priority", aging_seconds=1e6, enable_prefix_caching=False)
+    engine.add("target", TARGET, params, priority=9)
+    done: dict[str, RequestOutput] = {}
+    bursts = drawn = 0
+    while engine.has_unfinished():
+        if bursts < 3 and drawn >= 8 * (bursts + 1):
+            bursts += 1
+            for i in range(4):
+                engine.add(f"burst {bursts} {i}", prompt(40), SamplingParams(temperature=0.0, max_tokens=4), priority=0)
+        for output in engine.step():
+            if output.request_id == "target":
+                drawn = len(output.outputs[0].token_ids)
+            if output.finished:
+                done[output.request_id] = output
+    assert done["target"].metrics.num_preemptions >= 3
+    assert answer(done["target"]) == alone(worker, params)
+
+
+def test_seeded_requests_differ_by_seed_and_greedy_ones_do_not(worker: Worker) -> None:
+    seeded = [(TARGET, SamplingParams(temperature=1.5, seed=s, max_tokens=20, ignore_eos=True)) for s in (1, 1, 2)]
+    a, b, c = (answer(o)[0] for o in run(engine_for(worker), seeded))
+    assert a == b != c
