@@ -211,6 +211,45 @@ def test_a_stream_of_urgent_requests_starves_nobody() -> None:
     assert 45 <= turn <= 55
 
 
+@pytest.mark.parametrize(("seats", "num_blocks"), [(2, 64), (64, 9)])
+def test_running_ones_make_way_for_more_urgent_ones_only(seats: int, num_blocks: int) -> None:
+    engine, model = make_engine(
+        policy="priority", enable_prefix_caching=False, max_num_seqs=seats, num_blocks=num_blocks
+    )
+    for name, priority in (("middle", 5), ("low", 9)):
+        engine.add(name, [priority] * 8, params(12), priority=priority)
+    for _ in range(3):
+        engine.step()
+    engine.add("equal", [4] * 12, params(2), priority=9)
+    engine.step()
+    assert engine.stats().preemptions == 0
+    engine.add("urgent", [3] * 20, params(1), priority=0)
+    assert [output.request_id for output in engine.step() if output.outputs[0].token_ids][-1] == "urgent"
+    last = drain(engine)
+    assert last["low"].metrics.num_preemptions == 1
+    assert last["low"].outputs[0].token_ids == expected_tokens([9] * 8, 12)
+    assert last["middle"].metrics.num_preemptions == last["equal"].metrics.num_preemptions == 0
+    assert model.violations == []
+
+
+def test_who_has_waited_long_enough_makes_way_for_nobody() -> None:
+    clock = FakeClock()
+    engine, _ = make_engine(max_num_seqs=1, policy="priority", aging_seconds=5.0, clock=clock)
+    engine.add("old", [1], params(20), priority=3)
+    engine.step()
+    clock.now += 14
+    engine.add("urgent", [1], params(2), priority=0)
+    engine.step()
+    assert engine.stats().preemptions == 1
+    drain(engine)
+    engine.add("old", [1], params(20), priority=3)
+    engine.step()
+    clock.now += 16
+    engine.add("urgent", [1], params(2), priority=0)
+    drain(engine)
+    assert engine.stats().preemptions == 1
+
+
 def test_least_urgent_is_preempted_and_the_most_urgent_never() -> None:
     engine, model = make_engine(num_blocks=10, policy="priority", enable_prefix_caching=False)
     engine.add("low", [1] * 8, params(20), priority=3)
@@ -460,7 +499,7 @@ def test_a_request_that_never_fits_is_an_internal_error_and_no_silent_standstill
     scheduler, _ = make_scheduler(num_blocks=2)
     request = Request("r", tuple(range(20)), GREEDY, 30, (), 0.0)
     request.sequences = [Sequence(0, request, 0, 0, list(range(20)))]
-    scheduler.add(request, 0)
+    scheduler.add(request)
     with pytest.raises(AssertionError, match="progress"):
         scheduler.plan()
 
@@ -469,7 +508,7 @@ def test_a_broken_off_step_is_planned_again() -> None:
     scheduler, blocks = make_scheduler()
     request = Request("r", (1, 2, 3), SamplingParams(n=2), 30, (), 0.0)
     request.sequences = [Sequence(index, request, index, 0, [1, 2, 3]) for index in range(2)]
-    scheduler.add(request, 0)
+    scheduler.add(request)
     first = scheduler.plan()
     scheduler.rewind()
     assert blocks.num_used == 0
@@ -487,7 +526,7 @@ def test_ending_a_sequence_in_any_state_frees_it(status: Status) -> None:
     scheduler, blocks = make_scheduler()
     request = Request("r", tuple(range(9)), SamplingParams(n=2), 30, (), 0.0)
     request.sequences = [Sequence(index, request, index, 0, list(range(9))) for index in range(2)]
-    scheduler.add(request, 0)
+    scheduler.add(request)
     if status is not Status.WAITING:
         scheduler.plan()
     which = request.sequences[1 if status is Status.PENDING else 0]
