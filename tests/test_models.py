@@ -116,7 +116,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     worker = worker_for(folder)
     tokens = prompts(config.vocab_size)
     with torch.inference_mode():
-        hidden = worker.model.forward(whole_batch(tokens), worker.runner.cache)
+        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
         actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
         for ids, rows in zip(tokens, actual, strict=True):
             expected = reference(torch.tensor([ids])).logits[0]

@@ -14,22 +14,28 @@ from nanovllm_cli.model_spec import AttentionSpec
 
 
 class CpuStep(NamedTuple):
-    """Of one batch: how many tokens of its sequence follow each token in this step (itself included), and the work's tiles
-    by size of the query group."""
+    """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
+    included) [T], and the work's tiles by size of the query group."""
 
-    batch: Batch
+    slots: torch.Tensor
+    block_tables: torch.Tensor
     run: torch.Tensor
     tiles: dict[int, torch.Tensor]
 
 
 class CpuAttention:
-    """An AttentionBackend; one kernel serves decode, chunks and verification."""
+    """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
+    layers."""
+
+    def __init__(self, groups: set[int]) -> None:
+        self.groups = groups
 
     def prepare(self, batch: Batch) -> CpuStep:
         ends = batch.query_starts[1:]
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
-        return CpuStep(batch, run, {})
+        tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
+        return CpuStep(batch.slots, batch.block_tables, run, tiles)
 
     def attend(
         self,
@@ -41,15 +47,13 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        batch, group = step.batch, spec.num_heads // spec.num_kv_heads
-        if group not in step.tiles:
-            step.tiles[group] = cpu.attention_tiles(batch.query_starts, batch.kv_lens, group)
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim,
             norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
-            *angles, spec.rope.interleaved if spec.rope else False, batch.slots, step.run, *cache,
+            *angles, spec.rope.interleaved if spec.rope else False, step.slots, step.run, *cache,
         )  # fmt: skip
+        tiles = step.tiles[spec.num_heads // spec.num_kv_heads]
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         return cpu.paged_attention(
-            q, *cache, step.tiles[group], batch.block_tables, scale, spec.window or 0, spec.softcap or 0.0, sinks
+            q, *cache, tiles, step.block_tables, scale, spec.window or 0, spec.softcap or 0.0, sinks
         )

@@ -13,12 +13,15 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.models.decoder import Decoder
 
 # Prompt logprobs want logits for every row; this many rows at a time keep 150,000-word vocabularies in tens of megabytes.
 LOGIT_ROWS = 64
+# Block tables are as wide as a power of two, so that a growing sequence needs a new graph a few times only.
+MIN_TABLE = 8
 
 
 class Runner:
@@ -29,6 +32,7 @@ class Runner:
         self.cache = cache
         self.sampler = sampler
         self.block_size = block_size
+        self.graphs = GraphCache(model, cache)
 
     def run(self, plan: Plan) -> StepOutput:
         """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""
@@ -40,20 +44,20 @@ class Runner:
         if not plan.scheduled:
             return StepOutput([], {})
         batch, owners = self._batch(plan.scheduled)
-        hidden = self.model.forward(batch, self.cache)
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        draws: list[int] = []
-        rows: list[int] = []
-        for share, first in owners:
-            if share.prompt_logprobs is not None:
-                prompt_logprobs[share.seq_id] = self._prompt_logprobs(hidden[first : first + len(share.targets)], share)
-            last = first + _num_rows(share) - 1
-            draws += share.draws
-            rows += [last] * len(share.draws)
+        inputs = self.model.prepare(batch)
+        draws = [seq_id for share, _ in owners for seq_id in share.draws]
+        rows = [first + _num_rows(share) - 1 for share, first in owners for _ in share.draws]
+        if all(share.prompt_logprobs is None for share, _ in owners) and self.graphs.fits(batch):
+            return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})
+        hidden = self.model.run(inputs, self.cache)
+        prompt_logprobs = {
+            share.seq_id: self._prompt_logprobs(hidden[first : first + len(share.targets)], share)
+            for share, first in owners
+            if share.prompt_logprobs is not None
+        }
         if not draws:
             return StepOutput([], prompt_logprobs)
-        wanted = hidden if rows == list(range(hidden.shape[0])) else hidden[rows]
-        return StepOutput(self.sampler.sample(draws, self.model.logits(wanted)), prompt_logprobs)
+        return StepOutput(self.sampler.sample(draws, self.model.logits(hidden[rows])), prompt_logprobs)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, share: Scheduled) -> list[TokenLogprobs]:
         assert share.prompt_logprobs is not None
@@ -70,7 +74,8 @@ class Runner:
         lens = np.array([len(share.token_ids) for share in scheduled], np.int32)
         starts = np.zeros(len(scheduled) + 1, np.int32)
         np.cumsum(lens, out=starts[1:])
-        tables = np.zeros((len(scheduled), max(len(share.block_table) for share in scheduled)), np.int32)
+        widest = max(len(share.block_table) for share in scheduled)
+        tables = np.zeros((len(scheduled), max(MIN_TABLE, 1 << (widest - 1).bit_length())), np.int32)
         for row, share in zip(tables, scheduled, strict=True):
             row[: len(share.block_table)] = share.block_table
         seq_of = np.repeat(np.arange(len(scheduled)), lens)

@@ -56,7 +56,8 @@ class Worker:
         self._claim_thread()
         check_weights_fit(self._estimate_bytes(checkpoint), available_bytes())
         self._storages: list[DenseStorage] = []
-        self.model = Decoder(self.spec, self._make_storage, self.dtype, CpuAttention())
+        backend = CpuAttention(_groups(self.spec))
+        self.model = Decoder(self.spec, self._make_storage, self.dtype, backend)
         load_weights(self.model, checkpoint, progress)
         heads = [
             (b.attention.num_kv_heads, b.attention.head_dim)
@@ -72,8 +73,8 @@ class Worker:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all matrices and of the embedding; norms and biases are too small to count."""
-        return sum(storage.num_bytes for storage in self._storages) + self.model.embedding.num_bytes
+        """Memory of all matrices; norms and biases are too small to count."""
+        return sum(storage.num_bytes for storage in self._storages)
 
     @property
     def num_parameters(self) -> int:
@@ -102,6 +103,11 @@ class Worker:
 
     def _estimate_bytes(self, checkpoint: Checkpoint) -> int:
         return sum(torch.Size(checkpoint.info(n).shape).numel() for n in checkpoint.names()) * self.dtype.itemsize
+
+
+def _groups(spec: ModelSpec) -> set[int]:
+    attentions = (block.attention for block in spec.blocks)
+    return {a.num_heads // a.num_kv_heads for a in attentions if isinstance(a, AttentionSpec)}
 
 
 def _resolve_dtype(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:

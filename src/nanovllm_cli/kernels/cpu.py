@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import weakref
 from pathlib import Path
 
 import numba
@@ -27,8 +27,11 @@ def _use_own_cache_folder() -> None:
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
+# How long GNU OpenMP's idle threads spin before they sleep: about 0.1 ms, longer than the gap between two kernels, and short
+# enough that on a busy machine they don't keep their own colleagues off the processor. The default of 3 ms does.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from nanovllm_cli.kernels import cpu_attention, cpu_fused, cpu_matmul  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_fused, cpu_matmul, cpu_program  # noqa: E402
 from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -38,27 +41,114 @@ _TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
 
-# Multiply-adds below which waking the other threads costs more than they bring; measured at 4 us a wake-up.
-SERIAL_WORK = 1 << 17
-_num_threads = numba.config.NUMBA_NUM_THREADS
+# Multiply-adds of a kernel below which waking the other threads costs more than they bring.
+SERIAL_WORK = 1 << 19
+
+
+class _State:
+    """Threads that the calling thread's next kernel uses, and at most (asking numba costs a microsecond, so only changes are
+    told); and the recording that is going on, if any."""
+
+    most = current = 0
+    recording: Program | None = None
 
 
 def set_num_threads(threads: int) -> None:
-    """For the calling thread's kernels. Torch is left one thread: two pools that wait by spinning rob each other."""
-    global _num_threads
-    _num_threads = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
-    numba.set_num_threads(_num_threads)
+    """For kernels of the calling thread. Torch is left one thread: two pools that wait by spinning rob each other."""
+    _State.most = _State.current = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(_State.most)
     torch.set_num_threads(1)
 
 
-def _run(kernel: Callable[..., None], work: int, *args: object) -> None:
-    """kernel(*args) on all threads, or on this one if there is little to do. The code, and so every bit, is the same."""
-    if work < SERIAL_WORK:
-        numba.set_num_threads(1)
-        kernel(*args)
-        numba.set_num_threads(_num_threads)
-    else:
-        kernel(*args)
+def _use_threads_for(work: float) -> None:
+    """Choose the threads for kernels of so many multiply-adds. It changes who computes, never what: every bit is the same."""
+    threads = 1 if work < SERIAL_WORK else _State.most or numba.config.NUMBA_NUM_THREADS
+    if threads != _State.current:
+        numba.set_num_threads(threads)
+        _State.current = threads
+
+
+# ---- programs ----
+
+
+class Program:
+    """Kernels of one step, recorded once and replayed without Python in between: what a graph is to a GPU.
+
+    A replay reads and writes the very tensors of the recording, so whoever records keeps the inputs and outputs alive and
+    fills the inputs in place. Tensors in between live in memory that the program keeps and hands on as they die.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._tag = _TAGS[dtype]
+        self._rows: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
+        self._work = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []
+        self._ints = self._floats = torch.empty(0)
+
+    def __enter__(self) -> Program:
+        assert _State.recording is None
+        _State.recording = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _State.recording = None
+        self._ints = torch.zeros(len(self._rows), cpu_program.INTS, dtype=torch.int64)
+        self._floats = torch.zeros(len(self._rows), cpu_program.FLOATS, dtype=torch.float64)
+        for i, (kind, ints, floats) in enumerate(self._rows):
+            self._ints[i, : len(ints) + 1] = torch.tensor((kind, *ints))
+            self._floats[i, : len(floats)] = torch.tensor(floats, dtype=torch.float64)
+
+    def add(self, kind: int, work: int, ints: tuple[int, ...], floats: tuple[float, ...]) -> None:
+        self._rows.append((kind, ints, floats))
+        self._work += work
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor; it goes to the next one of its size when Python drops this one."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        free = self._free.setdefault(size, [])
+        if not free:
+            self._kept.append(torch.empty(size, dtype=torch.uint8))
+            free.append(self._kept[-1])
+        memory = free.pop()
+        tensor = memory.view(dtype).view(shape)
+        weakref.finalize(tensor, free.append, memory)
+        return tensor
+
+    def replay(self) -> None:
+        """Run every kernel in order."""
+        _use_threads_for(self._work / max(1, len(self._rows)))
+        cpu_program.replay(self._tag, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if _State.recording is not None:
+        return _State.recording.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _launch(kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
+    """Run a kernel of cpu_program's table, or write it into the recording. work: its multiply-adds."""
+    if _State.recording is not None:
+        _State.recording.add(kind, work, ints, floats)
+        return
+    _use_threads_for(work)
+    tag = _TAGS[dtype]
+    match kind:
+        case cpu_program.MATMUL:
+            cpu_matmul.matmul(tag, tag, *ints)
+        case cpu_program.MATMUL_FLOAT:
+            cpu_matmul.matmul(tag, _TAGS[torch.float32], *ints)
+        case cpu_program.ROWS:
+            cpu_matmul.unpack_rows(tag, *ints)
+        case cpu_program.NORM:
+            cpu_fused.add_rms_norm(tag, *ints, *floats)
+        case cpu_program.ACTIVATION:
+            cpu_fused.gated_activation(tag, *ints)
+        case cpu_program.ROPE:
+            cpu_fused.rope_and_cache(tag, *ints, *floats)
+        case cpu_program.ATTENTION:
+            cpu_attention.paged_attention(tag, *ints, *floats)
 
 
 def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -82,6 +172,7 @@ def pack_rows(packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
     """rows [n, k] become rows first_row … first_row + n - 1 of a packed weight of the same width and dtype."""
     n, k = rows.shape
     assert (first_row + n) * k <= packed.numel()
+    _use_threads_for(n * k)
     cpu_matmul.pack_rows(
         _TAGS[packed.dtype], _PAIRS[packed.dtype], _check(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row
     )
@@ -89,33 +180,30 @@ def pack_rows(packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
     """Rows `ids` [n] int64 of a packed weight, as [n, width]. The caller has checked the ids."""
-    n = ids.shape[0]
-    out = torch.empty(n, width, dtype=packed.dtype)
-    if n:
-        cpu_matmul.unpack_rows(
-            _TAGS[packed.dtype], _PAIRS[packed.dtype], packed.data_ptr(), _check(ids, torch.int64, n), n, width,
-            out.data_ptr(),
-        )  # fmt: skip
+    n, dtype = ids.shape[0], packed.dtype
+    out = _empty((n, width), dtype)
+    ints = (_PAIRS[dtype], packed.data_ptr(), _check(ids, torch.int64, n), n, width, out.data_ptr())
+    _launch(cpu_program.ROWS, n * width, dtype, ints)
     return out
 
 
 def matmul(
     x: torch.Tensor, packed: torch.Tensor, num_rows: int, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """x [T, k] times a packed [num_rows, k] weight, transposed: [T, num_rows] in out_dtype. bias [num_rows] in out_dtype."""
+    """x [T, k] times a packed [num_rows, k] weight, transposed: [T, num_rows] in out_dtype, which is x's or float32.
+    bias [num_rows] in out_dtype."""
     tokens, width = x.shape
     pair = _PAIRS[x.dtype]
     if width % pair:
         x, width = torch.nn.functional.pad(x, (0, 1)), width + 1
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
-    out = torch.empty(tokens, num_rows, dtype=out_dtype)
-    if tokens:
-        _run(
-            cpu_matmul.matmul, tokens * num_rows * width, _TAGS[x.dtype], _TAGS[out_dtype],
-            _check(x, packed.dtype, tokens, width), tokens, width * x.element_size(),
-            packed.data_ptr(), num_rows, width // pair,
-            0 if bias is None else _check(bias, out_dtype, num_rows), out.data_ptr(),
-        )  # fmt: skip
+    out = _empty((tokens, num_rows), out_dtype)
+    ints = (
+        _check(x, packed.dtype, tokens, width), tokens, width * x.element_size(), packed.data_ptr(), num_rows, width // pair,
+        0 if bias is None else _check(bias, out_dtype, num_rows), out.data_ptr(),
+    )  # fmt: skip
+    kind = cpu_program.MATMUL if out_dtype == x.dtype else cpu_program.MATMUL_FLOAT
+    _launch(kind, tokens * num_rows * width, x.dtype, ints)
     return out
 
 
@@ -127,23 +215,21 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual is changed in place."""
     tokens, width = x.shape
-    out = torch.empty_like(x)
-    _run(
-        cpu_fused.add_rms_norm, 4 * tokens * width, _TAGS[x.dtype], _check(x, x.dtype, tokens, width),
-        0 if residual is None else _check(residual, x.dtype, tokens, width),
-        _check(weight, x.dtype, width), out.data_ptr(), tokens, width, eps, offset,
+    out = _empty((tokens, width), x.dtype)
+    ints = (
+        _check(x, x.dtype, tokens, width), 0 if residual is None else _check(residual, x.dtype, tokens, width),
+        _check(weight, x.dtype, width), out.data_ptr(), tokens, width,
     )  # fmt: skip
+    _launch(cpu_program.NORM, 4 * tokens * width, x.dtype, ints, (eps, offset))
     return out
 
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`."""
     tokens, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(tokens, width, dtype=x.dtype)
-    _run(
-        cpu_fused.gated_activation, 16 * tokens * width, _TAGS[x.dtype], _check(x, x.dtype, tokens, 2 * width),
-        out.data_ptr(), tokens, width, ACTIVATIONS[activation],
-    )  # fmt: skip
+    out = _empty((tokens, width), x.dtype)
+    ints = (_check(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
+    _launch(cpu_program.ACTIVATION, 16 * tokens * width, x.dtype, ints)
     return out
 
 
@@ -179,16 +265,15 @@ def rope_and_cache(
     tokens, dtype = qkv.shape[0], qkv.dtype
     half = cos.shape[1]
     k_shape, v_shape = cache_shapes(k_cache.shape[0], kv_heads, dim, dtype)
-    out = torch.empty(tokens, heads, dim, dtype=dtype)
-    _run(
-        cpu_fused.rope_and_cache, 8 * qkv.numel(), _TAGS[dtype], _PAIRS[dtype],
-        _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens,
-        heads, kv_heads, dim, v_shape[3],
-        0 if q_norm is None else _check(q_norm, dtype, dim), 0 if k_norm is None else _check(k_norm, dtype, dim), eps,
-        _check(cos, torch.float32, tokens, half), _check(sin, torch.float32, tokens, half), 2 * half, interleaved,
+    out = _empty((tokens, heads, dim), dtype)
+    ints = (
+        _PAIRS[dtype], _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, v_shape[3],
+        0 if q_norm is None else _check(q_norm, dtype, dim), 0 if k_norm is None else _check(k_norm, dtype, dim),
+        _check(cos, torch.float32, tokens, half), _check(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         _check(slots, torch.int64, tokens), _check(run, torch.int32, tokens),
         _check(k_cache, dtype, *k_shape), _check(v_cache, dtype, *v_shape), k_shape[0], out.data_ptr(),
     )  # fmt: skip
+    _launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,))
     return out
 
 
@@ -219,13 +304,13 @@ def paged_attention(
     tokens, heads, dim = q.shape
     blocks, kv_heads = k_cache.shape[:2]
     k_shape, v_shape = cache_shapes(blocks, kv_heads, dim, q.dtype)
-    out = torch.empty(tokens, heads * dim, dtype=q.dtype)
-    _run(
-        cpu_attention.paged_attention, 2 * BLOCK * q.numel() * block_tables.shape[1],
-        _TAGS[q.dtype], _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, v_shape[3],
+    out = _empty((tokens, heads * dim), q.dtype)
+    ints = (
+        _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, v_shape[3],
         _check(k_cache, q.dtype, *k_shape), _check(v_cache, q.dtype, *v_shape),
         _check(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
         _check(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        scale, window, softcap, 0 if sinks is None else _check(sinks, torch.float32, heads), out.data_ptr(),
+        window, 0 if sinks is None else _check(sinks, torch.float32, heads), out.data_ptr(),
     )  # fmt: skip
+    _launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap))
     return out

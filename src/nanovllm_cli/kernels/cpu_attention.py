@@ -20,7 +20,7 @@ import numpy as np
 from numba import carray, njit, prange
 
 from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, store
-from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, typed_pointer
+from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 
 BLOCK = 16
 KEYS = TILE_COLUMNS
@@ -33,7 +33,8 @@ NEG_INF = np.float32(-np.inf)
 def _softmax_row(scores, lanes, low, high, scale, softcap, state, acc, weights):
     """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
 
-    lanes: scratch. state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives exp(score - max) in the element type.
+    lanes: scratch. state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives
+    exp(score - max) in the element type.
     """
     for c in range(KEYS):
         scores[c] *= scale
@@ -70,10 +71,18 @@ def _softmax_row(scores, lanes, low, high, scale, softcap, state, acc, weights):
     state[1] += total
 
 
+@njit(nogil=True, error_model="numpy")
+def _fetch(blocks, count, size):
+    """Ask for whole blocks ahead of their use: they lie anywhere, which hides them from the processor's own prefetcher."""
+    for b in range(count):
+        for line in range(0, size, 64):
+            prefetch(blocks[b] + line)
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def paged_attention(
     tag, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, tiles, num_tiles, block_tables, table_width,
-    scale, window, softcap, sinks, out,
+    window, sinks, out, scale, softcap,
 ):  # fmt: skip
     """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
 
@@ -97,34 +106,29 @@ def paged_attention(
         weights = np.empty((MAX_ROWS, KEYS), queries.dtype)
         scores = np.empty((MAX_ROWS, KEYS), np.float32)
         lanes = np.empty(LANES, np.float32)
+        keys, values = np.empty(BLOCKS_PER_TILE, np.int64), np.empty(BLOCKS_PER_TILE, np.int64)
         acc = np.zeros((num_rows, padded), np.float32)
         state = np.zeros((num_rows, 2), np.float32)
         for r in range(num_rows):
             rows[r] = queries[first_row + r // group, kv_head * group + r % group]
             state[r, 0] = NEG_INF
-        at_rows, at_weights, at_scores, at_acc = (
-            rows.ctypes.data,
-            weights.ctypes.data,
-            scores.ctypes.data,
-            acc.ctypes.data,
-        )
         end = first_position + count
         begin = max(0, first_position - window + 1) if window > 0 else 0
         for tile in range(begin // KEYS, (end + KEYS - 1) // KEYS):
             base = tile * KEYS
             blocks = min(BLOCKS_PER_TILE, (end - base + BLOCK - 1) // BLOCK)
-            entry = tile * BLOCKS_PER_TILE
-            b0 = np.int64(tables[seq, entry])
-            b1 = np.int64(tables[seq, entry + 1]) if blocks > 1 else b0
-            b2 = np.int64(tables[seq, entry + 2]) if blocks > 2 else b0
-            b3 = np.int64(tables[seq, entry + 3]) if blocks > 3 else b0
-            k0, k1 = k_cache + (b0 * kv_heads + kv_head) * k_block, k_cache + (b1 * kv_heads + kv_head) * k_block
-            k2, k3 = k_cache + (b2 * kv_heads + kv_head) * k_block, k_cache + (b3 * kv_heads + kv_head) * k_block
+            for b in range(BLOCKS_PER_TILE):
+                number = np.int64(tables[seq, tile * BLOCKS_PER_TILE + min(b, blocks - 1)])
+                keys[b] = k_cache + (number * kv_heads + kv_head) * k_block
+                values[b] = v_cache + (number * kv_heads + kv_head) * v_block
+            if num_rows <= MAX_ROWS:
+                _fetch(values, blocks, v_block)
             for r in range(0, num_rows, MAX_ROWS):
                 some = min(MAX_ROWS, num_rows - r)
                 dot64(
-                    tag, some, rows.ctypes.data + r * dim * size, dim * size, k0, k1, k2, k3, 64, dim // pair, scores.ctypes.data, 256, 0
-                )
+                    tag, some, rows.ctypes.data + r * dim * size, dim * size, keys[0], keys[1], keys[2], keys[3], 64,
+                    dim // pair, scores.ctypes.data, 256, 0,
+                )  # fmt: skip
                 for i in range(some):
                     position = first_position + (r + i) // group
                     low = position - window + 1 - base if window > 0 else 0
@@ -133,17 +137,15 @@ def paged_attention(
                         state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 for b in range(blocks):
-                    number = b0 if b == 0 else (b1 if b == 1 else (b2 if b == 2 else b3))
-                    value = v_cache + (number * kv_heads + kv_head) * v_block
                     p, o = weights.ctypes.data + b * BLOCK * size, acc.ctypes.data + r * padded * 4
                     step, steps, stride = padded * 4, BLOCK // pair, padded * 4
                     d = 0
                     while d + TILE_COLUMNS <= padded:
-                        w = value + d * 4
+                        w = values[b] + d * 4
                         dot64(tag, some, p, KEYS * size, w, w + 64, w + 128, w + 192, step, steps, o + d * 4, stride, 1)
                         d += TILE_COLUMNS
                     while d < padded:
-                        dot16(tag, some, p, KEYS * size, value + d * 4, step, steps, o + d * 4, stride, 1)
+                        dot16(tag, some, p, KEYS * size, values[b] + d * 4, step, steps, o + d * 4, stride, 1)
                         d += LANES
         for r in range(num_rows):
             head = kv_head * group + r % group

@@ -99,8 +99,8 @@ def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, in
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rope_and_cache(
-    tag, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, eps, cos, sin, rotary, interleaved,
-    slots, run, k_cache, v_cache, num_blocks, q_out,
+    tag, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
+    slots, run, k_cache, v_cache, num_blocks, q_out, eps,
 ):  # fmt: skip
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention).
 
@@ -118,27 +118,28 @@ def rope_and_cache(
     angle_sin = carray(typed_pointer(sin, np.float32(0)), (num_tokens, rotary // 2))
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
     run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
-    for t in prange(num_tokens):
-        head = np.empty(dim, np.float32)
+    group = heads // kv_heads
+    for task in prange(num_tokens * kv_heads):
+        t, h = task // kv_heads, task % kv_heads
+        buffer = np.empty(dim, np.float32)
         c, s = angle_cos[t], angle_sin[t]
-        for h in range(heads):
-            _norm_and_rotate(source[t, h], head, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
-            target = queries[t, h]
+        for i in range(h * group, (h + 1) * group):
+            _norm_and_rotate(source[t, i], buffer, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
+            target = queries[t, i]
             for d in range(dim):
-                store(target, d, head[d])
+                store(target, d, buffer[d])
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
-        for h in range(kv_heads):
-            _norm_and_rotate(source[t, heads + h], head, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
-            for d in range(0, dim, pair):
-                for e in range(pair):
-                    store(keys[block, h, d // pair, offset], e, head[d + e])
-            line, value = values[block, h], source[t, heads + kv_heads + h]
-            for d in range(dim):
-                line[offset // pair, d, offset % pair] = value[d]
-            if offset == 0:
-                for o in range(run_of[t], BLOCK):
-                    for d in range(padded):
-                        line[o // pair, d, o % pair] = tag
-            if padded > dim:
-                for d in range(dim, padded):
-                    line[offset // pair, d, offset % pair] = tag
+        _norm_and_rotate(source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
+        key = keys[block, h]
+        for d in range(dim):
+            store(key[d // pair, offset], d % pair, buffer[d])
+        value, column = source[t, heads + kv_heads + h], values[block, h, offset // pair, :, offset % pair]
+        for d in range(dim):
+            column[d] = value[d]
+        for d in range(dim, padded):
+            column[d] = tag
+        if offset == 0:
+            for o in range(run_of[t], BLOCK):
+                stale = values[block, h, o // pair, :, o % pair]
+                for d in range(padded):
+                    stale[d] = tag

@@ -66,7 +66,21 @@ def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)
         while row < end:
             rows = min(MAX_ROWS, end - row)
-            dot64(tag, rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, sums.ctypes.data, 256, 0)
+            dot64(
+                tag,
+                rows,
+                x + row * x_stride,
+                x_stride,
+                w,
+                w + 64,
+                w + 128,
+                w + 192,
+                256,
+                steps,
+                sums.ctypes.data,
+                256,
+                0,
+            )
             for r in range(rows):
                 if bias != 0:
                     for c in range(width):

@@ -193,3 +193,16 @@ def typed_pointer(typing: Any, address: Any, tag: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(element))
 
     return element(types.int64, tag), code
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, to be read soon. Any address will do; nothing happens otherwise."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        hint = _function(builder, "llvm.prefetch.p0", ir.VoidType(), pointer.type, _I32, _I32, _I32)
+        builder.call(hint, [pointer, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code

@@ -5,34 +5,21 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.layers.linear import MakeStorage
-from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
+from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.quant.storage import WeightStorage
 
 
 class Embedding:
-    """ids -> rows [T, hidden]. With a tied head the rows are taken from the head's weight, so that there is one copy."""
+    """ids -> rows [T, hidden] of a weight, which with a tied head is the head's: there is one copy."""
 
-    def __init__(self, vocab_size: int, width: int, dtype: torch.dtype, tied: WeightStorage | None) -> None:
-        self.shape = (vocab_size, width)
-        self.tied = tied
-        self.table = torch.zeros(self.shape, dtype=dtype) if tied is None else None
+    def __init__(self, weight: WeightStorage) -> None:
+        self.weight = weight
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.table is not None:
-            return self.table[ids]
-        assert self.tied is not None
-        return self.tied.rows(ids)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of a table of its own."""
-        return 0 if self.table is None else self.table.nbytes
+        return self.weight.rows(ids)
 
     def slots(self) -> Slots:
-        if self.table is not None:
-            return {"weight": table_slot(self.table)}
-        assert self.tied is not None
-        return {"weight": storage_slot(self.tied)}
+        return {"weight": _storage_slot(self.weight)}
 
 
 class Head:
@@ -46,11 +33,8 @@ class Head:
         return self.weight.matmul(x, None, torch.float32)
 
     def slots(self) -> Slots:
-        if self.tied:
-            return {}
-        return {"weight": storage_slot(self.weight)}
+        return {} if self.tied else {"weight": _storage_slot(self.weight)}
 
 
-def storage_slot(weight: WeightStorage) -> WeightSlot:
-    """A slot for the whole of one weight."""
+def _storage_slot(weight: WeightStorage) -> WeightSlot:
     return WeightSlot((weight.num_rows, weight.width), lambda rows, first: weight.load_rows(first, rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,14 @@ from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class StepInputs(NamedTuple):
+    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it."""
+
+    batch: Batch
+    angles: dict[RopeSpec | None, Angles]
+    step: Any
 
 
 class Block:
@@ -80,7 +88,7 @@ class Decoder:
         self.backend = backend
         self.head = Head(spec.vocab_size, spec.hidden_size, make, spec.tied_head)
         self.embedding = Embedding(
-            spec.vocab_size, spec.hidden_size, dtype, self.head.weight if spec.tied_head else None
+            self.head.weight if spec.tied_head else make(spec.vocab_size, spec.hidden_size)
         )
         self.blocks = [Block(block, spec, make, dtype, backend) for block in spec.blocks]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, dtype)
@@ -95,27 +103,41 @@ class Decoder:
         slots |= {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
-        residual = self.embedding(batch.token_ids)
-        if self.spec.embedding_scale != 1.0:
-            residual *= self.spec.embedding_scale
-        step = self.backend.prepare(batch)
+    @property
+    def recordable(self) -> bool:
+        """True if everything in `run` and `head` is kernels, none of it plain torch."""
+        return self.spec.embedding_scale == 1.0 and all(block.order != "parallel" for block in self.spec.blocks)
+
+    def prepare(self, batch: Batch) -> StepInputs:
+        """What all layers share, computed once a step."""
         none = torch.empty(batch.num_tokens, 0)
         angles: dict[RopeSpec | None, Angles] = {None: (none, none)}
         angles |= {spec: rope.tables(batch.positions, batch.rope_lens) for spec, rope in self.ropes.items()}
+        return StepInputs(batch, angles, self.backend.prepare(batch))
+
+    def run(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
+        batch = inputs.batch
+        residual = self.embedding(batch.token_ids)
+        if self.spec.embedding_scale != 1.0:
+            residual *= self.spec.embedding_scale
         x = None
         for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
-            x = block(x, residual, angles[_rope_of(spec)], layer, step)
+            x = block(x, residual, inputs.angles[_rope_of(spec)], layer, inputs.step)
         assert x is not None
         rows = batch.logit_rows
+        if rows.shape[0] == batch.num_tokens:
+            return self.norm(x, residual)
         return self.norm(x[rows], residual[rows])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] -> logits [R, vocab] fp32."""
-        logits = self.head(hidden)
+        return self.finish(self.head(hidden))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap of the head's own output."""
         if self.spec.logit_scale != 1.0:
-            logits *= self.spec.logit_scale
+            logits = logits * self.spec.logit_scale
         if self.spec.logit_softcap:
             logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
         return logits

@@ -1,0 +1,70 @@
+"""Decode steps recorded once and replayed: one graph for each number of sequences and width of the block table.
+
+On the CPU a graph is a `kernels.cpu.Program`. A step where every sequence feeds one token and wants its logits has the same
+kernels at the same addresses as the last one of its size, so only the inputs are filled in anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels.cpu import Program
+from nanovllm_cli.models.decoder import Decoder, StepInputs
+
+MAX_GRAPHS = 32
+
+
+class DecodeGraph:
+    """One recorded step, with the inputs it reads and the logits it writes."""
+
+    def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs) -> None:
+        self._model = model
+        self._inputs = inputs
+        with Program(model.dtype) as self._program:
+            self._logits = model.head(model.run(inputs, cache))
+
+    def replay(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [B, vocab] of this step; they are overwritten by the next replay."""
+        for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
+            if mine is not fresh:
+                mine.copy_(fresh)
+        self._program.replay()
+        return self._model.finish(self._logits)
+
+
+class GraphCache:
+    """The graphs of one model, least recently used out first."""
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
+
+    def fits(self, batch: Batch) -> bool:
+        """True for a step of decodes only."""
+        return self._model.recordable and batch.num_tokens == batch.num_seqs == batch.logit_rows.shape[0]
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [B, vocab], by a graph that is there or is recorded now."""
+        key = (inputs.batch.num_seqs, inputs.batch.block_tables.shape[1])
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs)
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph.replay(inputs)
+
+
+def _tensors(inputs: StepInputs) -> Iterator[torch.Tensor]:
+    """All tensors that `Decoder.run` reads, in a fixed order."""
+    yield inputs.batch.token_ids
+    for pair in inputs.angles.values():
+        yield from pair
+    yield from (inputs.step.slots, inputs.step.block_tables, inputs.step.run)
+    yield from inputs.step.tiles.values()
