@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import SMALL, engine_for, random_model, run, save, worker_for
 from transformers import Qwen3Config
 
+from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
@@ -93,6 +93,29 @@ def test_when_preempted_three_times(worker: Worker, params: SamplingParams) -> N
                 done[output.request_id] = output
     assert done["target"].metrics.num_preemptions >= 3
     assert answer(done["target"]) == alone(worker, params)
+
+
+def test_with_dynamic_rope_scaling(tmp_path: Path) -> None:
+    """Angles depend on a sequence's length past the original 32 tokens: in any chunks, and on a prefix hit, the same."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+    config = Qwen3Config(**SMALL | {"max_position_embeddings": 32}, rope_parameters=rope)
+    worker = worker_for(save(random_model(config), tmp_path))
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2)
+    whole = alone(worker, params)
+    assert alone(worker, params, max_num_batched_tokens=7) == whole
+    assert answer(run(engine_for(worker), [*OTHERS[:20], (TARGET, params)])[20]) == whole
+
+
+@pytest.mark.parametrize("inner", [70, 71])
+def test_recorded_steps_equal_steps_that_are_not(inner: int, tmp_path: Path) -> None:
+    """An odd width can't be recorded in bf16; it must work all the same."""
+    folder = save(random_model(Qwen3Config(**SMALL | {"intermediate_size": inner})), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+    worker = worker_for(folder, dtype="bfloat16")
+    recorded = alone(worker, params)
+    worker.runner.graphs.fits = lambda batch: False  # type: ignore[method-assign]
+    assert alone(worker, params) == recorded
+    assert len(set(recorded[0])) > 3
 
 
 def test_seeded_requests_differ_by_seed_and_greedy_ones_do_not(worker: Worker) -> None:

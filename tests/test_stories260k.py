@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import engine_for, greedy, run
 
+from engines import engine_for, greedy, run
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams

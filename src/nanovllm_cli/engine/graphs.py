@@ -13,7 +13,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.cpu import Program
+from nanovllm_cli.kernels.cpu import MemoryPool, Program
 from nanovllm_cli.models.decoder import Decoder, StepInputs
 
 MAX_GRAPHS = 32
@@ -22,14 +22,16 @@ MAX_GRAPHS = 32
 class DecodeGraph:
     """One recorded step, with the inputs it reads and the logits it writes."""
 
-    def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs, pool: MemoryPool) -> None:
         self._model = model
         self._inputs = inputs
-        with Program(model.dtype) as self._program:
-            self._logits = model.head(model.run(inputs, cache))
+        with Program(model.dtype, pool) as self._program:
+            logits = model.head(model.run(inputs, cache))
+            # Another view, so that the memory itself goes back to the pool: every step of a batch that drains has its own graph.
+            self._logits = logits.detach()
 
     def replay(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [B, vocab] of this step; they are overwritten by the next replay."""
+        """Logits [B, vocab] of this step; the next replay, of any graph, overwrites them."""
         for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             if mine is not fresh:
                 mine.copy_(fresh)
@@ -38,23 +40,25 @@ class DecodeGraph:
 
 
 class GraphCache:
-    """The graphs of one model, least recently used out first."""
+    """The graphs of one model, least recently used out first. recordable: whether its weights' formats allow it."""
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, recordable: bool) -> None:
+        self._recordable = recordable and model.recordable
+        self._pool = MemoryPool()
         self._model = model
         self._cache = cache
         self._graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
 
     def fits(self, batch: Batch) -> bool:
         """True for a step of decodes only."""
-        return self._model.recordable and batch.num_tokens == batch.num_seqs == batch.logit_rows.shape[0]
+        return self._recordable and batch.num_tokens == batch.num_seqs == batch.logit_rows.shape[0]
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [B, vocab], by a graph that is there or is recorded now."""
         key = (inputs.batch.num_seqs, inputs.batch.block_tables.shape[1])
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs)
+            graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool)
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)

@@ -27,12 +27,12 @@ MIN_TABLE = 8
 class Runner:
     """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew."""
 
-    def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, block_size: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, block_size: int, recordable: bool) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self.block_size = block_size
-        self.graphs = GraphCache(model, cache)
+        self.graphs = GraphCache(model, cache, recordable)
 
     def run(self, plan: Plan) -> StepOutput:
         """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""

@@ -51,7 +51,7 @@ class Worker:
             raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
         self.spec: ModelSpec = read_spec(checkpoint)
         self.dtype = _resolve_dtype(config, checkpoint)
-        self.threads = config.threads or len(os.sched_getaffinity(0))
+        self.threads = _num_threads(config, progress)
         self._thread: int | None = None
         self._claim_thread()
         check_weights_fit(self._estimate_bytes(checkpoint), available_bytes())
@@ -69,7 +69,9 @@ class Worker:
             config, self.spec.max_position, self.block_bytes, available_bytes()
         )
         cache = KVCache(self.num_blocks, heads, self.dtype)
-        self.runner = Runner(self.model, cache, Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes), config.block_size)
+        sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes)
+        recordable = all(storage.recordable for storage in self._storages)
+        self.runner = Runner(self.model, cache, sampler, config.block_size, recordable)
 
     @property
     def weight_bytes(self) -> int:
@@ -103,6 +105,14 @@ class Worker:
 
     def _estimate_bytes(self, checkpoint: Checkpoint) -> int:
         return sum(torch.Size(checkpoint.info(n).shape).numel() for n in checkpoint.names()) * self.dtype.itemsize
+
+
+def _num_threads(config: EngineConfig, progress: LoadProgress | None) -> int:
+    """As many as asked for, or as this process may use; never more than there are."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.threads is not None and config.threads > there and progress is not None:
+        progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
+    return min(config.threads or there, there)
 
 
 def _groups(spec: ModelSpec) -> set[int]:

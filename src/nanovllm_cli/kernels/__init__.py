@@ -1,1 +1,1 @@
-"""Kernels, and the public ops over them. `reference` says what each op means; this file picks the device's implementation."""
+"""Kernels. `reference` says what each op means, `cpu` is the CPU's side of it, on compiled code of `cpu_*` and `simd`."""

@@ -7,6 +7,7 @@ tensor is checked here. Compiled code is cached on disk under a key made of thes
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import weakref
 from pathlib import Path
@@ -71,19 +72,41 @@ def _use_threads_for(work: float) -> None:
 # ---- programs ----
 
 
+class MemoryPool:
+    """Memory of the tensors between kernels of recorded steps. Steps run one after another, so all may share one pool."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self.num_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the smallest free piece that holds it; the piece is free again when Python drops the tensor."""
+        numel = math.prod(shape)
+        size = numel * dtype.itemsize
+        fitting = [piece for piece in self._free if piece.numel() >= size]
+        if fitting:
+            memory = min(fitting, key=lambda piece: piece.numel())
+            self._free = [piece for piece in self._free if piece is not memory]
+        else:
+            memory = torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8)
+            self.num_bytes += memory.nbytes
+        tensor = memory[:size].view(dtype).view(shape)
+        weakref.finalize(tensor, lambda: self._free.append(memory))
+        return tensor
+
+
 class Program:
     """Kernels of one step, recorded once and replayed without Python in between: what a graph is to a GPU.
 
-    A replay reads and writes the very tensors of the recording, so whoever records keeps the inputs and outputs alive and
-    fills the inputs in place. Tensors in between live in memory that the program keeps and hands on as they die.
+    A replay reads and writes the very tensors of the recording. Whoever records keeps the inputs alive and fills them in
+    place, and uses an output before another program of the same pool runs.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, pool: MemoryPool) -> None:
+        self.pool = pool
         self._tag = _TAGS[dtype]
         self._rows: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
         self._work = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._kept: list[torch.Tensor] = []
         self._ints = self._floats = torch.empty(0)
 
     def __enter__(self) -> Program:
@@ -103,18 +126,6 @@ class Program:
         self._rows.append((kind, ints, floats))
         self._work += work
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor; it goes to the next one of its size when Python drops this one."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        free = self._free.setdefault(size, [])
-        if not free:
-            self._kept.append(torch.empty(size, dtype=torch.uint8))
-            free.append(self._kept[-1])
-        memory = free.pop()
-        tensor = memory.view(dtype).view(shape)
-        weakref.finalize(tensor, free.append, memory)
-        return tensor
-
     def replay(self) -> None:
         """Run every kernel in order."""
         _use_threads_for(self._work / max(1, len(self._rows)))
@@ -123,7 +134,7 @@ class Program:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if _State.recording is not None:
-        return _State.recording.empty(shape, dtype)
+        return _State.recording.pool.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
 
 
@@ -162,6 +173,11 @@ def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
 # ---- matmul ----
 
 
+def recordable(width: int, dtype: torch.dtype) -> bool:
+    """True if a matmul over so many columns is a kernel alone, without a padded copy of its input."""
+    return width % _PAIRS[dtype] == 0
+
+
 def packed_size(num_rows: int, width: int, dtype: torch.dtype) -> int:
     """Elements of a packed [num_rows, width] weight."""
     pair = _PAIRS[dtype]
@@ -195,6 +211,7 @@ def matmul(
     tokens, width = x.shape
     pair = _PAIRS[x.dtype]
     if width % pair:
+        assert _State.recording is None, "an odd width needs a copy, which can't be recorded"
         x, width = torch.nn.functional.pad(x, (0, 1)), width + 1
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
     out = _empty((tokens, num_rows), out_dtype)

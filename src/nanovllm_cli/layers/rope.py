@@ -40,13 +40,17 @@ class Rope:
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def _dynamic(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Frequencies [T, dim / 2] with a base that grows with each token's length past the original one."""
+        """Frequencies [T, dim / 2] with a base that grows with each token's length past the original one.
+
+        One length at a time: torch's pow over several gives other last bits than over one.
+        """
         spec = self.spec
         unique, index = torch.unique(lengths.clamp_min(spec.original_len), return_inverse=True)
-        grown = spec.factor * unique.float() / spec.original_len - (spec.factor - 1)
-        bases = spec.theta * grown ** (spec.dim / (spec.dim - 2))
-        frequencies: torch.Tensor = 1.0 / bases[:, None] ** _exponents(spec).to(self.device)
-        return frequencies[index]
+        rows = []
+        for length in unique.tolist():
+            grown = spec.factor * length / spec.original_len - (spec.factor - 1)
+            rows.append(1.0 / (spec.theta * grown ** (spec.dim / (spec.dim - 2))) ** _exponents(spec))
+        return torch.stack(rows).to(self.device)[index]
 
 
 def _exponents(spec: RopeSpec) -> torch.Tensor:

@@ -19,6 +19,10 @@ class DenseStorage:
     def num_bytes(self) -> int:
         return self._packed.nbytes
 
+    @property
+    def recordable(self) -> bool:
+        return cpu.recordable(self.width, self._packed.dtype)
+
     def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
         cpu.pack_rows(self._packed, first_row, rows.to(self._packed.dtype).contiguous())
 

@@ -17,6 +17,10 @@ class WeightStorage(Protocol):
     def num_bytes(self) -> int:
         """Memory it holds."""
 
+    @property
+    def recordable(self) -> bool:
+        """True if `matmul` and `rows` are kernels alone, so that a step may be recorded and replayed."""
+
     def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
         """rows [n, width] of any float type become rows first_row … first_row + n - 1."""
 
