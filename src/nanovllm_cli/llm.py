@@ -15,7 +15,7 @@ Not covered: which flags a person typed, how an answer is shown. Not thread-safe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,6 +91,7 @@ class LLM:
         )
         self._max_num_seqs = config.max_num_seqs
         self._request_ids = itertools.count()
+        self._unread: dict[str, list[RequestOutput]] = {}
 
     # ---- what it is ----
 
@@ -158,12 +159,11 @@ class LLM:
         try:
             finished = False
             while not finished:
-                for output in self._engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        finished = output.finished
+                for output in self._step((request_id,)):
+                    yield output
+                    finished = output.finished
         finally:
-            self._engine.abort(request_id)
+            self._abort(request_id)
 
     def generate_iter(self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> Iterator[RequestOutput]:
         """Finished outputs as they finish, of (request id, token ids, params) taken from an iterable as room appears.
@@ -181,13 +181,13 @@ class LLM:
                     running.add(request_id)
                 if not running:
                     return
-                for output in self._engine.step():
-                    if output.finished and output.request_id in running:
+                for output in self._step(running):
+                    if output.finished:
                         running.remove(output.request_id)
                         yield output
         finally:
             for request_id in running:
-                self._engine.abort(request_id)
+                self._abort(request_id)
 
     def encode_chat(
         self,
@@ -216,14 +216,15 @@ class LLM:
     # ---- inside ----
 
     def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
-        each = _params_for(params or self.default_params, len(prompts))
+        each = _params_for(self.default_params if params is None else params, len(prompts))
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, wanted in zip(prompts, each, strict=True):
                 ids.append(self._add(prompt, wanted))
+            mine = set(ids)
             while len(done) < len(ids):
-                for output in self._engine.step():
+                for output in self._step(mine):
                     if output.finished:
                         done[output.request_id] = output
                         if progress is not None:
@@ -231,13 +232,32 @@ class LLM:
         finally:
             for request_id in ids:
                 if request_id not in done:
-                    self._engine.abort(request_id)
+                    self._abort(request_id)
         return [done[request_id] for request_id in ids]
 
     def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
         request_id = f"request-{next(self._request_ids)}"
         self._engine.add(request_id, ids, params, cache_salt=self._salt(ids))
         return request_id
+
+    def _step(self, wanted: Collection[str]) -> list[RequestOutput]:
+        """What is new of the wanted requests, after a step if nothing is. Every step serves all requests: what it does for
+        others, such as a stream that is open meanwhile, is kept until they ask."""
+        unread = [request_id for request_id in self._unread if request_id in wanted]
+        found = [output for request_id in unread for output in self._unread.pop(request_id)]
+        if found:
+            return found
+        for output in self._engine.step():
+            if output.request_id in wanted:
+                found.append(output)
+            else:
+                self._unread.setdefault(output.request_id, []).append(output)
+        return found
+
+    def _abort(self, request_id: str) -> None:
+        """Also of one that is finished, whose last outputs nobody will read."""
+        self._engine.abort(request_id)
+        self._unread.pop(request_id, None)
 
     def _salt(self, ids: Sequence[int]) -> str | None:
         """Keeps prompts apart whose cached keys were rotated by other frequencies (see ModelSpec.rope_regime)."""

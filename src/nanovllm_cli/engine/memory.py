@@ -43,7 +43,8 @@ def check_weights_fit(num_bytes: int, available: int) -> None:
     """Before anything is loaded. DoesNotFitError says what is needed and what is there."""
     if num_bytes + OVERHEAD_BYTES > available:
         raise DoesNotFitError(
-            f"the weights need {num_bytes / GIB:.1f} GiB and {available / GIB:.1f} GiB of memory are free",
+            f"the weights need {num_bytes / GIB:.1f} GiB, the program {OVERHEAD_BYTES / GIB:.1f} GiB, and "
+            f"{available / GIB:.1f} GiB of memory are free",
             "try a smaller model, or a machine with more memory",
         )
 

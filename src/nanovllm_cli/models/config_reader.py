@@ -5,13 +5,14 @@ A value that is missing, of the wrong type or out of bounds raises CheckpointErr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError
 
 MAX_INT = 1 << 31
+MAX_NUMBER = 1e18
+BROKEN = "the file is damaged, or for another kind of model"
 _MISSING = object()
 
 
@@ -29,44 +30,44 @@ class ConfigReader:
         """A whole number in [least, 2**31)."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_INT:
-            raise self._bad(key, f"a whole number of at least {least}")
+            raise self._bad(key, f"a whole number of at least {least}", value)
         return value
 
     def number(self, key: str, default: Any = _MISSING, positive: bool = True) -> float:
-        """A finite number, above 0 unless told otherwise."""
+        """A number of at most 1e18 either way, above 0 unless told otherwise."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._bad(key, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
+            raise self._bad(key, "a number, and not a huge one", value)
         if positive and value <= 0:
-            raise self._bad(key, "a number above 0")
+            raise self._bad(key, "a number above 0", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self._bad(key, "true or false")
+            raise self._bad(key, "true or false", value)
         return value
 
     def text(self, key: str, default: Any = _MISSING) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self._bad(key, "a string")
+            raise self._bad(key, "a string", value)
         return value
 
     def numbers(self, key: str, length: int | None = None) -> tuple[float, ...]:
-        """A list of finite numbers above 0, of that length where one is given."""
+        """A list of numbers above 0 and up to 1e18, of that length where one is given."""
         value = self._get(key, _MISSING)
         good = isinstance(value, (list, tuple)) and all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) and v > 0 for v in value
+            isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= MAX_NUMBER for v in value
         )
         if not good or (length is not None and len(value) != length):
-            raise self._bad(key, f"a list of {length if length is not None else 'positive'} numbers")
+            raise self._bad(key, f"a list of {length if length is not None else 'positive'} numbers", value)
         return tuple(float(v) for v in value)
 
     def section(self, key: str) -> ConfigReader:
         value = self._get(key, {})
         if not isinstance(value, Mapping):
-            raise self._bad(key, "an object")
+            raise self._bad(key, "an object", value)
         return ConfigReader(value, f"{self.where}: {key}")
 
     def _get(self, key: str, default: Any) -> Any:
@@ -79,7 +80,7 @@ class ConfigReader:
             )
         return default
 
-    def _bad(self, key: str, wanted: str) -> CheckpointError:
-        shown = repr(self.values.get(key))
+    def _bad(self, key: str, wanted: str, value: Any) -> CheckpointError:
+        shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return CheckpointError(f"{self.where}: {key!r} must be {wanted}, not {shown}")
+        return CheckpointError(f"{self.where}: {key!r} must be {wanted}, not {shown}", BROKEN)

@@ -6,14 +6,16 @@ a family is the `Family` that says which. What they share with the rest of the w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
-from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 
+ANOTHER = "take another model; README.md lists what runs"
 MAX_LAYERS = 1024
 ACTIVATIONS = {
     "silu": "silu",
@@ -134,10 +136,12 @@ def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> list[in
     types = read.values.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:
-            raise CheckpointError(f"config.json lists {len(types)} layer_types for {layers} layers")
+            raise CheckpointError(f"config.json lists {len(types)} layer_types for {layers} layers", BROKEN)
         unknown = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
         if unknown:
-            raise UnsupportedError(f"layer type {unknown[0]!r} is not supported")
+            raise UnsupportedError(
+                f"layer type {unknown[0][:80]!r} is not supported", "known: full_attention, sliding_attention"
+            )
         return [window if kind == "sliding_attention" else None for kind in types]
     first = read.integer("max_window_layers", 0, least=0) if family.window_switch is not None else 0
     return [window if i >= first else None for i in range(layers)]
@@ -150,9 +154,10 @@ def _rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeS
     share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     original = rope.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position)
+        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position), least=2
     )
     base = RopeSpec(dim=int(head_dim * share), theta=theta, original_len=original)
+    _check_rope(base, head_dim, read)
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
     match kind:
@@ -219,9 +224,9 @@ def spec_from_gguf(
     layers = _layers(read.integer(key("block_count")), read)
     _check_heads(heads, kv_heads, head_dim, read)
     if read.integer(key("attention.value_length"), head_dim) != head_dim:
-        raise UnsupportedError("keys and values of different lengths are not supported")
+        raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     if read.integer(key("expert_count"), 0, least=0) > 0:
-        raise UnsupportedError(f"{arch} with experts needs MoE layers, which are not supported yet")
+        raise UnsupportedError(f"{arch} with experts needs MoE layers, which are not supported yet", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     attention = AttentionSpec(
         num_heads=heads,
@@ -250,19 +255,18 @@ def spec_from_gguf(
 def _rope_from_gguf(
     read: ConfigReader, key: Callable[[str], str], head_dim: int, max_position: int, family: Family, values: ReadValues
 ) -> RopeSpec:
-    original = read.integer(key("rope.scaling.original_context_length"), max_position)
+    original = read.integer(key("rope.scaling.original_context_length"), max_position, least=2)
     base = RopeSpec(
         dim=read.integer(key("rope.dimension_count"), head_dim),
         theta=read.number(key("rope.freq_base"), 10000.0),
         interleaved=family.interleaved_gguf,
         original_len=original,
     )
-    if base.dim > head_dim or base.dim % 2:
-        raise CheckpointError(f"GGUF metadata: {base.dim} rotary dims do not fit heads of {head_dim}")
+    _check_rope(base, head_dim, read)
     divisors, short, long = (values(f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long"))
     for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
-        if found is not None and (len(found) != base.dim // 2 or min(found) <= 0):
-            raise CheckpointError(f"tensor 'rope_{name}.weight' must hold {base.dim // 2} positive numbers")
+        if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
+            raise CheckpointError(f"tensor 'rope_{name}.weight' must hold {base.dim // 2} positive numbers", BROKEN)
     if short and long:
         factor = max_position / original
         spec = replace(base, scaling="longrope", factor=factor, short_divisors=short, long_divisors=long)
@@ -284,12 +288,22 @@ def _rope_from_gguf(
 
 def _layers(count: int, read: ConfigReader) -> int:
     if count > MAX_LAYERS:
-        raise CheckpointError(f"{read.where} asks for {count} layers; at most {MAX_LAYERS} are believed")
+        raise CheckpointError(f"{read.where} asks for {count} layers; at most {MAX_LAYERS} are believed", BROKEN)
     return count
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int, read: ConfigReader) -> None:
     if heads % kv_heads:
-        raise CheckpointError(f"{read.where}: {heads} query heads can't share {kv_heads} key-value heads evenly")
+        raise CheckpointError(
+            f"{read.where}: {heads} query heads can't share {kv_heads} key-value heads evenly", BROKEN
+        )
     if head_dim < 2 or head_dim % 2:
-        raise UnsupportedError(f"{read.where}: head dim {head_dim} is not an even number")
+        raise UnsupportedError(f"{read.where}: head dim {head_dim} is not an even number", ANOTHER)
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> None:
+    """What the kernels and the formulas of layers/rope.py take for granted."""
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        raise CheckpointError(f"{read.where}: {rope.dim} rotary dims do not fit heads of {head_dim}", BROKEN)
+    if rope.theta <= 1:
+        raise CheckpointError(f"{read.where}: the rotary base must be above 1, not {rope.theta:g}", BROKEN)

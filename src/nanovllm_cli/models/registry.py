@@ -30,7 +30,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     """By "general.architecture"."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
-        raise CheckpointError("GGUF metadata has no 'general.architecture'")
+        raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
     return _look_up(name, GGUF_ARCHITECTURES)
 
 

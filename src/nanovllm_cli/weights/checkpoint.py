@@ -130,7 +130,9 @@ def _open_path(path: Path) -> Checkpoint:
         return _open_safetensors(path)
     if path.suffix in PICKLES:
         raise pickle_error(str(path))
-    raise UnsupportedError(f"{path}: neither a .safetensors nor a .gguf file")
+    raise UnsupportedError(
+        f"{path}: neither a .safetensors nor a .gguf file", "name such a file, or the folder that it is in"
+    )
 
 
 class _Closing:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
@@ -21,18 +21,30 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 
 SLICE_BYTES = 16 << 20
 MAX_NAMED = 5
+OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
+# A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
+MAX_EXCESS, SMALL_EXCESS = 16, 1 << 28
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
-    if checkpoint.format == "hf":
-        return spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+    spec = _hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
+    _check_scale(spec, checkpoint)
+    return spec
+
+
+def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
+    return spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+
+
+def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     names = set(checkpoint.names())
     embedding = GGUF_NAMES["embedding.weight"]
-    if embedding not in names:
+    if embedding not in names or not checkpoint.info(embedding).shape:
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {embedding!r} is missing", "the file holds a vocabulary only, or is incomplete"
+            f"{checkpoint.path}: tensor {embedding!r} is missing or empty",
+            "the file holds a vocabulary only, or is incomplete",
         )
 
     def values(name: str) -> tuple[float, ...] | None:
@@ -40,6 +52,23 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
     vocab_size = checkpoint.info(embedding).shape[0]
     return spec_from_gguf(checkpoint.config, gguf_family(checkpoint.config), vocab_size, names, values)
+
+
+def _check_scale(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
+    wanted = spec.vocab_size * spec.hidden_size
+    for block in spec.blocks:
+        if isinstance(attention := block.attention, AttentionSpec):
+            heads = 2 * (attention.num_heads + attention.num_kv_heads)
+            wanted += spec.hidden_size * heads * attention.head_dim
+        if isinstance(block.mlp, MLPSpec):
+            wanted += spec.hidden_size * 3 * block.mlp.intermediate_size
+    there = sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
+    if wanted > MAX_EXCESS * there + SMALL_EXCESS:
+        raise CheckpointError(
+            f"{checkpoint.path}: the config describes a model of {wanted:.2g} parameters, the tensors have {there:.2g}",
+            OTHER_MODEL,
+        )
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: LoadProgress | None = None) -> None:
@@ -95,7 +124,7 @@ def _compare(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
     if lines:
         raise CheckpointError(
             f"{checkpoint.path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}",
-            "the checkpoint is incomplete, or its config belongs to another model",
+            OTHER_MODEL,
         )
 
 
@@ -118,7 +147,12 @@ def _slices(checkpoint: Checkpoint, name: str) -> Iterator[tuple[torch.Tensor, i
 def _check_finite(checkpoint: Checkpoint, name: str, rows: torch.Tensor) -> None:
     if not rows.is_floating_point():
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, not numbers that a layer can use"
+            f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, not numbers that a layer can use", OTHER_MODEL
+        )
+    if rows.dtype.itemsize < 2:
+        raise UnsupportedError(
+            f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, and scaled 8-bit numbers are not supported yet",
+            "take the model in bfloat16, or a GGUF of it",
         )
     low, high = torch.aminmax(rows)
     if not (math.isfinite(low) and math.isfinite(high)):

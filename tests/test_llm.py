@@ -1,0 +1,381 @@
+"""The library's front door, on a tiny random model whose tokens are bytes. transformers says what it should answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig
+
+from engines import SMALL, greedy, random_model, save
+from nanovllm_cli import LLM, EngineConfig, SamplingParams
+from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.errors import PromptTooLongError, UsageError
+from nanovllm_cli.llm import QUEUE_FACTOR
+
+BOS, EOS, USER, ASSISTANT = range(256, 260)
+VOCAB = 260
+CONTEXT = 128
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LETTERS = tuple(range(ord("a"), ord("z") + 1))
+
+
+def write_byte_tokenizer(
+    folder: Path, specials: tuple[str, ...] = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+) -> None:
+    """A tokenizer.json in which the id of a byte is that byte (under GPT-2's names for bytes), and specials from 256 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    names = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    backend = Backend(models.BPE(names, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(specials))
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class Model:
+    """The checkpoint, and transformers' model of the same weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference = random_model(LlamaConfig(**SMALL | {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}))
+        self.folder = save(self.reference, folder)
+        write_byte_tokenizer(folder)
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        """Greedy, past any end."""
+        ids = self.reference.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return list(ids[0, len(prompt) :].tolist())
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), VOCAB]: of what follows each token."""
+        with torch.inference_mode():
+            return torch.log_softmax(self.reference(torch.tensor([ids])).logits[0].float(), -1)
+
+
+def load(model: Model, **settings: Any) -> LLM:
+    return LLM(model.folder, config=EngineConfig(**{"threads": 2, "num_blocks": 64} | settings))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(model: Model) -> LLM:
+    return load(model)
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """Every test has to leave the engine as it found it: nothing runs, and nobody holds a block."""
+    yield shared
+    stats = shared.stats()
+    assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
+    assert not shared._engine.has_unfinished()
+
+
+def text_of(ids: list[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+def ids_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def test_package_is_imported_without_torch_and_names_are_there_when_asked_for() -> None:
+    program = (
+        "import sys, nanovllm_cli\n"
+        "assert not [m for m in sys.modules if m.startswith('nanovllm_cli.')]\n"
+        "from nanovllm_cli import SamplingParams, EngineConfig, NanovllmError\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert {'LLM', 'SamplingParams'} <= set(nanovllm_cli.__all__)\n"
+        "assert not hasattr(nanovllm_cli, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_texts_and_ids_one_or_several_give_what_transformers_gives(model: Model, llm: LLM) -> None:
+    prompts: list[Any] = ["Once upon a time", list(b"Once"), "zażółć gęślą jaźń", tuple(range(40, 99))]
+    expected = [model.answer(list(p.encode()) if isinstance(p, str) else list(p), 16) for p in prompts]
+    together = llm.generate(prompts, greedy(16))
+    assert [ids_of(output) for output in together] == expected
+    assert [output.outputs[0].text for output in together] == [text_of(ids) for ids in expected]
+    assert [output.prompt_ids for output in together[:2]] == [tuple(b"Once upon a time"), tuple(b"Once")]
+    for prompt, ids in zip(prompts[:2], expected, strict=False):
+        (alone,) = llm.generate(prompt, greedy(16))
+        assert ids_of(alone) == ids
+        assert alone.finished
+        assert alone.outputs[0].finish_reason == "length"
+    assert llm.generate([], greedy()) == []
+
+
+def test_what_the_model_is(model: Model, llm: LLM) -> None:
+    assert llm.num_parameters == sum(p.numel() for p in model.reference.parameters())
+    assert (llm.dtype, llm.spec.vocab_size, llm.max_model_len) == (torch.float32, VOCAB, CONTEXT)
+    assert llm.name == str(model.folder)
+    assert llm.weight_bytes >= 4 * sum(p.numel() for p in model.reference.parameters() if p.dim() > 1)
+    per_token = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4
+    assert 1.0 <= llm.kv_bytes / (64 * 16 * per_token) < 1.2  # heads of 24 are padded to whole vectors
+
+
+def test_outputs_come_in_the_order_of_the_prompts_whatever_each_asks_for(llm: LLM) -> None:
+    each = [greedy(12), greedy(1), SamplingParams(seed=5, max_tokens=7, ignore_eos=True), greedy(3)]
+    prompts = ["first", "second", "third", "fourth"]
+    outputs = llm.generate(prompts, each)
+    assert [bytes(output.prompt_ids).decode() for output in outputs] == prompts
+    assert [len(ids_of(output)) for output in outputs] == [12, 1, 7, 3]
+    for prompt, params, output in zip(prompts, each, outputs, strict=True):
+        assert ids_of(llm.generate(prompt, params)[0]) == ids_of(output)
+
+
+def test_as_many_params_as_prompts_or_one(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="2 prompts and 3 sampling parameters"):
+        llm.generate(["a", "b"], [greedy(1)] * 3)
+    with pytest.raises(UsageError, match="1 prompts and 0"):
+        llm.generate("a", [])
+
+
+def test_without_params_the_models_own_defaults_count(model: Model) -> None:
+    path = model.folder / "generation_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({"do_sample": False, "max_new_tokens": 5, "eos_token_id": [EOS, 10**9]}))
+    try:
+        with load(model) as llm:
+            assert (llm.default_params.temperature, llm.default_params.max_tokens) == (0.0, 5)
+            expected = model.answer(list(b"Once"), 5)
+            assert ids_of(llm.generate("Once")[0]) == expected[: [*expected, EOS].index(EOS) + 1]
+    finally:
+        path.write_text(before)
+
+
+def test_stream_says_the_same_piece_by_piece(model: Model, llm: LLM) -> None:
+    expected = model.answer(list(b"Once"), 24)
+    parts = list(llm.stream("Once", greedy(24)))
+    assert "".join(part.outputs[0].delta_text for part in parts) == text_of(expected) == parts[-1].outputs[0].text
+    assert [i for part in parts for i in part.outputs[0].delta_ids] == expected
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(parts) == 24
+
+
+def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
+    stream = llm.stream("Once upon", greedy(100))
+    for _ in range(3):
+        next(stream)
+    assert llm.stats().used_blocks > 0
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.stats().used_blocks == 0
+
+
+def test_streams_in_step_with_one_another_lose_nothing(model: Model, llm: LLM) -> None:
+    """Two streams, and a generate between their parts: every step serves all of them."""
+    first, second = llm.stream("Once", greedy(10)), llm.stream("The end", greedy(6))
+    parts: dict[str, list[RequestOutput]] = {"Once": [next(first)], "The end": []}
+    assert ids_of(llm.generate("between", greedy(20))[0]) == model.answer(list(b"between"), 20)
+    for pair in itertools.zip_longest(first, second):
+        for prompt, part in zip(parts, pair, strict=True):
+            parts[prompt] += [part] if part else []
+    for prompt, found in parts.items():
+        expected = model.answer(list(prompt.encode()), 10 if prompt == "Once" else 6)
+        assert [i for part in found for i in part.outputs[0].delta_ids] == expected
+
+
+def test_chat_renders_the_template_and_answers(model: Model, llm: LLM) -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    longer = [*hello, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "no"}]
+    prompt = [USER, *b"hi", EOS, ASSISTANT]
+    assert llm.encode_chat(hello) == prompt
+    (alone,) = llm.chat(hello, greedy(8))
+    assert ids_of(alone) == model.answer(prompt, 8)
+    one, other = llm.chat([hello, longer], greedy(8))
+    assert ids_of(one) == ids_of(alone)
+    assert list(other.prompt_ids) == [*prompt, *b"yes?", EOS, USER, *b"no", EOS, ASSISTANT]
+
+
+def test_control_tokens_in_a_message_stay_text(llm: LLM) -> None:
+    encoded = llm.encode_chat([{"role": "user", "content": "</s><|assistant|>"}])
+    assert encoded == [USER, *b"</s><|assistant|>", EOS, ASSISTANT]
+
+
+def test_chat_needs_a_template(model: Model, tmp_path: Path) -> None:
+    for file in model.folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=8)) as llm:
+        with pytest.raises(UsageError, match="has no chat template") as raised:
+            llm.chat([{"role": "user", "content": "hi"}])
+        assert "--raw" in (raised.value.hint or "")
+    with LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=8), chat_template="{{ messages[0].content }}!") as llm:
+        assert llm.encode_chat([{"role": "user", "content": "hi"}]) == list(b"hi!")
+
+
+def test_generate_iter_takes_requests_as_room_appears(model: Model) -> None:
+    count, taken, finished = 30, 0, 0
+
+    def requests() -> Iterator[tuple[str, list[int], SamplingParams]]:
+        nonlocal taken
+        for i in range(count):
+            taken += 1
+            yield f"r{i}", list(b"request %d" % i), greedy(1 + i % 5)
+
+    with load(model, max_num_seqs=2) as llm:
+        found = {}
+        for output in llm.generate_iter(requests()):
+            assert taken - finished <= 2 * QUEUE_FACTOR
+            finished += 1
+            found[output.request_id] = output
+        assert list(found) != [f"r{i}" for i in range(count)]  # in the order in which they finished
+        assert {name: len(ids_of(output)) for name, output in found.items()} == {
+            f"r{i}": 1 + i % 5 for i in range(count)
+        }
+        assert ids_of(found["r29"]) == model.answer(list(b"request 29"), 5)
+
+
+def test_generate_iter_aborts_what_is_unfinished_when_it_is_left(llm: LLM) -> None:
+    endless = llm.generate_iter((str(i), list(b"abc"), greedy(2 + i)) for i in range(100))
+    next(endless)
+    assert llm.stats().used_blocks > 0
+    endless.close()  # type: ignore[attr-defined]
+    assert not llm._engine.has_unfinished()
+    refused = llm.generate_iter([("a", list(b"abc"), greedy(50)), ("b", [VOCAB], greedy(1))])
+    with pytest.raises(UsageError, match="not in the vocabulary"):
+        next(refused)
+
+
+def test_progress_hears_of_every_request_that_finishes(llm: LLM) -> None:
+    heard: list[tuple[int, int]] = []
+    llm.generate(["a", "b", "c"], [greedy(3), greedy(1), greedy(2)], progress=lambda *counts: heard.append(counts))
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_what_a_callback_raises_ends_everything_cleanly(llm: LLM) -> None:
+    def stop(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], [greedy(2), greedy(50)], progress=stop)
+
+
+def test_context_manager_closes_the_worker(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    with load(model, num_blocks=4) as llm:
+        monkeypatch.setattr(llm._worker, "close", lambda: closed.append(True))
+    assert closed == [True]
+
+
+def test_prompt_that_leaves_no_room_is_refused_before_anything_runs(llm: LLM) -> None:
+    before = llm.stats().steps
+    with pytest.raises(PromptTooLongError) as raised:
+        llm.generate(["short", "x" * CONTEXT], greedy(4))
+    assert (raised.value.prompt_len, raised.value.limit) == (CONTEXT, CONTEXT)
+    with pytest.raises(PromptTooLongError):
+        next(llm.stream("x" * 1000))
+    with pytest.raises(UsageError, match="empty"):
+        llm.generate("")
+    assert llm.stats().steps == before
+    assert len(ids_of(llm.generate("x" * (CONTEXT - 3), greedy(50))[0])) == 3
+
+
+def test_cache_that_holds_less_than_the_context_limits_prompts(model: Model) -> None:
+    with load(model, num_blocks=3) as llm:
+        assert llm.max_model_len == 48
+        with pytest.raises(PromptTooLongError):
+            llm.generate("x" * 48)
+        answers = llm.generate(["x" * 40, "y" * 20], greedy(50))
+        assert [len(ids_of(answer)) for answer in answers] == [8, 28]
+
+
+def test_several_answers_have_seeds_of_their_own(llm: LLM) -> None:
+    params = SamplingParams(seed=11, max_tokens=8, ignore_eos=True)
+    (one,) = llm.generate("Once", params)
+    (three,) = llm.generate("Once", SamplingParams(seed=11, max_tokens=8, ignore_eos=True, n=3))
+    assert [answer.index for answer in three.outputs] == [0, 1, 2]
+    assert three.outputs[0].token_ids == one.outputs[0].token_ids
+    assert len({answer.token_ids for answer in three.outputs}) == 3
+    (same,) = llm.generate("Once", greedy(8, n=2))
+    assert same.outputs[0].token_ids == same.outputs[1].token_ids
+
+
+def test_logprobs_are_those_of_transformers(model: Model, llm: LLM) -> None:
+    params = SamplingParams(seed=3, temperature=0.7, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=1)
+    (output,) = llm.generate("Once upon", params)
+    expected = model.logprobs([*output.prompt_ids, *ids_of(output)])
+    answer = output.outputs[0].logprobs
+    assert answer is not None
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    entries = [*output.prompt_logprobs[1:], *answer]
+    assert len(entries) == len(expected) - 1
+    for entry, row, token_id in zip(entries, expected, [*output.prompt_ids, *ids_of(output)][1:], strict=False):
+        assert entry is not None
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+        assert entry.rank == 1 + int((row > row[token_id]).sum())
+    for entry, row in zip(answer, expected[len(output.prompt_ids) - 1 :], strict=False):
+        assert [i for i, _ in entry.top] == row.topk(4).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
+
+
+def test_stop_string_over_several_tokens_is_never_shown(llm: LLM) -> None:
+    options: dict[str, Any] = {"seed": 4, "max_tokens": 30, "allowed_token_ids": LETTERS}
+    whole = llm.generate("Once", SamplingParams(**options))[0].outputs[0].text
+    assert len(whole) == 30
+    stop = whole[9:12]
+    at = whole.index(stop)
+    params = SamplingParams(**options, stop=("nowhere", stop))
+    parts = list(llm.stream("Once", params))
+    last = parts[-1].outputs[0]
+    assert "".join(part.outputs[0].delta_text for part in parts) == last.text == whole[:at]
+    assert (last.finish_reason, last.stop_reason, len(last.token_ids)) == ("stop", stop, at + 3)
+    kept = llm.generate("Once", SamplingParams(**options, stop=(stop,), include_stop_str_in_output=True))
+    assert kept[0].outputs[0].text == whole[: at + 3]
+
+
+def test_end_of_the_model_ends_an_answer_unless_it_is_ignored(llm: LLM) -> None:
+    ends = {EOS: 100.0}
+    (output,) = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=5, logit_bias=ends))
+    assert (output.outputs[0].finish_reason, output.outputs[0].text, ids_of(output)) == ("stop", "", [EOS])
+    (output,) = llm.generate("Once", greedy(5, logit_bias=ends))
+    assert (output.outputs[0].finish_reason, ids_of(output)) == ("length", [EOS] * 5)
+
+
+def test_nan_in_the_logits_of_one_request_ends_that_one_alone(
+    model: Model, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = llm._worker.runner.sampler
+    draws = sampler.sample
+    victims: set[int] = set()
+
+    def poisoned(seq_ids: list[int], logits: torch.Tensor, rows: Any = None, masks: Any = None) -> Any:
+        rows = range(len(seq_ids)) if rows is None else rows
+        victims.add(min(seq_ids))  # the request that was added first
+        logits = logits.clone()
+        for seq_id, row in zip(seq_ids, rows, strict=True):
+            if seq_id == min(victims):
+                logits[row, 7] = torch.nan
+        return draws(seq_ids, logits, rows, masks)
+
+    monkeypatch.setattr(sampler, "sample", poisoned)
+    prompts = ["the victim", "beside it", "and behind"]
+    bad, *good = llm.generate(prompts, [greedy(9), greedy(9), SamplingParams(seed=1, max_tokens=9, ignore_eos=True)])
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", ())
+    assert "NaN" in (bad.outputs[0].error or "")
+    assert [output.outputs[0].finish_reason for output in good] == ["length", "length"]
+    assert ids_of(good[0]) == model.answer(list(b"beside it"), 9)
