@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -32,6 +33,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
+from nanovllm_cli.text.reasoning import reasoning_format
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.source import ResolvedModel, resolve
@@ -83,7 +85,7 @@ class LLM:
         self._engine = Engine(
             InProcessExecutor(self._worker),
             config,
-            tokenizer=self.tokenizer,
+            detokenizer_factory=detokenizers_of(self.tokenizer, self._reasoning_tags()),
             vocab_size=self.spec.vocab_size,
             max_model_len=self._worker.max_model_len,
             num_blocks=self._worker.num_blocks,
@@ -269,6 +271,12 @@ class LLM:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+    def _reasoning_tags(self) -> list[int]:
+        """Special tokens that mark reasoning in this model's format: they stay in the text, for a parser to find."""
+        form = reasoning_format(self.chat_template.source) if self.chat_template is not None else None
+        found = (self.tokenizer.token_to_id(tag) for tag in form.visible) if form is not None else ()
+        return [token_id for token_id in found if token_id is not None]
 
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]

@@ -42,13 +42,17 @@ class IncrementalDetokenizer(Protocol):
 DetokenizerFactory = Callable[[SamplingParams, tuple[int, ...]], IncrementalDetokenizer]
 
 
-def detokenizers_of(tokenizer: Tokenizer) -> DetokenizerFactory:
-    """Given a request's settings and prompt ids: a detokenizer for one of its answers, which continues the prompt."""
+def detokenizers_of(tokenizer: Tokenizer, visible_ids: Collection[int] = ()) -> DetokenizerFactory:
+    """Given a request's settings and prompt ids: a detokenizer for one of its answers, which continues the prompt.
+
+    visible_ids: special tokens that stay in the text, because a reader behind it looks for them (reasoning tags).
+    """
 
     def make(params: SamplingParams, prompt_ids: tuple[int, ...]) -> IncrementalDetokenizer:
         return Detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            visible_ids=visible_ids,
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

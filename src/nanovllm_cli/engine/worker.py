@@ -16,7 +16,7 @@ from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, warm
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
@@ -55,6 +55,7 @@ class Worker:
         self._thread: int | None = None
         self._claim_thread()
         check_weights_fit(self._estimate_bytes(checkpoint), available_bytes())
+        _compile(self.dtype, progress)
         self._storages: list[DenseStorage] = []
         backend = CpuAttention(_groups(self.spec))
         self.model = Decoder(self.spec, self._make_storage, self.dtype, backend)
@@ -113,6 +114,16 @@ def _num_threads(config: EngineConfig, progress: LoadProgress | None) -> int:
     if config.threads is not None and config.threads > there and progress is not None:
         progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
     return min(config.threads or there, there)
+
+
+def _compile(dtype: torch.dtype, progress: LoadProgress | None) -> None:
+    """Kernels before weights: the first run on a machine waits for the compiler, and says so."""
+    if progress is None or warm.is_compiled(dtype):
+        warm.warm_up(dtype)
+        return
+    progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
+    warm.warm_up(dtype)
+    progress.done()
 
 
 def _groups(spec: ModelSpec) -> set[int]:

@@ -127,7 +127,7 @@ def read_index(index_path: Path) -> dict[str, str]:
         if not shard_name.endswith(".safetensors"):
             raise UnsupportedError(
                 f"{index_path}: tensor {name!r} is in {shard_name!r}, which is not a .safetensors file",
-                "convert the model to safetensors: nanovllm convert",
+                "use a repository or a copy that has .safetensors or .gguf files",
             )
     return weight_map
 
@@ -156,7 +156,7 @@ def some(names: list[str], limit: int = 5) -> str:
 def pickle_error(where: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: pickled weights, which can run any code when they are read, are never opened",
-        "convert the model to safetensors: nanovllm convert",
+        "use a repository or a copy that has .safetensors or .gguf files",
     )
 
 
@@ -188,7 +188,7 @@ def _chosen_quant(names: list[str], where: str, quant: str) -> Weights:
     if not models:
         raise UsageError(
             f"{where} has no GGUF files to choose {quant} from",
-            "leave the part after the colon out; --quant quantizes other weights while they load",
+            "leave the part after the colon out",
         )
     fitting = [name for name in models if quant_of(name).casefold() == quant.casefold()]
     if not fitting:
