@@ -23,7 +23,7 @@ SLICE_BYTES = 16 << 20
 MAX_NAMED = 5
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
-MAX_EXCESS, SMALL_EXCESS = 16, 1 << 28
+MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
