@@ -29,13 +29,17 @@ MIB = 1 << 20
 PROMPT, ANSWER = 32, 64
 BAR = 1.2
 SAMPLE_SECONDS = 0.004
-FIELDS = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous", "RssFile": "files"}
+FIELDS = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous", "RssShmem": "anonymous", "RssFile": "files"}
 
 
 def status() -> dict[str, int]:
-    """Bytes by FIELDS' names, now."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {FIELDS[words[0][:-1]]: int(words[1]) * 1024 for words in lines if words[0][:-1] in FIELDS}
+    """Bytes by FIELDS' names, now. Memory that is shared but of no file counts as anonymous."""
+    found = dict.fromkeys(FIELDS.values(), 0)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        field, _, value = line.partition(":")
+        if field in FIELDS:
+            found[FIELDS[field]] += int(value.split()[0]) * 1024
+    return found
 
 
 class Watch:
