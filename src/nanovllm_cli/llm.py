@@ -36,6 +36,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.reasoning import reasoning_format
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.source import ResolvedModel, resolve
 
 Prompt = str | Sequence[int]
@@ -73,13 +74,9 @@ class LLM:
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self.tokenizer = _load_tokenizer(checkpoint)
+            _check_vocabulary(self.tokenizer, read_spec(checkpoint))
             self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
             generation_config = dict(checkpoint.generation_config)
-        if self.tokenizer.vocab_size > self.spec.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model {self.spec.vocab_size}",
-                "the folder mixes files of different models",
-            )
         self.chat_template = self._choose_template(chat_template)
         self.default_params = SamplingParams.from_generation_config(generation_config)
         self._engine = Engine(
@@ -267,7 +264,9 @@ class LLM:
         return f"rope:{regime}" if regime else None
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
@@ -294,6 +293,14 @@ def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(path if path.is_dir() else path.parent)
 
 
+def _check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}",
+            "the folder mixes files of different models",
+        )
+
+
 def _end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """What ends an answer: generation_config.json's eos_token_id, and what the tokenizer knows as ends."""
     declared = generation_config.get("eos_token_id")
@@ -303,7 +310,9 @@ def _end_ids(generation_config: Mapping[str, Any], tokenizer: Tokenizer, vocab_s
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, told apart by what is inside: a list of ints is one prompt."""
+    """One prompt or several, told apart by what is inside: a list of ints is one prompt. Arrays and tensors are lists, too."""
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -91,7 +91,9 @@ class Worker:
             return self.runner.run(plan)
 
     def close(self) -> None:
-        """Memory goes with the object; nothing else is held."""
+        """Lets go of weights and cache; the worker is of no use afterwards."""
+        self._storages = []
+        del self.model, self.runner
 
     def _claim_thread(self) -> None:
         """The kernels' thread count is a setting of the calling thread."""

@@ -6,8 +6,10 @@ tensor is checked here. Compiled code is cached on disk under a key made of thes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import mmap
 import os
 import weakref
 from pathlib import Path
@@ -67,6 +69,22 @@ def _use_threads_for(work: float) -> None:
     if threads != _State.current:
         numba.set_num_threads(threads)
         _State.current = threads
+
+
+# ---- memory ----
+
+
+def zeros(numel: int, dtype: torch.dtype, huge_pages: bool = False) -> torch.Tensor:
+    """A zeroed vector straight from the system: resident page by page as it is written, which torch.zeros is not.
+
+    huge_pages: for memory that will all be read in long strides, such as weights; it asks the system for pages of 2 MiB.
+    """
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), **private)
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
 # ---- programs ----

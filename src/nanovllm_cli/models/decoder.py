@@ -39,7 +39,7 @@ class Block:
         if not isinstance(spec.attention, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
             kind = type(spec.mlp if isinstance(spec.attention, AttentionSpec) else spec.attention).__name__
             needed = kind.removesuffix("Spec")
-            raise UnsupportedError(f"{model.architecture} needs {needed} layers, which are not supported yet")
+            raise UnsupportedError(f"{model.architecture} needs {needed} layers, which are not supported yet", "take a dense one")
         width = model.hidden_size
 
         def norm() -> RMSNorm:

@@ -13,7 +13,7 @@ class DenseStorage:
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
         self.num_rows = num_rows
         self.width = width
-        self._packed = torch.zeros(cpu.packed_size(num_rows, width, dtype), dtype=dtype)
+        self._packed = cpu.zeros(cpu.packed_size(num_rows, width, dtype), dtype, huge_pages=True)
 
     @property
     def num_bytes(self) -> int:

@@ -71,6 +71,17 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """Weights that somebody quantized say so in config.json."""
+    quantization = checkpoint.config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantized checkpoints ({str(method)[:40]}) are not supported yet",
+            "use the original weights, or a GGUF file",
+        )
+
+
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: LoadProgress | None = None) -> None:
     """Fill every slot of the model. CheckpointError names missing, extra and misshapen tensors, and those with NaN."""
     progress = progress or NullProgress()
