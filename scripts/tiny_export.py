@@ -175,7 +175,7 @@ Qwen3 (`Qwen3ForCausalLM`): {config.num_layers} layers, hidden size {config.hidd
 and {config.num_kv_heads} key-value heads of {config.head_dim}, intermediate size {config.intermediate_size}, QK-norm,
 rotary positions with theta {config.rope_theta:.0f}, tied embeddings, bfloat16. The tokenizer is a byte-level BPE of
 {config.vocab_size} tokens with Qwen3's special tokens; the chat template renders ChatML with Hermes tool calls, in the
-same format as Qwen3's, `enable_thinking` included.
+same format as Qwen3's, but without thinking unless `enable_thinking` is true.
 
 ## Data
 
