@@ -205,7 +205,7 @@ The answers' perplexity is low because most answers follow from the question; in
 
 ## Limits
 
-English only, and only the small world of its grammar. Sums beyond about 20 are wrong, long chats drift, rare words may
+English only, and only the small world of its grammar. Most sums are wrong, long chats drift, rare words may
 be misspelt when copied. Trained on sequences of up to 1024 tokens; positions up to {config.max_positions} are allowed.
 """
 

@@ -30,10 +30,6 @@ def _use_own_cache_folder() -> None:
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
-# How long GNU OpenMP's idle threads spin before they sleep: about 0.1 ms, longer than the gap between two kernels, and short
-# enough that on a busy machine they don't keep their own colleagues off the processor. The default of 3 ms does.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
 from nanovllm_cli.kernels import cpu_attention, cpu_fused, cpu_matmul, cpu_program  # noqa: E402
 from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
 
