@@ -28,5 +28,5 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --editable '.[test,check]'
+	$(BIN)/pip install --quiet --editable '.[test,check,kernels-test]'
 	touch $@ $(VENV)/.installed

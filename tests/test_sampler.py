@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from nanovllm_cli.engine.plan import Drawn, NewSequence
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.kernels import sampling
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import distribution, softmax
 
@@ -252,8 +251,8 @@ def test_greedy_takes_the_lowest_of_equal_ids_on_the_fast_path_and_off_it() -> N
 
 def test_the_largest_of_other_devices_and_dtypes_is_that_of_float32_on_the_cpu() -> None:
     logits = torch.round(random_logits(5))
-    assert sampling.largest(logits.double()) == sampling.largest(logits)
-    assert sampling.largest(logits.bfloat16()) == sampling.largest(logits)
+    assert cpu_sampling.largest(logits.double()) == cpu_sampling.largest(logits)
+    assert cpu_sampling.largest(logits.bfloat16()) == cpu_sampling.largest(logits)
 
 
 @settings(max_examples=40, deadline=None)

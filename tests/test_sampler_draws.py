@@ -15,8 +15,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from nanovllm_cli.kernels import sampling
-from nanovllm_cli.kernels.sampling import draw_token, most_likely, row_logprobs
+from nanovllm_cli.kernels.cpu_sampling import draw_token, most_likely, row_logprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import NearTie, distribution, softmax
 
@@ -114,7 +113,7 @@ def test_each_filter_keeps_what_transformers_keeps(size: int, warper: object, pa
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 8.0])
 def test_the_nucleus_of_a_large_row_is_that_of_a_full_sort(scale: float, top_p: float) -> None:
     logits = row(40_000, 5, scale)
-    kept = sampling._nucleus(logits, 0.9, top_p).ids
+    kept = cpu_sampling._nucleus(logits, 0.9, top_p).ids
 
     weights = np.exp((logits - logits.max()) / np.float32(0.9)) * np.float32(2**40)
     weights = weights.astype(np.int64)
@@ -128,14 +127,14 @@ def test_the_nucleus_of_a_large_row_is_that_of_a_full_sort(scale: float, top_p: 
 def test_as_many_entries_are_kept_as_their_weights_need(size: int) -> None:
     keys = np.random.default_rng(0).permutation(size).astype(np.float32)
     for target in {1, 2, size // 4, size // 2, size // 2 + 1, size - 1, size} - {0}:
-        kept = sampling._first_until(keys, np.ones(size, dtype=np.int64), target)
+        kept = cpu_sampling._first_until(keys, np.ones(size, dtype=np.int64), target)
         assert np.array_equal(kept, keys >= size - target)
-    assert sampling._first_until(keys, np.ones(size, dtype=np.int64), 0).sum() == 1
-    assert [sampling._share(0.3, 5), sampling._share(0.5, 4), sampling._share(0.0, 5)] == [2, 2, 0]
+    assert cpu_sampling._first_until(keys, np.ones(size, dtype=np.int64), 0).sum() == 1
+    assert [cpu_sampling._share(0.3, 5), cpu_sampling._share(0.5, 4), cpu_sampling._share(0.0, 5)] == [2, 2, 0]
 
 
 def test_a_draw_at_the_border_of_two_tokens_takes_the_second() -> None:
-    for size in (2, 2 * sampling._BLOCK, 4 * sampling._BLOCK):
+    for size in (2, 2 * cpu_sampling._BLOCK, 4 * cpu_sampling._BLOCK):
         even = np.zeros(size, dtype=np.float32)
         for params in (SamplingParams(), SamplingParams(min_p=0.5), SamplingParams(top_p=1 - 2**-50)):
             assert draw_token(even, params, 0.5, False) == size // 2
@@ -144,13 +143,13 @@ def test_a_draw_at_the_border_of_two_tokens_takes_the_second() -> None:
 @settings(max_examples=200, deadline=None)
 @given(total=st.integers(1, 2**62))
 def test_no_number_aims_past_the_last_token(total: int) -> None:
-    assert sampling._aim(0.0, total) == 0
-    assert max(0, total - 2048) <= sampling._aim(1 - 2**-53, total) < total
-    assert sampling._aim(1 - 2**-53, 2**55 + 7) < 2**55 + 7
+    assert cpu_sampling._aim(0.0, total) == 0
+    assert max(0, total - 2048) <= cpu_sampling._aim(1 - 2**-53, total) < total
+    assert cpu_sampling._aim(1 - 2**-53, 2**55 + 7) < 2**55 + 7
 
 
 def test_a_draw_at_the_border_of_two_blocks_skips_what_weighs_nothing() -> None:
-    block = sampling._BLOCK
+    block = cpu_sampling._BLOCK
     logits = np.zeros(3 * block, dtype=np.float32)
     logits[block : block + block // 2] = -np.inf
     logits[-block // 2 :] = -np.inf
@@ -170,7 +169,7 @@ def test_the_most_likely_are_those_of_a_full_sort(count: int, kind: str) -> None
     ranked = np.lexsort((np.arange(5000), -logits))
     expected = [i for i in ranked.tolist() if logits[i] > -np.inf][:count]
     assert most_likely(logits, count).tolist() == expected
-    kept = sampling._shortlist(logits, SamplingParams(top_k=count))
+    kept = cpu_sampling._shortlist(logits, SamplingParams(top_k=count))
     if kept is None:
         assert count >= 5000
     else:
@@ -179,21 +178,21 @@ def test_the_most_likely_are_those_of_a_full_sort(count: int, kind: str) -> None
 
 def test_weights_do_not_depend_on_where_in_memory_a_logit_lies() -> None:
     gaps = -np.random.default_rng(0).random(1 << 16, dtype=np.float32) * 40
-    whole = sampling._weights(gaps)
+    whole = cpu_sampling._weights(gaps)
     for start in range(33):
         for size in (1, 3, 7, 16, 17, 31, 33, 1000):
-            assert np.array_equal(sampling._weights(gaps[start : start + size]), whole[start : start + size])
+            assert np.array_equal(cpu_sampling._weights(gaps[start : start + size]), whole[start : start + size])
     some = np.random.default_rng(1).integers(0, len(gaps), 999)
-    assert np.array_equal(sampling._weights(gaps[some]), whole[some])
+    assert np.array_equal(cpu_sampling._weights(gaps[some]), whole[some])
 
 
-@pytest.mark.parametrize("size", [1, 2, sampling._BLOCK - 1, sampling._BLOCK, sampling._BLOCK + 1, 151_936])
+@pytest.mark.parametrize("size", [1, 2, cpu_sampling._BLOCK - 1, cpu_sampling._BLOCK, cpu_sampling._BLOCK + 1, 151_936])
 def test_an_unfiltered_row_is_drawn_from_as_a_whole(size: int) -> None:
     logits = row(size, size, 1.0)
     expected = softmax(logits.astype(np.float64) / 1.3)
     params = SamplingParams(temperature=1.3)
     ends = expected.cumsum()
-    for token_id in {0, size // 2, size - 1, min(size, sampling._BLOCK) - 1, min(size - 1, sampling._BLOCK)}:
+    for token_id in {0, size // 2, size - 1, min(size, cpu_sampling._BLOCK) - 1, min(size - 1, cpu_sampling._BLOCK)}:
         uniform = ends[token_id] - expected[token_id] / 2
         near = draw_token(logits, params, uniform, False)
         assert abs(ends[near] - ends[token_id]) < 1e-6

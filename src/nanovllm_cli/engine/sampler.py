@@ -18,7 +18,7 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
     draw
 
 vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
-top_p, on probabilities at the given temperature. `kernels/sampling.py` says how a token is drawn, and why the batch
+top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
 cannot matter.
 
 A row that holds NaN or +inf, or where nothing may be drawn, ends its own sequence and no other.
@@ -38,7 +38,7 @@ from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
-from nanovllm_cli.kernels.sampling import (
+from nanovllm_cli.kernels.cpu_sampling import (
     MAX_VOCABULARY,
     allowed_tokens,
     as_rows,
@@ -126,7 +126,7 @@ class Sampler:
 
         logits: [R, V] float32, not changed. rows: which row of logits each sequence draws from; by default each its
         own, in order. masks: for each sequence the tokens it may draw, as bool or packed bits
-        (`kernels.sampling.allowed_tokens`), or None for all of them.
+        (`kernels.cpu_sampling.allowed_tokens`), or None for all of them.
         """
         rows = range(len(seq_ids)) if rows is None else rows
         masks = [None] * len(seq_ids) if masks is None else masks

@@ -1,0 +1,77 @@
+"""What a GPU kernel is to the Python side: which source, which entry, which compile-time constants; and who launches it.
+
+The wrappers (`norm.py`, … beside `norm.cu`, …) check shapes, strides, types and devices, choose constants and a grid, and launch
+through a `Launcher`: `launcher.CudaLauncher` on a GPU, or the tests' emulation on a machine without one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+SOURCES = Path(__file__).parent
+# Names of the kernels' types in common.cuh. The 8-bit floats are e4m3.
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "half", torch.float8_e4m3fn: "fp8", torch.float32: "float"}
+MAX_THREADS = 1024
+WARP = 32
+
+Arg = torch.Tensor | np.int32 | np.int64 | np.float32 | None
+"""A tensor is passed by address, None as a null pointer, a scalar by value. Python's own numbers have no C type: wrap them."""
+
+
+class Kernel(NamedTuple):
+    """An entry point of `<stem>.cu`, compiled with `constants` (macro, value) in this order."""
+
+    stem: str
+    entry: str
+    constants: tuple[tuple[str, str | int], ...]
+
+    @property
+    def defines(self) -> list[str]:
+        """Compiler options."""
+        return [f"-D{name}={value}" for name, value in self.constants]
+
+    def __str__(self) -> str:
+        return f"{self.entry}<{', '.join(f'{name}={value}' for name, value in self.constants)}>"
+
+
+class Launcher(Protocol):
+    """Where kernels run. `device` is where every tensor argument must be; `capability` is 10 * major + minor."""
+
+    device: torch.device
+    capability: int
+    num_multiprocessors: int
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: tuple[Arg, ...],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Compile the kernel where it isn't yet, and put it on the current stream. shared_bytes: dynamic shared memory."""
+
+
+def check(tensor: torch.Tensor, launcher: Launcher, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """The tensor, if it is what the kernel will take it for: contiguous, of this type and shape, on the launcher's device."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.shape == shape, (tensor.shape, shape)
+    assert tensor.device == launcher.device, (tensor.device, launcher.device)
+    assert tensor.is_contiguous()
+    return tensor
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return TYPE_NAMES[dtype]
+
+
+def widest(numel: int, dtype: torch.dtype) -> int:
+    """Elements of the widest load (at most 16 bytes) that divides rows of so many elements."""
+    count = 16 // dtype.itemsize
+    while numel % count:
+        count //= 2
+    return count

@@ -1,0 +1,143 @@
+"""A Launcher whose GPU is the CPU: kernels compiled by g++ (cuda_emulation.h), tensors in ordinary memory."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel
+
+HERE = Path(__file__).parent
+ORDERS = (0, 1, 7)
+"""Thread orders that every kernel is tested in: as numbered, backwards, shuffled."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
+SANITIZE = os.environ.get("NANOVLLM_SANITIZE") == "1"
+FLAGS = ["-std=c++20", "-shared", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w"]
+
+
+def cuda_headers() -> list[Path]:
+    """Folders of cuda_fp16.h, from the wheel nvidia-cuda-runtime, and of what it includes, which CuPy brings; or nothing."""
+    found = _inside(("nvidia.cu13", "nvidia.cuda_runtime"), "include/cuda_fp16.h", "include")
+    found += _inside(("cupy",), "_core/include/cupy/_cccl/libcudacxx/nv/target", "_core/include/cupy/_cccl/libcudacxx")
+    return found if len(found) == 2 else []
+
+
+def _inside(packages: tuple[str, ...], file: str, folder: str) -> list[Path]:
+    """The folder in the first of the packages that has the file; the packages are not imported."""
+    for package in packages:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for place in spec.submodule_search_locations or [] if spec else []:
+            if (Path(place) / file).is_file():
+                return [Path(place) / folder]
+    return []
+
+
+def missing() -> str | None:
+    """Why kernels can't be emulated here, or None."""
+    if platform.machine() != "x86_64":
+        return "the emulation switches stacks on x86-64 only"
+    if shutil.which("g++") is None:
+        return "no g++"
+    if not cuda_headers():
+        return "no CUDA headers: pip install '.[kernels-test]'"
+    return None
+
+
+needs_emulation = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+class KernelFailed(AssertionError):
+    """The kernel did what a GPU would not survive, or would not say."""
+
+
+class Emulator:
+    """order: the seed of the order in which threads and blocks get their turn. capability: what the wrappers are told.
+
+    bugs: macros that plant a bug, for tests of the tests. `launches` counts, by entry.
+    """
+
+    def __init__(
+        self, order: int = 0, capability: int = 90, num_multiprocessors: int = 4, bugs: tuple[str, ...] = ()
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.capability = capability
+        self.num_multiprocessors = num_multiprocessors
+        self.order = order
+        self.bugs = bugs
+        self.launches: dict[str, int] = {}
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: tuple[Arg, ...],
+        shared_bytes: int = 0,
+    ) -> None:
+        assert 0 < block[0] * block[1] * block[2] <= 1024, block
+        assert all(0 < size < limit for size, limit in zip(grid, (1 << 31, 1 << 16, 1 << 16), strict=True)), grid
+        assert shared_bytes <= 227 << 10, shared_bytes
+        self.launches[kernel.entry] = self.launches.get(kernel.entry, 0) + 1
+        library = load(kernel, self.bugs)
+        library.emulation_set_order(self.order)
+        dims = (ctypes.c_uint * 6)(*grid, *block)
+        values = [_value(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
+        entry = getattr(library, f"emulated_{kernel.entry}")
+        if entry(dims, ctypes.c_size_t(shared_bytes), pointers):
+            raise KernelFailed(f"{kernel}: {library.emulation_failure().decode()}")
+
+
+def _value(arg: Arg) -> np.ndarray:
+    if arg is None:
+        return np.array([0], np.uint64)
+    if isinstance(arg, torch.Tensor):
+        return np.array([arg.data_ptr()], np.uint64)
+    assert isinstance(arg, np.generic), f"{arg!r} has no C type"
+    return np.array([arg])
+
+
+_libraries: dict[tuple[Kernel, tuple[str, ...]], ctypes.CDLL] = {}
+
+
+def load(kernel: Kernel, bugs: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled kernel, from the cache where its sources are unchanged."""
+    key = (kernel, bugs)
+    if key not in _libraries:
+        library = ctypes.CDLL(str(build(kernel, bugs)))
+        library.emulation_failure.restype = ctypes.c_char_p
+        _libraries[key] = library
+    return _libraries[key]
+
+
+def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
+    options = [*FLAGS, *kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
+    options += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZE else ["-O1"]
+    sources = [SOURCES / f"{kernel.stem}.cu", HERE / "switch.cpp"]
+    digest = hashlib.sha256(repr(options).encode())
+    for file in [*sources, *sorted(SOURCES.glob("*.cuh")), *sorted(HERE.glob("*.h"))]:
+        digest.update(file.read_bytes())
+    target = CACHE / f"{kernel.stem}-{kernel.entry}-{digest.hexdigest()[:20]}.so"
+    if not target.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(f".{os.getpid()}")
+        folders = [f"-I{folder}" for folder in (SOURCES, HERE, *cuda_headers())]
+        command = ["g++", *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise KernelFailed(f"{kernel} does not compile:\n{done.stderr[:4000]}")
+        unfinished.rename(target)
+    return target

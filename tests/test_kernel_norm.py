@@ -1,0 +1,58 @@
+"""norm.cu, emulated, against the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emulation.compare import close_to_rounding, random
+from emulation.emulator import ORDERS, Emulator, needs_emulation
+from nanovllm_cli.kernels import norm
+
+pytestmark = needs_emulation
+SHAPES = [(1, 64), (3, 1), (2, 17), (5, 100), (1, 1024), (4, 4096), (2, 9000), (1, 33000), (1, 8193)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), SHAPES)
+def test_norm_is_one_rounding_from_float64(tokens: int, width: int, dtype: torch.dtype, order: int) -> None:
+    x, residual, weight = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+    total = (x.double() + residual.double()).to(dtype)
+    expected = total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+    got = norm.add_rms_norm(Emulator(order), x, residual, weight, 1e-6, 1.0)
+    assert torch.equal(residual, total)
+    close_to_rounding(got, expected)
+
+
+@pytest.mark.parametrize("width", [64, 30])
+def test_without_a_residual_x_itself_is_normalised_and_kept(width: int) -> None:
+    x, weight = random(3, width, dtype=torch.bfloat16), random(width, dtype=torch.bfloat16)
+    before = x.clone()
+    got = norm.add_rms_norm(Emulator(), x, None, weight, 1e-5, 0.0)
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert torch.equal(x, before)
+    close_to_rounding(got, expected)
+
+
+def test_no_tokens_is_no_launch() -> None:
+    emulator = Emulator()
+    empty = torch.empty(0, 64, dtype=torch.bfloat16)
+    assert norm.add_rms_norm(emulator, empty, None, torch.ones(64, dtype=torch.bfloat16), 1e-6, 0.0).shape == (0, 64)
+    assert not emulator.launches
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda x, w: (x[:, ::2], w[::2].contiguous()),
+        lambda x, w: (x, w[:-1]),
+        lambda x, w: (x, w.half()),
+        lambda x, w: (x.float(), w),
+    ],
+    ids=["strides", "shape", "type", "other type"],
+)
+def test_what_the_kernel_would_misread_is_refused(bad) -> None:
+    x, weight = bad(random(3, 64, dtype=torch.bfloat16), random(64, dtype=torch.bfloat16))
+    with pytest.raises((AssertionError, KeyError)):
+        norm.add_rms_norm(Emulator(), x, None, weight, 1e-6, 0.0)
