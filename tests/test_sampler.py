@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nanovllm_cli.engine.plan import Drawn, NewSequence
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.kernels import cpu_sampling
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import distribution, softmax
 

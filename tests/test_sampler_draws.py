@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from nanovllm_cli.kernels import cpu_sampling
 from nanovllm_cli.kernels.cpu_sampling import draw_token, most_likely, row_logprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import NearTie, distribution, softmax
