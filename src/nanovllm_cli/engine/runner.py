@@ -16,6 +16,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.kernels.ops import Hidden, take_rows
 from nanovllm_cli.models.decoder import Decoder
 
 # Prompt logprobs want logits for every row; this many rows at a time keep 150,000-word vocabularies in tens of megabytes.
@@ -51,19 +52,19 @@ class Runner:
             return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})
         hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
-            share.seq_id: self._prompt_logprobs(hidden[first : first + len(share.targets)], share)
+            share.seq_id: self._prompt_logprobs(take_rows(hidden, slice(first, first + len(share.targets))), share)
             for share, first in owners
             if share.prompt_logprobs is not None
         }
         if not draws:
             return StepOutput([], prompt_logprobs)
-        return StepOutput(self.sampler.sample(draws, self.model.logits(hidden[rows])), prompt_logprobs)
+        return StepOutput(self.sampler.sample(draws, self.model.logits(take_rows(hidden, rows))), prompt_logprobs)
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, share: Scheduled) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, hidden: Hidden, share: Scheduled) -> list[TokenLogprobs]:
         assert share.prompt_logprobs is not None
         found: list[TokenLogprobs] = []
         for i in range(0, len(share.targets), LOGIT_ROWS):
-            logits = self.model.logits(hidden[i : i + LOGIT_ROWS])
+            logits = self.model.logits(take_rows(hidden, slice(i, i + LOGIT_ROWS)))
             found += self.sampler.prompt_logprobs(
                 logits, list(share.targets[i : i + LOGIT_ROWS]), share.prompt_logprobs
             )

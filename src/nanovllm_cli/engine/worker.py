@@ -17,6 +17,8 @@ from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, warm
+from nanovllm_cli.kernels.cpu_ops import CpuOps
+from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
@@ -58,7 +60,7 @@ class Worker:
         _compile(self.dtype, progress)
         self._storages: list[DenseStorage] = []
         backend = CpuAttention(_groups(self.spec))
-        self.model = Decoder(self.spec, self._make_storage, self.dtype, backend)
+        self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, CpuOps(), backend))
         load_weights(self.model, checkpoint, progress)
         heads = [
             (b.attention.num_kv_heads, b.attention.head_dim)

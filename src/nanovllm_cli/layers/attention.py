@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.backend import AttentionBackend, QKNorm
+from nanovllm_cli.attention.backend import QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
-from nanovllm_cli.layers.linear import Linear, MakeStorage
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import AttentionSpec, NormSpec
 
@@ -16,28 +18,36 @@ from nanovllm_cli.model_spec import AttentionSpec, NormSpec
 class Attention:
     """out(attend(qkv(x)))."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        norm: NormSpec,
-        hidden_size: int,
-        make: MakeStorage,
-        dtype: torch.dtype,
-        backend: AttentionBackend,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
-        self.backend = backend
+        self.backend = kit.backend
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, make, dtype, spec.qkv_bias)
-        self.out = Linear(q, {"o": hidden_size}, make, dtype, spec.out_bias)
-        ones = torch.ones(2, spec.head_dim, dtype=dtype)
+        self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, kit, spec.qkv_bias)
+        self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
+        ones = kit.zeros(2, spec.head_dim).fill_(1)
         self.norm = QKNorm(ones[0], ones[1], norm.eps) if spec.qk_norm else None
-        self.sinks = torch.zeros(spec.num_heads) if spec.sinks else None
+        self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def __call__(
-        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
+        self, x: Hidden, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
     ) -> torch.Tensor:
-        return self.out(self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, step))
+        return self.out(self._attend(x, angles, cache, step))
+
+    def onto(
+        self,
+        residual: torch.Tensor,
+        x: Hidden,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor | None:
+        """See `Linear.onto`."""
+        return self.out.onto(residual, self._attend(x, angles, cache, step))
+
+    def _attend(
+        self, x: Hidden, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        return self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, step)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()

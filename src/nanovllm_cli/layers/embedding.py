@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.layers.linear import MakeStorage
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.quant.storage import WeightStorage
 
@@ -25,11 +26,11 @@ class Embedding:
 class Head:
     """hidden rows -> logits [R, vocab] fp32. Tied: no slot of its own."""
 
-    def __init__(self, vocab_size: int, width: int, make: MakeStorage, tied: bool) -> None:
-        self.weight = make(vocab_size, width)
+    def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool) -> None:
+        self.weight = kit.make(vocab_size, width)
         self.tied = tied
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Hidden) -> torch.Tensor:
         return self.weight.matmul(x, None, torch.float32)
 
     def slots(self) -> Slots:

@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.quant.storage import WeightStorage
-
-MakeStorage = Callable[[int, int], WeightStorage]
-"""(num_rows, width) -> an empty weight in the format that was chosen."""
 
 
 class Linear:
@@ -19,17 +17,23 @@ class Linear:
     parts: name -> rows. The slots are "<name>.weight" and, with bias, "<name>.bias".
     """
 
-    def __init__(
-        self, width: int, parts: dict[str, int], make: MakeStorage, dtype: torch.dtype, bias: bool = False
-    ) -> None:
+    def __init__(self, width: int, parts: dict[str, int], kit: Kit, bias: bool = False) -> None:
         self.width = width
         self.parts = parts
-        self.dtype = dtype
-        self.weight = make(sum(parts.values()), width)
-        self.bias = torch.zeros(self.weight.num_rows, dtype=dtype) if bias else None
+        self.dtype = kit.dtype
+        self.weight = kit.make(sum(parts.values()), width)
+        self.bias = kit.zeros(self.weight.num_rows) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Hidden) -> torch.Tensor:
         return self.weight.matmul(x, self.bias, self.dtype)
+
+    def gated(self, x: Hidden, activation: str) -> torch.Tensor:
+        """act(y's first half) * y's second half."""
+        return self.weight.gated_matmul(x, self.bias, activation)
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """residual += y: None where that is done, else y, which whoever normalises next has to add."""
+        return self.weight.add_matmul(x, self.bias, residual)
 
     def slots(self) -> Slots:
         slots: Slots = {}

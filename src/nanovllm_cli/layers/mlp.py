@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu
-from nanovllm_cli.layers.linear import Linear, MakeStorage
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import MLPSpec
 
@@ -14,16 +15,20 @@ from nanovllm_cli.model_spec import MLPSpec
 class MLP:
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, spec: MLPSpec, hidden_size: int, make: MakeStorage, dtype: torch.dtype) -> None:
+    def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         if not spec.gated:
             raise UnsupportedError("an MLP without a gate is not supported yet")
         inner = spec.intermediate_size
         self.activation = spec.activation
-        self.gate_up = Linear(hidden_size, {"gate": inner, "up": inner}, make, dtype, spec.bias)
-        self.down = Linear(inner, {"down": hidden_size}, make, dtype, spec.bias)
+        self.gate_up = Linear(hidden_size, {"gate": inner, "up": inner}, kit, spec.bias)
+        self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(cpu.gated_activation(self.gate_up(x), self.activation))
+    def __call__(self, x: Hidden) -> torch.Tensor:
+        return self.down(self.gate_up.gated(x, self.activation))
+
+    def onto(self, residual: torch.Tensor, x: Hidden) -> torch.Tensor | None:
+        """See `Linear.onto`."""
+        return self.down.onto(residual, self.gate_up.gated(x, self.activation))
 
     def slots(self) -> Slots:
         return self.gate_up.slots() | self.down.slots()

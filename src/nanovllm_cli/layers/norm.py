@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import NormSpec
 
 
 class RMSNorm:
-    """out = residual' / rms(residual') * (offset + weight), residual' = residual + x, kept in `residual`."""
+    """out = residual' / rms(residual') * (offset + weight), residual' = residual + x, kept in `residual`. x may be None."""
 
-    def __init__(self, spec: NormSpec, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
         self.spec = spec
-        self.weight = torch.ones(width, dtype=dtype)
+        self.ops = kit.ops
+        self.weight = kit.zeros(width).fill_(1)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return cpu.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset)
+    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor) -> Hidden:
+        return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset)
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, which joins no residual stream yet."""
+        return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 
     def slots(self) -> Slots:
         return {"weight": table_slot(self.weight)}

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.embedding import Embedding, Head
-from nanovllm_cli.layers.linear import MakeStorage
+from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
@@ -31,11 +31,9 @@ class StepInputs(NamedTuple):
 
 
 class Block:
-    """One layer. `x` is what the layer before has still to add to the residual stream."""
+    """One layer. `x` is what the layer before has still to add to the residual stream, or None."""
 
-    def __init__(
-        self, spec: BlockSpec, model: ModelSpec, make: MakeStorage, dtype: torch.dtype, backend: AttentionBackend
-    ) -> None:
+    def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         if not isinstance(spec.attention, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
             kind = type(spec.mlp if isinstance(spec.attention, AttentionSpec) else spec.attention).__name__
             needed = kind.removesuffix("Spec")
@@ -43,11 +41,11 @@ class Block:
         width = model.hidden_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(model.norm, width, dtype)
+            return RMSNorm(model.norm, width, kit)
 
         self.order = spec.order
-        self.attention = Attention(spec.attention, model.norm, width, make, dtype, backend)
-        self.mlp = MLP(spec.mlp, width, make, dtype)
+        self.attention = Attention(spec.attention, model.norm, width, kit)
+        self.mlp = MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
         self.after_attention = norm() if spec.order == "sandwich" else None
@@ -55,15 +53,15 @@ class Block:
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, angles: Angles, cache: LayerCache, step: Any
-    ) -> torch.Tensor:
-        h = self.attention_norm(residual) if x is None else self.attention_norm(x, residual)
-        attended = self.attention(h, angles, cache, step)
+    ) -> torch.Tensor | None:
+        h = self.attention_norm(x, residual)
         if self.mlp_norm is None:
-            return attended + self.mlp(h)
-        if self.after_attention is not None:
-            attended = self.after_attention(attended)
-        out = self.mlp(self.mlp_norm(attended, residual))
-        return out if self.after_mlp is None else self.after_mlp(out)
+            return self.attention(h, angles, cache, step) + self.mlp(h)
+        if self.after_attention is not None and self.after_mlp is not None:
+            x = self.after_attention.alone(self.attention(h, angles, cache, step))
+            return self.after_mlp.alone(self.mlp(self.mlp_norm(x, residual)))
+        x = self.attention.onto(residual, h, angles, cache, step)
+        return self.mlp.onto(residual, self.mlp_norm(x, residual))
 
     def slots(self) -> Slots:
         norms = {
@@ -77,23 +75,21 @@ class Block:
 
 
 class Decoder:
-    """A decoder-only transformer.
+    """A decoder-only transformer, made of what the kit has."""
 
-    make: builds an empty weight in the chosen format. dtype: of activations, norms and biases.
-    """
-
-    def __init__(self, spec: ModelSpec, make: MakeStorage, dtype: torch.dtype, backend: AttentionBackend) -> None:
+    def __init__(self, spec: ModelSpec, kit: Kit) -> None:
         self.spec = spec
-        self.dtype = dtype
-        self.backend = backend
-        self.head = Head(spec.vocab_size, spec.hidden_size, make, spec.tied_head)
+        self.dtype = kit.dtype
+        self.device = kit.ops.device
+        self.backend = kit.backend
+        self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
         self.embedding = Embedding(
-            self.head.weight if spec.tied_head else make(spec.vocab_size, spec.hidden_size)
+            self.head.weight if spec.tied_head else kit.make(spec.vocab_size, spec.hidden_size)
         )
-        self.blocks = [Block(block, spec, make, dtype, backend) for block in spec.blocks]
-        self.norm = RMSNorm(spec.norm, spec.hidden_size, dtype)
+        self.blocks = [Block(block, spec, kit) for block in spec.blocks]
+        self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         ropes = {_rope_of(block) for block in spec.blocks}
-        self.ropes = {rope: Rope(rope, torch.device("cpu")) for rope in ropes if rope is not None}
+        self.ropes = {rope: Rope(rope, self.device) for rope in ropes if rope is not None}
 
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
@@ -110,27 +106,26 @@ class Decoder:
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step."""
-        none = torch.empty(batch.num_tokens, 0)
+        none = torch.empty(batch.num_tokens, 0, device=self.device)
         angles: dict[RopeSpec | None, Angles] = {None: (none, none)}
         angles |= {spec: rope.tables(batch.positions, batch.rope_lens) for spec, rope in self.ropes.items()}
         return StepInputs(batch, angles, self.backend.prepare(batch))
 
-    def run(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+    def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
         residual = self.embedding(batch.token_ids)
         if self.spec.embedding_scale != 1.0:
             residual *= self.spec.embedding_scale
-        x = None
+        x: torch.Tensor | None = None
         for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
             x = block(x, residual, inputs.angles[_rope_of(spec)], layer, inputs.step)
-        assert x is not None
         rows = batch.logit_rows
         if rows.shape[0] == batch.num_tokens:
             return self.norm(x, residual)
-        return self.norm(x[rows], residual[rows])
+        return self.norm(None if x is None else x[rows], residual[rows])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Hidden) -> torch.Tensor:
         """hidden [R, hidden] -> logits [R, vocab] fp32."""
         return self.finish(self.head(hidden))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels.ops import Hidden
 
 
 class DenseStorage:
@@ -26,8 +27,15 @@ class DenseStorage:
     def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
         cpu.pack_rows(self._packed, first_row, rows.to(self._packed.dtype).contiguous())
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "norms are kernels of their own on a CPU"
         return cpu.matmul(x, self._packed, self.num_rows, bias, out_dtype)
+
+    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        return cpu.gated_activation(self.matmul(x, bias, self._packed.dtype), activation)
+
+    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        return self.matmul(x, bias, self._packed.dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return cpu.unpack_rows(self._packed, ids, self.width)

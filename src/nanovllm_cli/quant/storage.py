@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from nanovllm_cli.kernels.ops import Hidden
+
 
 class WeightStorage(Protocol):
     """One weight of num_rows outputs by width inputs, in whatever form its format keeps it."""
@@ -24,8 +26,16 @@ class WeightStorage(Protocol):
     def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
         """rows [n, width] of any float type become rows first_row … first_row + n - 1."""
 
-    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, width] @ weight.T + bias: [T, num_rows] in out_dtype. A row's bits don't depend on the other rows."""
+
+    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        """y = matmul in the compute type, then act(first half of y's columns) * second half: [T, num_rows / 2]."""
+
+    def add_matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """residual [T, num_rows] += matmul, and None; or, where the format can't, the matmul alone, in the compute type."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids [n] int64, as [n, width] in the compute type: what an embedding takes from a tied head."""

@@ -1,0 +1,42 @@
+"""Ops: what layers call themselves. Matmuls go through a weight's storage, attention through its backend."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Normed(NamedTuple):
+    """Rows [T, width] that a matmul is to RMS-normalise on its way in: rows / rms(rows) * (offset + weight), rounded."""
+
+    rows: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    offset: float
+
+
+Hidden = torch.Tensor | Normed
+"""What goes into a matmul. Only a device whose matmuls take `Normed` makes one."""
+
+
+def take_rows(hidden: Hidden, index: slice | list[int]) -> Hidden:
+    """Some of the rows."""
+    if isinstance(hidden, Normed):
+        return hidden._replace(rows=hidden.rows[index])
+    return hidden[index]
+
+
+class Ops(Protocol):
+    """One device's ops. `device` is where their tensors are."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> Hidden:
+        """residual += x in place where there is an x; then the norm of residual (see `reference.add_rms_norm`)."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        """The norm of x, as a tensor."""
