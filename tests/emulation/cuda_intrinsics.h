@@ -221,6 +221,11 @@ inline void emulated_load_matrix(uint32_t* words, const void* row) {
 inline void load_matrix_x4(uint32_t* words, const void* row) { emulated_load_matrix<false>(words, row); }
 inline void load_matrix_x4_transposed(uint32_t* words, const void* row) { emulated_load_matrix<true>(words, row); }
 
+inline uint4 load_streaming(const void* source) {
+  if ((uintptr_t)source % 16) emulation::fail("a 16-byte load that is not on a 16-byte boundary");
+  return *(const uint4*)source;
+}
+
 // The copy happens at the wait; until then its target is poison.
 inline void copy_async_16(void* target, const void* source, bool in_range = true) {
   if ((uintptr_t)target % 16 || (in_range && (uintptr_t)source % 16)) emulation::fail("cp.async: not on a 16-byte boundary");

@@ -139,6 +139,15 @@ DEVICE void load_matrix_x4_transposed(uint32_t* words, const void* row) {
                : "memory");
 }
 
+// 16 bytes of a tensor that nobody writes meanwhile and nobody reads again, past the L1.
+DEVICE uint4 load_streaming(const void* source) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(source));
+  return words;
+}
+
 // 16 bytes from global to shared memory, zeros where not in_range; there after wait_copies and a barrier.
 DEVICE void copy_async_16(void* target, const void* source, bool in_range = true) {
 #if __CUDA_ARCH__ >= 800
