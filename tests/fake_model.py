@@ -12,7 +12,7 @@ from collections.abc import Callable
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, NewSequence, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -123,6 +123,36 @@ class FakeModel:
             self.violations.append(message)
 
 
+class FakeDevice:
+    """Runs a FakeModel as a device would that takes steps before the last one's tokens are read.
+
+    log: "submit" and "read" in the order in which they came.
+    """
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+        self.log: list[str] = []
+        self._drawn: dict[int, int] = {}
+
+    def draws_unseen(self, params: SamplingParams) -> bool:
+        return params.logprobs is None and params.prompt_logprobs is None
+
+    def submit(self, plan: Plan) -> Callable[[], StepOutput]:
+        self.log.append("submit")
+        scheduled = [
+            each._replace(token_ids=[self._drawn[each.seq_id]]) if each.token_ids == [DRAWN_BEFORE] else each
+            for each in plan.scheduled
+        ]
+        output = self.model.execute(plan._replace(scheduled=scheduled))
+        self._drawn.update({each.seq_id: each.token_ids[0] for each in output.drawn if each.token_ids})
+
+        def read() -> StepOutput:
+            self.log.append("read")
+            return output
+
+        return read
+
+
 class FakeClock:
     """A clock that goes when it is told to."""
 
@@ -141,6 +171,7 @@ def make_engine(
     eos_ids: tuple[int, ...] = (),
     clock: Callable[[], float] | None = None,
     factory: object = None,
+    ahead: bool = False,
     **settings: object,
 ) -> tuple[Engine, FakeModel]:
     config = EngineConfig(block_size=block_size, **settings)  # type: ignore[arg-type]
@@ -154,6 +185,7 @@ def make_engine(
         eos_ids=eos_ids,
         detokenizer_factory=factory,  # type: ignore[arg-type]
         clock=clock or FakeClock(),
+        ahead=FakeDevice(model) if ahead else None,
     )
     return engine, model
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import operator
 import secrets
 import time
@@ -24,17 +23,15 @@ from typing import NamedTuple
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.executor import Executor
+from nanovllm_cli.engine.executor import Executor, RunsAhead
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
-from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.engine.strategy import Standard, Strategy
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
+from nanovllm_cli.errors import PromptTooLongError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 2**31
 
@@ -71,7 +68,7 @@ class Engine:
 
     vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
-    `tokenizer`. Without both, texts are empty and stop strings find nothing.
+    `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
     """
 
     def __init__(
@@ -86,9 +83,11 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         detokenizer_factory: DetokenizerFactory | None = None,
         strategy: Strategy | None = None,
+        ahead: RunsAhead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._ahead = ahead
         self._config = config
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -103,9 +102,10 @@ class Engine:
             secret=config.cache_salt_secret,
         )
         self._scheduler = Scheduler(config, self._blocks, strategy or Standard(), clock)
+        self._stepper = Stepper(executor, self._scheduler, ahead)
         self._live: dict[str, _Live] = {}
         self._seq_ids = itertools.count()
-        self._scheduled_tokens = self._generated_tokens = 0
+        self._generated_tokens = 0
 
     def add(
         self,
@@ -145,6 +145,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
         request.sequences = [
             Sequence(next(self._seq_ids), request, index, _seed(params.seed, index), list(prompt))
@@ -158,17 +159,11 @@ class Engine:
         """Computes one step. Returns an output for every request that it moved on; empty where nothing is left to
         do.
         """
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
-        try:
-            output, failures = self._execute(plan)
-        except BaseException:
-            self._scheduler.rewind()
-            raise
-        self._scheduled_tokens += sum(len(scheduled.token_ids) for scheduled in plan.scheduled)
+        results = self._stepper.step()
+        while results is not None and not results:  # a step ahead, for sequences that had ended
+            results = self._stepper.step()
         touched: dict[str, _Live] = {}
-        for sequence, drawn in self._scheduler.apply(output, failures):
+        for sequence, drawn in results or ():
             live = self._live[sequence.request.request_id]
             touched[sequence.request.request_id] = live
             if drawn is None:
@@ -212,7 +207,7 @@ class Engine:
             prefix_hit_tokens=scheduler.num_hit_tokens,
             preemptions=scheduler.num_preemptions,
             steps=scheduler.num_steps,
-            scheduled_tokens=self._scheduled_tokens,
+            scheduled_tokens=self._stepper.num_tokens,
             generated_tokens=self._generated_tokens,
         )
 
@@ -233,38 +228,6 @@ class Engine:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(len(prompt), self._context_len, hint)
         return prompt
-
-    def _execute(self, plan: Plan) -> tuple[StepOutput, dict[int, str]]:
-        """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
-
-        At most two calls for each sequence of the plan. Halves copy only for themselves: what a half that succeeded
-        has written must not be copied over.
-        """
-        try:
-            return self._executor.execute(plan), {}
-        except Exception as error:
-            if len(plan.scheduled) == 1:
-                seq_id = plan.scheduled[0].seq_id
-                logger.exception("sequence %d failed", seq_id)
-                return StepOutput([], {}), {seq_id: _message(error)}
-            logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
-        drawn, prompt_logprobs, failures = [], {}, {}
-        middle = len(plan.scheduled) // 2
-        for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
-            ids = {seq_id for each in scheduled for seq_id in each.draws}
-            blocks = {block for each in scheduled for block in each.block_table}
-            half, failed = self._execute(
-                Plan(
-                    scheduled,
-                    [new for new in plan.new if new.seq_id in ids],
-                    plan.finished,
-                    [copy for copy in plan.copies if copy[1] in blocks],
-                )
-            )
-            drawn.extend(half.drawn)
-            prompt_logprobs.update(half.prompt_logprobs)
-            failures.update(failed)
-        return StepOutput(drawn, prompt_logprobs), failures
 
     def _output(self, live: _Live) -> RequestOutput:
         request = live.request
@@ -298,8 +261,3 @@ def _seed(seed: int | None, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _message(error: Exception) -> str:
-    """What the request's owner may read: our own errors say something, others might say too much."""
-    return error.message if isinstance(error, NanovllmError) else f"an internal error ({type(error).__name__})"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.sampling_params import SamplingParams
 
 
 class Executor(Protocol):
@@ -18,6 +20,19 @@ class Executor(Protocol):
     def execute(self, plan: Plan) -> StepOutput: ...
 
     def close(self) -> None: ...
+
+
+class RunsAhead(Protocol):
+    """What an executor offers that takes the next step before anybody has read this one's tokens."""
+
+    def draws_unseen(self, params: SamplingParams) -> bool:
+        """True if a token of such a request can be fed to the next step without being read."""
+
+    def submit(self, plan: Plan) -> Callable[[], StepOutput]:
+        """Starts a step; the result, called once and in order, waits for it. Steps run in the order in which they come.
+
+        What can be refused is refused here, before anything is drawn; an exception of the result means that the device is lost.
+        """
 
 
 class InProcessExecutor:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from nanovllm_cli.sampling_params import SamplingParams
 
+DRAWN_BEFORE = -1
+"""As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
+
 
 class NewSequence(NamedTuple):
     """A sequence that the worker's sampler has not seen: what penalties, seeds and constraints need to begin.
@@ -26,7 +29,8 @@ class NewSequence(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """One sequence's share of one step: `token_ids` are fed at positions start, start + 1, …
+    """One sequence's share of one step: `token_ids` are fed at positions start, start + 1, … In a step that is planned ahead
+    they are [DRAWN_BEFORE].
 
     block_table: the blocks that hold positions 0 … start + len(token_ids) - 1, in order.
     draws: ids of the sequences that draw a token from the logits of the last row. Empty for a prefill chunk that is

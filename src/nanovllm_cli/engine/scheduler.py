@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sequence import Request, Sequence, Status
 from nanovllm_cli.engine.strategy import Strategy
 
@@ -39,15 +40,24 @@ class Result(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A sequence's part of the step that is under way."""
+    """A sequence's part of a step that is under way."""
 
     sequence: Sequence
     fed: list[int]
     draws: bool
 
 
+class _Step(NamedTuple):
+    """A step that is under way: who is in it, blocks being copied, and who was reported as finished."""
+
+    shares: list[_Share]
+    copies: list[tuple[int, int]]
+    finished: list[int]
+
+
 class Scheduler:
-    """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate."""
+    """Holds every unfinished sequence. plan() and apply() (or rewind()) alternate; plan_ahead() may come between the two, and
+    is then applied in its turn."""
 
     def __init__(
         self, config: EngineConfig, blocks: BlockManager, strategy: Strategy, clock: Callable[[], float]
@@ -60,7 +70,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
-        self._finished: list[int] = []
+        self._finished: dict[int, None] = {}
+        self._steps: deque[_Step] = deque()
         self._refused_at: tuple[Sequence, int] | None = None
         self._shares: list[_Share] = []
         self._scheduled: list[Scheduled] = []
@@ -99,20 +110,59 @@ class Scheduler:
             self._serve(decodes, 0)
         self._let_others_go_first_next_time()
         assert self._scheduled, "a step without progress"
-        return Plan(self._scheduled, self._introduce(), list(self._finished), self._copies)
+        return self._begin(self._introduce())
+
+    def plan_ahead(self) -> Plan | None:
+        """The step behind the one that is under way, if it is sure to be one more token for each of its sequences.
+
+        None where anybody could enter, lacks a block or a draw, or must be looked at first. A sequence that turns out to
+        have ended takes part in vain.
+        """
+        (step,) = self._steps
+        going = [each for each in step.shares if each.sequence.status is Status.RUNNING]
+        if len(going) != len(self.running) or (self.waiting and self._could_enter()):
+            return None
+        if not all(each.draws and not each.sequence.pending and each.sequence.request.runs_ahead for each in going):
+            return None
+        going = [each for each in going if len(each.sequence.token_ids) + 1 < each.sequence.request.max_len]
+        ends = [each.sequence.num_computed + len(each.fed) + 1 for each in going]
+        missing = [self._blocks.missing(each.sequence, end) for each, end in zip(going, ends, strict=True)]
+        if not going or sum(missing) > self._blocks.num_available:
+            return None
+        self.num_steps += 1
+        self._shares, self._scheduled, self._copies = [], [], []
+        for share, end in zip(going, ends, strict=True):
+            sequence = share.sequence
+            copy = self._blocks.grow(sequence, end)
+            assert copy is None, "a block that is being written is shared"
+            self._add_share(sequence, [DRAWN_BEFORE], end - 1, draws=True)
+        return self._begin([])
+
+    def forget_ahead(self) -> None:
+        """The step that was planned ahead could not begin. Blocks that its sequences got stay theirs."""
+        self._steps.pop()
+
+    def _begin(self, new: list[NewSequence]) -> Plan:
+        finished = list(self._finished)
+        self._steps.append(_Step(self._shares, self._copies, finished))
+        return Plan(self._scheduled, new, finished, self._copies)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
-        """Takes in what the planned step gave. failures: sequence id -> what its rows raised.
+        """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
 
         Sequences with an error are still to be ended by the caller, with `finish`, as are those that reached their
         end.
         """
-        self._unpin()
-        self._finished.clear()
+        step = self._steps.popleft()
+        self._unpin(step)
+        for seq_id in step.finished:
+            self._finished.pop(seq_id, None)
         by_id = {drawn.seq_id: drawn for drawn in output.drawn}
         results: list[Result] = []
-        for share in self._shares:
+        for share in step.shares:
             sequence = share.sequence
+            if sequence.status is not Status.RUNNING:
+                continue
             if failures and sequence.seq_id in failures:
                 self._blocks.distrust(sequence)
                 message = failures[sequence.seq_id]
@@ -134,12 +184,12 @@ class Scheduler:
                 results.extend(self._fork(sequence, drawn[1:]))
             sequence.registered = True
             results.append(Result(sequence, drawn[0]))
-        self._shares = []
         return results
 
     def rewind(self) -> None:
-        """Forgets a planned step that was broken off: everybody starts again from the tokens that they have."""
-        self._unpin()
+        """Forgets planned steps that were broken off: everybody starts again from the tokens that they have."""
+        while self._steps:
+            self._unpin(self._steps.popleft())
         for sequence in list(self.running):
             self._preempt(sequence)
 
@@ -156,7 +206,7 @@ class Scheduler:
                 if sequence in other.pending:
                     other.pending.remove(sequence)
         if sequence.announced and status is not Status.FINISHED:
-            self._finished.append(sequence.seq_id)
+            self._finished[sequence.seq_id] = None
         if sequence.pending:
             heirs, sequence.pending = sequence.pending, []
             self._lead(heirs[0], heirs[1:])
@@ -202,7 +252,12 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
-        draws = end >= len(sequence.token_ids)
+        self._add_share(sequence, fed, start, draws=end >= len(sequence.token_ids))
+        self._budget -= len(fed)
+        return True
+
+    def _add_share(self, sequence: Sequence, fed: list[int], start: int, draws: bool) -> None:
+        end = start + len(fed)
         num_logprobs, targets = self._prompt_logprobs(sequence, start, end)
         self._scheduled.append(
             Scheduled(
@@ -217,9 +272,7 @@ class Scheduler:
             )
         )
         self._shares.append(_Share(sequence, fed, draws))
-        self._budget -= len(fed)
         sequence.step = self.num_steps
-        return True
 
     def _prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> tuple[int | None, tuple[int, ...]]:
         request = sequence.request
@@ -284,6 +337,10 @@ class Scheduler:
         """Sequences that may still enter: those that will fork from a running one have their seats already."""
         return self._config.max_num_seqs - sum(1 + len(each.pending) for each in self.running)
 
+    def _could_enter(self) -> bool:
+        """Whether somebody who waits might be let in by the next `plan`."""
+        return self._free_seats() > 0 or self._config.policy == "priority"
+
     def _let_others_go_first_next_time(self) -> None:
         if len(self._scheduled) < len(self.running):
             self.running.sort(key=lambda each: each.step == self.num_steps)
@@ -301,10 +358,9 @@ class Scheduler:
 
     # What came back
 
-    def _unpin(self) -> None:
-        for source, _ in self._copies:
+    def _unpin(self, step: _Step) -> None:
+        for source, _ in step.copies:
             self._blocks.unpin(source)
-        self._copies = []
 
     def _collect_prompt(self, sequence: Sequence, share: _Share, output: StepOutput) -> None:
         request = sequence.request

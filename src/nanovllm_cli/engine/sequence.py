@@ -30,6 +30,7 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
+    runs_ahead: its tokens can be fed to the next step before they are read.
     The last four fields feed `RequestMetrics`.
     """
 
@@ -44,6 +45,7 @@ class Request:
     cache_salt: str | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    runs_ahead: bool = False
     first_scheduled: float | None = None
     num_cached_tokens: int = 0
     num_computed_prompt_tokens: int = 0

@@ -1,0 +1,117 @@
+"""Carries out the scheduler's plans: finds the one sequence to blame where a step fails, and runs a step ahead where it can.
+
+Ahead means that the next step is planned and started before this one's tokens are read, so that the device does not wait
+for Python. What a sequence drew stays on the device and is fed from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanovllm_cli.engine.executor import Executor, RunsAhead
+from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.scheduler import Result, Scheduler
+from nanovllm_cli.errors import NanovllmError
+
+logger = logging.getLogger(__name__)
+
+Outcome = tuple[StepOutput, dict[int, str]]
+"""What a step gave, and what the rows of the sequences that failed raised."""
+
+
+class _Flight(NamedTuple):
+    """A step that has been started."""
+
+    num_tokens: int
+    outcome: Callable[[], Outcome]
+
+
+class Stepper:
+    """step() until it returns None. ahead: what the executor offers beyond `execute`, if anything."""
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, ahead: RunsAhead | None) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._ahead = ahead
+        self._flight: _Flight | None = None
+        self.num_tokens = 0
+
+    def step(self) -> list[Result] | None:
+        """The next step's results; None where nothing is left to do. num_tokens counts what was computed."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return None
+            flight = self._start(plan)
+        try:
+            if self._ahead is not None:
+                self._flight = self._start_next(self._ahead)
+            output, failures = flight.outcome()
+        except BaseException:
+            self._flight = None
+            self._scheduler.rewind()
+            raise
+        self.num_tokens += flight.num_tokens
+        return self._scheduler.apply(output, failures)
+
+    def _start(self, plan: Plan) -> _Flight:
+        num_tokens = sum(len(scheduled.token_ids) for scheduled in plan.scheduled)
+        if self._ahead is None:
+            return _Flight(num_tokens, lambda: self._execute(plan))
+        try:
+            result = self._ahead.submit(plan)
+        except Exception:
+            return _Flight(num_tokens, lambda: self._execute(plan))
+        return _Flight(num_tokens, lambda: (result(), {}))
+
+    def _start_next(self, ahead: RunsAhead) -> _Flight | None:
+        plan = self._scheduler.plan_ahead()
+        if plan is None:
+            return None
+        try:
+            result = ahead.submit(plan)
+        except Exception:  # it will be planned again when the tokens are there, and blamed on somebody if it fails again
+            logger.warning("a step could not be started ahead", exc_info=True)
+            self._scheduler.forget_ahead()
+            return None
+        return _Flight(len(plan.scheduled), lambda: (result(), {}))
+
+    def _execute(self, plan: Plan) -> Outcome:
+        """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
+
+        At most two calls for each sequence of the plan. Halves copy only for themselves: what a half that succeeded
+        has written must not be copied over.
+        """
+        try:
+            return self._executor.execute(plan), {}
+        except Exception as error:
+            if len(plan.scheduled) == 1:
+                seq_id = plan.scheduled[0].seq_id
+                logger.exception("sequence %d failed", seq_id)
+                return StepOutput([], {}), {seq_id: _message(error)}
+            logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
+        drawn, prompt_logprobs, failures = [], {}, {}
+        middle = len(plan.scheduled) // 2
+        for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
+            ids = {seq_id for each in scheduled for seq_id in each.draws}
+            blocks = {block for each in scheduled for block in each.block_table}
+            half, failed = self._execute(
+                Plan(
+                    scheduled,
+                    [new for new in plan.new if new.seq_id in ids],
+                    plan.finished,
+                    [copy for copy in plan.copies if copy[1] in blocks],
+                )
+            )
+            drawn.extend(half.drawn)
+            prompt_logprobs.update(half.prompt_logprobs)
+            failures.update(failed)
+        return StepOutput(drawn, prompt_logprobs), failures
+
+
+def _message(error: Exception) -> str:
+    """What the request's owner may read: our own errors say something, others might say too much."""
+    return error.message if isinstance(error, NanovllmError) else f"an internal error ({type(error).__name__})"
