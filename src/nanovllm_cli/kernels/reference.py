@@ -1,4 +1,5 @@
-"""Every op in plain torch, as its formula reads: the oracle of the kernel tests. fp32 inside, rounded to the input's type.
+"""Every op in plain torch, as its formula reads: the oracle of the kernel tests. fp32 inside (float64 for float64 inputs),
+rounded to the input's type.
 
 Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
 """
@@ -7,6 +8,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The type to compute in."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -21,15 +27,15 @@ def add_rms_norm(
     """residual += x in place, then residual / rms(residual) * (offset + weight). Without a residual, x itself is normalised.
     Zhang and Sennrich 2019."""
     if residual is not None:
-        residual.copy_((residual.float() + x.float()).to(x.dtype))
+        residual.copy_((wide(residual) + wide(x)).to(x.dtype))
         x = residual
-    rows = x.float()
+    rows = wide(x)
     return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())).to(x.dtype)
 
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu."""
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     if activation == "silu":
         gate = F.silu(gate)
     else:
@@ -41,7 +47,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
     """x [T, H, D] with the first 2 * cos.shape[1] dims rotated. Pairs are (i, half + i), or (2i, 2i + 1) if interleaved.
     Su et al. 2021."""
     half = cos.shape[-1]
-    rotated, rest = x.float()[..., : 2 * half], x.float()[..., 2 * half :]
+    rotated, rest = wide(x)[..., : 2 * half], wide(x)[..., 2 * half :]
     c, s = cos[:, None], sin[:, None]
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]
@@ -50,6 +56,62 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
         a, b = rotated.chunk(2, dim=-1)
         turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def rope_tables(
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    attention_factor: float,
+    lengths: torch.Tensor | None = None,
+    long_frequencies: torch.Tensor | None = None,
+    original_len: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [T, half] of positions [T]. Tokens with lengths [T] past original_len take long_frequencies. Ding et al. 2024."""
+    if lengths is not None and long_frequencies is not None:
+        frequencies = torch.where((lengths > original_len)[:, None], long_frequencies, frequencies)
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: heads of q and k normed, where there is a
+    norm [D], then rotated. Not rounded yet."""
+    q, k, v = wide(qkv).unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
+    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps, 0.0) for x, norm in ((q, q_norm), (k, k_norm)))
+    return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
+
+
+def write_cache(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """cache [N, K, S, D] at slots [T] (block * S + offset; -1: nowhere) = rows [T, K, D], in fp8 divided by scale [K]."""
+    if scale is not None:
+        largest = torch.finfo(cache.dtype).max
+        rows = (rows / scale[:, None]).clamp(-largest, largest)
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            cache[slot // cache.shape[2], :, slot % cache.shape[2]] = row.to(cache.dtype)
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """weight[ids] * scale; with tokens [n], weight[tokens[ids]] * scale. Where an index is out of range, zeros."""
+    rows = torch.zeros(ids.shape[0], weight.shape[1], dtype=weight.dtype)
+    for row, index in zip(rows, ids.tolist(), strict=True):
+        if tokens is not None:
+            index = int(tokens[index]) if 0 <= index < tokens.shape[0] else -1
+        if 0 <= index < weight.shape[0]:
+            row.copy_((wide(weight[index]) * scale).to(weight.dtype))
+    return rows
 
 
 def attention(
