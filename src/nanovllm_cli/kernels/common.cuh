@@ -31,7 +31,7 @@ typedef __nv_fp8_e4m3 fp8;
 
 constexpr int WARP_SIZE = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr float NEGATIVE_INFINITY = -__builtin_huge_valf();
+constexpr float NEGATIVE_INFINITY = __builtin_bit_cast(float, 0xff800000u);  // NVRTC has no other constant for it
 
 // ---- numbers ----
 
