@@ -90,6 +90,7 @@ inline uint3 block_index;
 inline std::vector<Fiber*> at_block_barrier;
 inline int live_threads;
 inline unsigned order_seed = 0;
+inline long only_block = -1;
 inline long num_switches = 0;
 inline char failure[512];
 inline void (*call_kernel)(void*);
@@ -294,6 +295,7 @@ int launch(void (*kernel)(Args...), const unsigned* dims, size_t shared_bytes, v
   };
   const std::vector<long> thread_order = order_of((long)dims[3] * dims[4] * dims[5]);
   for (long block : order_of((long)dims[0] * dims[1] * dims[2])) {
+    if (only_block >= 0 && block != only_block) continue;
     block_index = {(unsigned)(block % dims[0]), (unsigned)(block / dims[0] % dims[1]),
                    (unsigned)(block / ((long)dims[0] * dims[1]))};
     memset(dynamic_shared, POISON, shared_bytes);
@@ -309,6 +311,7 @@ int launch(void (*kernel)(Args...), const unsigned* dims, size_t shared_bytes, v
 
 extern "C" {
 __attribute__((used)) inline void emulation_set_order(unsigned seed) { emulation::order_seed = seed; }
+__attribute__((used)) inline void emulation_set_only_block(long block) { emulation::only_block = block; }
 __attribute__((used)) inline const char* emulation_failure() { return emulation::failure; }
 }
 

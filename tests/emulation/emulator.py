@@ -66,17 +66,24 @@ class KernelFailed(AssertionError):
 class Emulator:
     """order: the seed of the order in which threads and blocks get their turn. capability: what the wrappers are told.
 
-    bugs: macros that plant a bug, for tests of the tests. `launches` counts, by entry.
+    bugs: macros that plant a bug, for tests of the tests. only_block: the one block of a launch that runs, for grids too large
+    to emulate. `launches` counts, by entry.
     """
 
     def __init__(
-        self, order: int = 0, capability: int = 90, num_multiprocessors: int = 4, bugs: tuple[str, ...] = ()
+        self,
+        order: int = 0,
+        capability: int = 90,
+        num_multiprocessors: int = 4,
+        bugs: tuple[str, ...] = (),
+        only_block: int | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         self.capability = capability
         self.num_multiprocessors = num_multiprocessors
         self.order = order
         self.bugs = bugs
+        self.only_block = only_block
         self.launches: dict[str, int] = {}
 
     def launch(
@@ -93,6 +100,7 @@ class Emulator:
         self.launches[kernel.entry] = self.launches.get(kernel.entry, 0) + 1
         library = load(kernel, self.bugs)
         library.emulation_set_order(self.order)
+        library.emulation_set_only_block(ctypes.c_long(-1 if self.only_block is None else self.only_block))
         dims = (ctypes.c_uint * 6)(*grid, *block)
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
