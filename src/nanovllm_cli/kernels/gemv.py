@@ -1,0 +1,140 @@
+"""Matmul of one to eight rows on a GPU (gemv.cu): a norm on the way in; a bias, a residual or a gate on the way out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+from nanovllm_cli.kernels.ops import Hidden, Normed
+
+MAX_ROWS = 8
+WARPS = 8
+STRIP = 8
+"""Weight rows that a warp multiplies at once."""
+LOADS = 8
+STEP = 32
+RESIDENT = 2
+"""Blocks an SM holds, by the kernel's launch bounds."""
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+STATIC_SHARED = 12 << 10
+SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
+"""Shared memory that a block may have, by capability; 227 KiB from 9.0 up otherwise."""
+
+
+def gemv(
+    launcher: Launcher,
+    x: Hidden,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, k] @ weight [n, k].T + bias [n] for M <= 8: [M, n] in out_dtype, x's type or float32.
+
+    residual [M, n]: the product is added to it in place, and it is what is returned. activation: weight [2 n, k] and bias [2 n]
+    hold a gate and then up, and the result [M, n] is act(gate) * up (`reference.gated_activation`). A row's bits do not depend
+    on the others'.
+    """
+    normed = x if isinstance(x, Normed) else None
+    source = x.rows if isinstance(x, Normed) else x
+    rows, width = source.shape
+    dtype = source.dtype
+    num_rows = weight.shape[0]
+    outputs = num_rows // 2 if activation else num_rows
+    out_dtype = out_dtype or dtype
+    assert 0 < rows <= MAX_ROWS, rows
+    assert out_dtype in (dtype, torch.float32), out_dtype
+    assert residual is None or (activation is None and out_dtype == dtype)
+    assert not activation or num_rows % 2 == 0, num_rows
+    if dtype == torch.bfloat16 and launcher.capability < 80:
+        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
+    check(source, launcher, dtype, rows, width)
+    check(weight, launcher, dtype, num_rows, width)
+    if normed:
+        check(normed.weight, launcher, dtype, width)
+    if bias is not None:
+        check(bias, launcher, dtype, num_rows)
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=source.device) if residual is None else residual
+    check(out, launcher, out_dtype, rows, outputs)
+    if not outputs:
+        return out
+
+    strips = 2 if activation else strips_of(outputs, launcher.num_multiprocessors)
+    parts = parts_of(outputs, width, STRIP if activation else STRIP * strips, strips, launcher.num_multiprocessors)
+    tiles = -(-outputs // (WARPS // parts * STRIP * (1 if activation else strips)))
+    grid = min(tiles, launcher.num_multiprocessors * RESIDENT)
+    kernel = variant(dtype, out_dtype, widest(width, dtype), strips, normed is not None, activation)
+    at_once = rows_at_once(width, launcher.capability) if normed else rows
+    for first in range(0, rows, at_once):  # once, but for very wide rows
+        last = min(rows, first + at_once)
+        target = out[first:last]
+        args = (
+            source[first:last], normed.weight if normed else None, weight, bias,
+            None if residual is None else target, target if residual is None else None,
+            np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts),
+            np.float32(normed.eps if normed else 0), np.float32(normed.offset if normed else 0),
+        )  # fmt: skip
+        shared = (last - first + 1) * padded(width) * 2 if normed else 0
+        launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
+    return out
+
+
+def padded(width: int) -> int:
+    """Elements from one row in shared memory to the next."""
+    return -(-width // 64) * 64 + 32
+
+
+def rows_at_once(width: int, capability: int) -> int:
+    """Normalised rows that fit a block's shared memory, beside the gains."""
+    limit = SHARED_BYTES.get(capability, 227 << 10 if capability >= 90 else 48 << 10)
+    rows = (limit - STATIC_SHARED) // (padded(width) * 2) - 1
+    if rows < 1:
+        raise UnsupportedError(f"a row of {width} elements does not fit this GPU's shared memory")
+    return rows
+
+
+def strips_of(outputs: int, num_multiprocessors: int) -> int:
+    """Strips a warp multiplies at once: two, or one where that divides the work among the SMs more evenly."""
+
+    def busy(strips: int) -> float:
+        tiles = -(-outputs // (STRIP * strips))
+        return tiles / (-(-tiles // num_multiprocessors) * num_multiprocessors)
+
+    return 1 if busy(1) > 1.05 * busy(2) else 2
+
+
+def parts_of(outputs: int, width: int, warp_outputs: int, strips: int, num_multiprocessors: int) -> int:
+    """Warps that share a row's width: all of a block's, or fewer where they would meet after a few loads each, and there are
+    tiles enough for each block to have several."""
+    units = -(-width // (STEP * LOADS // strips))
+    parts = WARPS
+    while parts > 1 and units < 4 * parts:
+        tiles = -(-outputs // (warp_outputs * WARPS // (parts // 2)))
+        if tiles < 4 * RESIDENT * num_multiprocessors:
+            break
+        parts //= 2
+    return parts
+
+
+def variant(
+    dtype: torch.dtype, out_dtype: torch.dtype, vector: int, strips: int, norm: bool, activation: str | None
+) -> Kernel:
+    constants = (
+        ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("VECTOR", vector), ("STRIPS", strips),
+        ("NORM", int(norm)), ("ACTIVATION", ACTIVATIONS[activation]),
+    )  # fmt: skip
+    return Kernel("gemv", "gemv", constants)
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds: a layer's four matmuls and the head's, and rows that have no 16-byte loads."""
+    kernels = []
+    for dtype in (torch.bfloat16, torch.float16):
+        kernels += [variant(dtype, dtype, 8, strips, norm, None) for strips in (1, 2) for norm in (False, True)]
+        kernels += [variant(dtype, dtype, 8, 2, True, "silu"), variant(dtype, torch.float32, 8, 2, True, None)]
+        kernels += [variant(dtype, dtype, 1, 2, True, None), variant(dtype, dtype, 1, 2, False, None)]
+    return kernels
