@@ -1,0 +1,370 @@
+"""The launcher on a machine without a GPU: what it hands to CuPy, cuda.core and torch, which are faked below the compiler.
+
+The fakes have the signatures of CuPy 13.6 to 14.2 (`Function.__call__(grid, block, args, shared_mem, stream)`,
+`Module.load(cubin)`, `driver.funcSetAttribute(f, attribute, value)`, `runtime.deviceGetAttribute(attrib, device)`) and of
+cuda.core 1.2 (`launch(stream, config, kernel, *args)`, `LaunchConfig(grid, cluster, block, shmem_size, is_cooperative,
+programmatic_stream_serialization)`, `Kernel.from_handle(handle, mod)`, `Stream.from_handle(handle)`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import compiler, launcher, norm
+from nanovllm_cli.kernels.compiler import Compiled, Resources
+from nanovllm_cli.kernels.kernel import Kernel
+from nanovllm_cli.kernels.launcher import CudaLauncher, why_unavailable
+
+KERNEL = norm.variants()[0]
+GRID, BLOCK = (3, 2, 1), (64, 1, 1)
+SHARED_OF_BLOCK = 232448
+
+
+class Launch(NamedTuple):
+    """One kernel as the driver would see it."""
+
+    function: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    stream: int
+    values: list[Any]
+    programmatic: bool = False
+
+
+class Gpu:
+    """A machine with GPUs; what was done with them."""
+
+    def __init__(self, capability: int) -> None:
+        self.properties = SimpleNamespace(
+            name="Fake", major=capability // 10, minor=capability % 10, multi_processor_count=132
+        )
+        self.count = 1
+        self.stream = 0
+        self.launches: list[Launch] = []
+        self.compiled: list[tuple[str, str, tuple[str, ...]]] = []
+        self.functions: list[str] = []
+        self.attributes: list[tuple[int, int, int]] = []
+        self.made_current: list[tuple[str, int]] = []
+        self.configs = 0
+
+    def compile(self, kernel: Kernel, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
+        self.compiled.append((kernel.entry, arch, extra))
+        return Compiled(b"\x7fELF", Resources(32, 0, 0, 0))
+
+
+def fake_cupy(gpu: Gpu) -> ModuleType:
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            assert cubin == b"\x7fELF"
+
+        def get_function(self, name: str) -> Function:
+            return Function(self, name)
+
+    class Function:
+        def __init__(self, module: Module, name: str) -> None:
+            gpu.functions.append(name)
+            self.module, self.ptr = module, 1000 + len(gpu.functions)
+
+        def __call__(
+            self, grid: tuple, block: tuple, args: Any, shared_mem: int = 0, stream: Any = None,
+            enable_cooperative_groups: bool = False,
+        ) -> None:  # fmt: skip
+            assert all(isinstance(arg, int | np.generic) for arg in args)
+            gpu.launches.append(Launch(self.ptr, grid, block, shared_mem, stream.ptr, list(args)))
+
+    cuda = ModuleType("cupy.cuda")
+    cuda.Module, cuda.Function = Module, Function
+    cuda.driver = SimpleNamespace(
+        funcSetAttribute=lambda f, attribute, value: gpu.attributes.append((f, attribute, value))
+    )
+    cuda.runtime = SimpleNamespace(
+        setDevice=lambda device: gpu.made_current.append(("cupy", device)),
+        deviceGetAttribute=lambda attrib, device: {97: SHARED_OF_BLOCK}[attrib],
+    )
+    return cuda
+
+
+def fake_core(gpu: Gpu, attributes: bool = True) -> ModuleType:
+    class LaunchConfig:
+        def __init__(
+            self, grid: Any = None, cluster: Any = None, block: Any = None, shmem_size: int | None = None,
+            is_cooperative: bool = False, **more: bool,
+        ) -> None:  # fmt: skip
+            assert attributes or not more
+            gpu.configs += 1
+            self.grid, self.block, self.shmem_size = grid, block, shmem_size
+            if attributes:
+                self.programmatic_stream_serialization = more.get("programmatic_stream_serialization", False)
+
+    class Handle:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+    class Kernel(Handle):
+        @staticmethod
+        def from_handle(handle: int, mod: Any = None) -> Kernel:
+            return Kernel(handle)
+
+    class Stream(Handle):
+        @staticmethod
+        def from_handle(handle: int) -> Stream:
+            return Stream(handle)
+
+    def launch(stream: Stream, config: LaunchConfig, kernel: Kernel, *kernel_args: Any) -> None:
+        assert isinstance(stream, Stream)
+        assert isinstance(kernel, Kernel)
+        programmatic = getattr(config, "programmatic_stream_serialization", False)
+        gpu.launches.append(
+            Launch(
+                kernel.handle,
+                config.grid,
+                config.block,
+                config.shmem_size,
+                stream.handle,
+                list(kernel_args),
+                programmatic,
+            )
+        )
+
+    core = ModuleType("cuda.core")
+    core.LaunchConfig, core.Kernel, core.Stream, core.launch = LaunchConfig, Kernel, Stream, launch
+    return core
+
+
+def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, core: ModuleType | None) -> Gpu:
+    cuda = fake_cupy(gpu)
+    cupy = ModuleType("cupy")
+    cupy.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    parent = ModuleType("cuda")
+    if core is not None:
+        parent.core = core
+    monkeypatch.setitem(sys.modules, "cuda", parent)
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(compiler, "toolchain", lambda: None)
+    monkeypatch.setattr(compiler, "compile", gpu.compile)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpu.count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu.properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: gpu.made_current.append(("torch", index)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
+    return gpu
+
+
+@pytest.fixture(params=["cupy", "cuda.core"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu(90)
+    return install(monkeypatch, made, fake_core(made) if request.param == "cuda.core" else None)
+
+
+@pytest.fixture
+def core_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu(90)
+    return install(monkeypatch, made, fake_core(made))
+
+
+def test_launch_passes_addresses_and_scalars_on_the_current_stream(gpu: Gpu) -> None:
+    gpu.stream = 77
+    cuda = CudaLauncher()
+    assert (cuda.device, cuda.capability, cuda.num_multiprocessors) == (torch.device("cuda", 0), 90, 132)
+    tensor, parameter = torch.zeros(4), torch.nn.Parameter(torch.zeros(3))
+    cuda.launch(KERNEL, GRID, BLOCK, (tensor, None, parameter, np.int32(5), np.int64(1 << 40), np.float32(0.5)), 1024)
+    (launch,) = gpu.launches
+    assert launch[:5] == (1001, GRID, BLOCK, 1024, 77)
+    assert launch.values == [tensor.data_ptr(), 0, parameter.data_ptr(), 5, 1 << 40, 0.5]
+    kinds = [type(value) for value in launch.values]  # a number's type is its size in the kernel
+    assert kinds == [int, int, int, np.int32, np.int64, np.float32]
+
+
+def test_kernel_is_compiled_and_loaded_once(gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    for kernel in (KERNEL, KERNEL._replace(), norm.variants()[1], KERNEL):
+        cuda.launch(kernel, GRID, BLOCK, ())
+    assert gpu.compiled == [("add_rms_norm", "sm_90a", ())] * 2
+    assert [launch.function for launch in gpu.launches] == [1001, 1001, 1002, 1001]
+    assert cuda.num_launches == 4
+
+
+def test_current_stream_is_read_at_every_launch(gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    for stream in (0, 5, 6, 5, 0):
+        gpu.stream = stream
+        cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert [launch.stream for launch in gpu.launches] == [0, 5, 6, 5, 0]
+
+
+def test_more_shared_memory_than_granted_is_asked_for_once(gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    for shared in (0, 48 << 10, 100 << 10, 64 << 10, 100 << 10, SHARED_OF_BLOCK):
+        cuda.launch(KERNEL, GRID, BLOCK, (), shared)
+    assert gpu.attributes == [(1001, 8, 100 << 10), (1001, 8, SHARED_OF_BLOCK)]
+    assert [launch.shared for launch in gpu.launches][:3] == [0, 48 << 10, 100 << 10]
+    with pytest.raises(UnsupportedError, match="232449 bytes of shared memory"):
+        cuda.launch(KERNEL, GRID, BLOCK, (), SHARED_OF_BLOCK + 1)
+
+
+def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:
+    gpu.count = 2
+    cuda = CudaLauncher(1)
+    for _ in range(2):
+        cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert gpu.made_current == [("torch", 1), ("cupy", 1)]
+    for _ in range(2):
+        thread = threading.Thread(target=cuda.launch, args=(KERNEL, GRID, BLOCK, ()))
+        thread.start()
+        thread.join()
+    assert gpu.made_current == [("torch", 1), ("cupy", 1)] * 3
+    assert len(gpu.launches) == 4
+
+
+def test_wrapper_runs_on_the_launcher(gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    cuda.device = torch.device("cpu")  # where this machine can have tensors
+    x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    out = norm.add_rms_norm(cuda, x, None, weight, 1e-6, 0.0)
+    (launch,) = gpu.launches
+    assert launch.grid == (3, 1, 1)
+    assert launch.values == [x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 64, np.float32(1e-6), 0.0]
+
+
+def test_cuda_core_launches_where_it_is_installed(core_gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    made = core_gpu.configs
+    for grid in (GRID, GRID, (4, 1, 1), GRID):
+        cuda.launch(KERNEL, grid, BLOCK, ())
+    assert core_gpu.configs == made + 2  # a configuration is made once a shape
+    assert not any(launch.programmatic for launch in core_gpu.launches)
+
+
+def test_configurations_do_not_pile_up(core_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "MAX_CONFIGS", 8)
+    cuda = CudaLauncher()
+    for size in range(1, 50):
+        cuda.launch(KERNEL, (size, 1, 1), BLOCK, ())
+        assert len(cuda._backend._configs) <= 8
+    assert [launch.grid[0] for launch in core_gpu.launches] == list(range(1, 50))
+
+
+def test_programmatic_launch_compiles_and_launches_so(core_gpu: Gpu) -> None:
+    cuda = CudaLauncher(0, programmatic_launch=True)
+    cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert cuda.programmatic_launch
+    assert core_gpu.launches[0].programmatic
+    assert core_gpu.compiled == [("add_rms_norm", "sm_90a", ("-DPDL",))]
+
+
+@pytest.mark.parametrize("lacking", ["cuda.core", "attribute", "capability"])
+def test_programmatic_launch_falls_back_where_it_is_not_to_be_had(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(89 if lacking == "capability" else 90)
+    core = None if lacking == "cuda.core" else fake_core(gpu, attributes=lacking != "attribute")
+    install(monkeypatch, gpu, core)
+    cuda = CudaLauncher(0, programmatic_launch=True)
+    cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert not cuda.programmatic_launch
+    assert not gpu.launches[0].programmatic
+    assert gpu.compiled[0][2] == ()
+
+
+def test_kernel_for_newer_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, Gpu(75), None)
+    with pytest.raises(UnsupportedError, match=r"capability 8\.0"):
+        CudaLauncher().launch(KERNEL._replace(min_capability=80), GRID, BLOCK, ())
+    assert not gpu.compiled
+
+
+def no_driver(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+
+
+def torch_for_cpus(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+def no_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.count = 0
+
+
+def old_driver(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+
+
+def old_device(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.properties.major, gpu.properties.minor = 7, 0
+
+
+def no_cupy(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise UnsupportedError("GPU kernels need CuPy", "pip install 'nanovllm-cli[cuda13]'")
+
+    monkeypatch.setattr(compiler, "toolchain", missing)
+
+
+@pytest.mark.parametrize(
+    ("lack", "message", "hint"),
+    [
+        (no_driver, "no NVIDIA driver", "install the driver"),
+        (torch_for_cpus, "built for CPUs", "pytorch.org"),
+        (no_device, "no CUDA device", "CUDA_VISIBLE_DEVICES"),
+        (old_driver, "driver on your system is too old", "update the driver"),
+        (old_device, "Fake has compute capability 7.0", "--device cpu"),
+        (no_cupy, "CuPy", "pip install 'nanovllm-cli[cuda13]'"),
+    ],
+)
+def test_what_is_missing_is_told(lack, message: str, hint: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_unavailable() is None
+    lack(gpu, monkeypatch)
+    reason = why_unavailable()
+    assert reason is not None
+    assert message in reason.message
+    assert "\n" not in reason.message
+    assert hint in str(reason.hint)
+    assert reason.exit_code == 6
+    with pytest.raises(UnsupportedError, match=message):
+        CudaLauncher()
+
+
+def test_device_that_is_not_there(gpu: Gpu) -> None:
+    gpu.count = 2
+    with pytest.raises(UnsupportedError, match="no device cuda:2; there are 2"):
+        CudaLauncher(2)
+
+
+def test_without_a_gpu_there_is_a_reason() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert why_unavailable() is not None
+
+
+def test_launch_takes_little_time(core_gpu: Gpu) -> None:
+    cuda = CudaLauncher()
+    core_gpu.launches = SimpleNamespace(append=lambda launch: None)
+    tensors = tuple(torch.zeros(1) for _ in range(6))
+    args = (*tensors, np.int32(1), np.int32(2), np.float32(3))
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            cuda.launch(KERNEL, GRID, BLOCK, args)
+        best = min(best, (time.perf_counter() - start) / 200)
+    assert best < 20e-6  # about 4 microseconds, the fakes included; a slow machine is none of its business
