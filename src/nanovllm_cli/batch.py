@@ -6,14 +6,14 @@ Legend: T tokens of this step, B sequences, P most blocks of any sequence, R row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of `Decoder.forward`. All tensors are contiguous and on the model's device.
+    """Input of a forward. All tensors are contiguous and on one device.
 
     token_ids    [T] int64
     positions    [T] int64, absolute position of each token in its sequence
@@ -34,6 +34,12 @@ class Batch:
     slots: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device; this one itself where it is there already."""
+        if self.token_ids.device == device:
+            return self
+        return Batch(**{each.name: getattr(self, each.name).to(device, non_blocking=True) for each in fields(self)})
 
     @property
     def num_tokens(self) -> int:

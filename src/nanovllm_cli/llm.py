@@ -86,6 +86,7 @@ class LLM:
             vocab_size=self.spec.vocab_size,
             max_model_len=self._worker.max_model_len,
             num_blocks=self._worker.num_blocks,
+            ahead=self._worker.ahead,
             eos_ids=_end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self._max_num_seqs = config.max_num_seqs

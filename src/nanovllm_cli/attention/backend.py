@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,8 +23,20 @@ class QKNorm(NamedTuple):
 class AttentionBackend(Protocol):
     """Everything between a layer's qkv projection and its output projection."""
 
-    def prepare(self, batch: Batch) -> Any:
-        """What depends on the batch alone, once a step; handed to every layer's `attend`."""
+    cache_dtype: torch.dtype
+
+    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's K and V; the first axis counts blocks."""
+
+    def empty_cache(self, numel: int) -> torch.Tensor:
+        """Zeroed memory for a cache, in the type that it is kept in."""
+
+    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
+        """What copies whole blocks, (from, to), in all layers of this cache."""
+
+    def prepare(self, host: Batch, batch: Batch) -> Any:
+        """What depends on the batch alone, once a step; handed to every layer's `attend`. The batch as it is on the host and
+        on the device, which may be one."""
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,28 @@ class CpuStep(NamedTuple):
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers."""
+    layers. dtype: of queries and cache."""
 
-    def __init__(self, groups: set[int]) -> None:
+    def __init__(self, groups: set[int], dtype: torch.dtype) -> None:
         self.groups = groups
+        self.cache_dtype = dtype
 
-    def prepare(self, batch: Batch) -> CpuStep:
+    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return cpu.cache_shapes(num_blocks, kv_heads, dim, self.cache_dtype)
+
+    def empty_cache(self, numel: int) -> torch.Tensor:
+        return cpu.zeros(numel, self.cache_dtype)
+
+    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
+        def copy(pairs: list[tuple[int, int]]) -> None:
+            source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
+            for layer in layers:
+                for cache in layer:
+                    cache[target] = cache[source]
+
+        return copy
+
+    def prepare(self, host: Batch, batch: Batch) -> CpuStep:
         ends = batch.query_starts[1:]
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)

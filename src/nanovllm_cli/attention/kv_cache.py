@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
-
-from nanovllm_cli.kernels import cpu
 
 
 class LayerCache(NamedTuple):
@@ -17,34 +16,39 @@ class LayerCache(NamedTuple):
     v: torch.Tensor
 
 
+class CacheLayout(Protocol):
+    """The part of an AttentionBackend that says what its cache looks like."""
+
+    cache_dtype: torch.dtype
+
+    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
+
+    def empty_cache(self, numel: int) -> torch.Tensor: ...
+
+    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]: ...
+
+
 class KVCache:
-    """num_blocks blocks of 16 tokens for every layer.
+    """num_blocks blocks for every layer, in one allocation. heads_and_dims: of each layer's keys."""
 
-    One allocation for all; memory is resident only once it is written.
-    """
-
-    def __init__(self, num_blocks: int, heads_and_dims: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, num_blocks: int, heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> None:
         self.num_blocks = num_blocks
-        shapes = [shape for heads, dim in heads_and_dims for shape in cpu.cache_shapes(num_blocks, heads, dim, dtype)]
+        shapes = [shape for heads, dim in heads_and_dims for shape in layout.cache_shapes(num_blocks, heads, dim)]
         sizes = [math.prod(shape) for shape in shapes]
-        parts = torch.split(cpu.zeros(sum(sizes), dtype), sizes)
+        parts = torch.split(layout.empty_cache(sum(sizes)), sizes)
         tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self.layers = [LayerCache(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
+        self._copy = layout.block_copier(self.layers)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in all layers: copy-on-write."""
-        if not pairs:
-            return
-        source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
-        for layer in self.layers:
-            for cache in layer:
-                cache[target] = cache[source]
+        if pairs:
+            self._copy(pairs)
 
 
-def block_bytes(heads_and_dims: list[tuple[int, int]], dtype: torch.dtype) -> int:
+def block_bytes(heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
+    itemsize = layout.cache_dtype.itemsize
     return sum(
-        math.prod(shape) * dtype.itemsize
-        for heads, dim in heads_and_dims
-        for shape in cpu.cache_shapes(1, heads, dim, dtype)
+        math.prod(shape) * itemsize for heads, dim in heads_and_dims for shape in layout.cache_shapes(1, heads, dim)
     )

@@ -56,11 +56,11 @@ class CacheSize(NamedTuple):
     max_model_len: int
 
 
-def size_cache(config: EngineConfig, max_position: int, block_bytes: int, available: int) -> CacheSize:
+def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget: int) -> CacheSize:
     """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
 
-    max_position: the model's own limit. available: free bytes after loading. The context is max_model_len where given (at most
-    max_position), and the cache holds max_num_seqs of them if `memory_utilization` of what is free allows it.
+    max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
+    where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise DoesNotFitError(
@@ -74,9 +74,7 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, availa
     elif config.kv_cache_bytes is not None:
         blocks = config.kv_cache_bytes // block_bytes
     else:
-        blocks = min(
-            -(-length // size) * config.max_num_seqs, int(available * config.memory_utilization) // block_bytes
-        )
+        blocks = min(-(-length // size) * config.max_num_seqs, budget // block_bytes)
     if blocks < 1:
         raise DoesNotFitError(
             f"no room for the KV cache: one block of {size} tokens takes {block_bytes / (1 << 20):.1f} MiB",

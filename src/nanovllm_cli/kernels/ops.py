@@ -38,5 +38,17 @@ class Ops(Protocol):
     ) -> Hidden:
         """residual += x in place where there is an x; then the norm of residual (see `reference.add_rms_norm`)."""
 
+    def rope_tables(
+        self,
+        positions: torch.Tensor,
+        frequencies: torch.Tensor,
+        attention_factor: float,
+        lengths: torch.Tensor | None,
+        long_frequencies: torch.Tensor | None,
+        original_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [T, half] fp32, times attention_factor, of positions [T] int64 and frequencies [half]. Where there are lengths
+        [T] int64, tokens with one past original_len take long_frequencies."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """The norm of x, as a tensor."""

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import RopeSpec
 
 
@@ -21,23 +22,23 @@ class Rope:
     is the same in any batch and any chunking.
     """
 
-    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+    def __init__(self, spec: RopeSpec, ops: Ops) -> None:
         self.spec = spec
-        self.device = device
+        self.ops = ops
+        device = ops.device
         self.attention_factor = _attention_factor(spec)
         self._short = _frequencies(spec, long=False).to(device)
         self._long = _frequencies(spec, long=True).to(device)
 
     def tables(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [T, dim / 2] fp32 for positions [T] and lengths [T] (see the class), both int64."""
-        if not self.spec.depends_on_length:
-            frequencies = self._short
-        elif self.spec.scaling == "longrope":
-            frequencies = torch.where((lengths > self.spec.original_len)[:, None], self._long, self._short)
-        else:
-            frequencies = self._dynamic(lengths)
-        angles = positions.float()[:, None] * frequencies
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        if self.spec.scaling == "dynamic":
+            angles = positions.float()[:, None] * self._dynamic(lengths)
+            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        long = self._long if self.spec.scaling == "longrope" else None
+        return self.ops.rope_tables(
+            positions, self._short, self.attention_factor, None if long is None else lengths, long, self.spec.original_len
+        )
 
     def _dynamic(self, lengths: torch.Tensor) -> torch.Tensor:
         """Frequencies [T, dim / 2] with a base that grows with each token's length past the original one.
@@ -50,7 +51,7 @@ class Rope:
         for length in unique.tolist():
             grown = spec.factor * length / spec.original_len - (spec.factor - 1)
             rows.append(1.0 / (spec.theta * grown ** (spec.dim / (spec.dim - 2))) ** _exponents(spec))
-        return torch.stack(rows).to(self.device)[index]
+        return torch.stack(rows).to(self.ops.device)[index]
 
 
 def _exponents(spec: RopeSpec) -> torch.Tensor:

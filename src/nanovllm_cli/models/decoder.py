@@ -89,7 +89,7 @@ class Decoder:
         self.blocks = [Block(block, spec, kit) for block in spec.blocks]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         ropes = {_rope_of(block) for block in spec.blocks}
-        self.ropes = {rope: Rope(rope, self.device) for rope in ropes if rope is not None}
+        self.ropes = {rope: Rope(rope, kit.ops) for rope in ropes if rope is not None}
 
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
@@ -105,11 +105,15 @@ class Decoder:
         return self.spec.embedding_scale == 1.0 and all(block.order != "parallel" for block in self.spec.blocks)
 
     def prepare(self, batch: Batch) -> StepInputs:
-        """What all layers share, computed once a step."""
+        """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
+        there = batch.to(self.device)
+        return StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
+
+    def angles(self, batch: Batch) -> dict[RopeSpec | None, Angles]:
+        """cos and sin of the batch's positions, by rope."""
         none = torch.empty(batch.num_tokens, 0, device=self.device)
-        angles: dict[RopeSpec | None, Angles] = {None: (none, none)}
-        angles |= {spec: rope.tables(batch.positions, batch.rope_lens) for spec, rope in self.ropes.items()}
-        return StepInputs(batch, angles, self.backend.prepare(batch))
+        tables: dict[RopeSpec | None, Angles] = {None: (none, none)}
+        return tables | {spec: rope.tables(batch.positions, batch.rope_lens) for spec, rope in self.ropes.items()}
 
     def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""

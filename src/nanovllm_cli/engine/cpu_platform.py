@@ -1,0 +1,87 @@
+"""The CPU as a platform: threads, compiled kernels, memory of the machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from nanovllm_cli.attention.cpu import CpuAttention
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.memory import available_bytes
+from nanovllm_cli.engine.runner import Runner
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import cpu, warm
+from nanovllm_cli.kernels.cpu_ops import CpuOps
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.dense import DenseStorage
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class CpuPlatform:
+    """See `platform.Platform`."""
+
+    def __init__(self, config: EngineConfig, progress: LoadProgress | None) -> None:
+        if config.block_size != cpu.BLOCK:
+            raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
+        self.config = config
+        self.ops = CpuOps()
+        self.threads = _num_threads(config, progress)
+        self._thread: int | None = None
+
+    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
+        """auto: float32 for matrices that are, else bfloat16."""
+        name = self.config.dtype
+        if name == "auto":
+            name = "float32" if stored == {"F32"} else "bfloat16"
+        if name not in _DTYPES:
+            raise UnsupportedError(f"{name} is not computed on a CPU", "use --dtype bfloat16 or --dtype float32")
+        return _DTYPES[name]
+
+    def enter(self) -> None:
+        """The kernels' thread count is a setting of the calling thread."""
+        if self._thread != threading.get_ident():
+            cpu.set_num_threads(self.threads)
+            self._thread = threading.get_ident()
+
+    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
+        if progress is None or warm.is_compiled(dtype):
+            warm.warm_up(dtype)
+            return
+        progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
+        warm.warm_up(dtype)
+        progress.done()
+
+    def available_bytes(self) -> int:
+        return available_bytes()
+
+    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> DenseStorage:
+        return DenseStorage(num_rows, width, dtype)
+
+    def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
+        attentions = (block.attention for block in spec.blocks)
+        groups = {a.num_heads // a.num_kv_heads for a in attentions if isinstance(a, AttentionSpec)}
+        return CpuAttention(groups, dtype)
+
+    def cache_budget(self, model: Decoder) -> int:
+        return int(available_bytes() * self.config.memory_utilization)
+
+    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> Runner:
+        return Runner(model, cache, sampler, self.config.block_size, recordable)
+
+    def runs_ahead(self, runner: object) -> None:
+        return None
+
+
+def _num_threads(config: EngineConfig, progress: LoadProgress | None) -> int:
+    """As many as asked for, or as this process may use; never more than there are."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.threads is not None and config.threads > there and progress is not None:
+        progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
+    return min(config.threads or there, there)

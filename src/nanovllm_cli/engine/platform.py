@@ -1,0 +1,59 @@
+"""Platform: everything above the kernels that differs between a CPU and a GPU, in one object that a worker is given."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nanovllm_cli.attention.backend import AttentionBackend
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.engine.executor import RunsAhead
+from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.storage import WeightStorage
+
+
+class PlanRunner(Protocol):
+    """Carries out plans on one model. sampler: what draws on the host."""
+
+    sampler: Sampler
+
+    def run(self, plan: Plan) -> StepOutput:
+        """Raises before anything is drawn if the step can't be computed; one bad row is reported in its Drawn instead."""
+
+
+class Platform(Protocol):
+    """One device. Made from an EngineConfig, which it refuses with UnsupportedError where it can't do what is asked."""
+
+    @property
+    def ops(self) -> Ops: ...
+
+    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
+        """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""
+
+    def enter(self) -> None:
+        """Called by the thread that is going to use the device, before it does; often."""
+
+    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
+        """What takes a while on a first run, with a word about it."""
+
+    def available_bytes(self) -> int:
+        """Memory that weights may take now."""
+
+    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage: ...
+
+    def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...
+
+    def cache_budget(self, model: Decoder) -> int:
+        """Memory that the KV cache may take at most, once the weights are there."""
+
+    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> PlanRunner:
+        """recordable: whether the weights' formats allow a step to be recorded."""
+
+    def runs_ahead(self, runner: PlanRunner) -> RunsAhead | None:
+        """The runner as one that takes the next step before this one's tokens are read, where it is."""

@@ -1,0 +1,60 @@
+"""The tensors of a step, from its plan: put together in numpy on the host, once, and shared by all layers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.plan import Scheduled
+
+# Block tables are as wide as a power of two, so that a growing sequence needs a new graph a few times only.
+MIN_TABLE = 8
+
+
+def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, list[tuple[Scheduled, int]]]:
+    """The step's tensors, and for each share that wants logits its first row among them."""
+    lens = np.array([len(share.token_ids) for share in scheduled], np.int32)
+    starts = np.zeros(len(scheduled) + 1, np.int32)
+    np.cumsum(lens, out=starts[1:])
+    widest = max(len(share.block_table) for share in scheduled)
+    tables = np.zeros((len(scheduled), max(MIN_TABLE, 1 << (widest - 1).bit_length())), np.int32)
+    for row, share in zip(tables, scheduled, strict=True):
+        row[: len(share.block_table)] = share.block_table
+    seq_of = np.repeat(np.arange(len(scheduled)), lens)
+    first = np.array([share.start for share in scheduled], np.int64)
+    positions = np.arange(starts[-1], dtype=np.int64) + (first - starts[:-1])[seq_of]
+    prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
+    logit_rows: list[int] = []
+    owners: list[tuple[Scheduled, int]] = []
+    for i, share in enumerate(scheduled):
+        count = num_logit_rows(share)
+        if count:
+            owners.append((share, len(logit_rows)))
+            begin = starts[i] if share.prompt_logprobs is not None else starts[i + 1] - 1
+            logit_rows += range(begin, begin + count)
+    token_ids = np.fromiter(
+        itertools.chain.from_iterable(s.token_ids for s in scheduled), np.int64, int(starts[-1])
+    )
+    return Batch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        rope_lens=torch.from_numpy(np.maximum(positions + 1, prompt_lens[seq_of])),
+        query_starts=torch.from_numpy(starts),
+        kv_lens=torch.from_numpy((first + lens).astype(np.int32)),
+        slots=torch.from_numpy(
+            tables[seq_of, positions // block_size].astype(np.int64) * block_size
+            + positions % block_size
+        ),
+        block_tables=torch.from_numpy(tables),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    ), owners
+
+
+def num_logit_rows(share: Scheduled) -> int:
+    """Rows whose logits this share wants: all of them for prompt logprobs, else the last one if somebody draws from it."""
+    if share.prompt_logprobs is not None:
+        return len(share.token_ids)
+    return 1 if share.draws else 0
