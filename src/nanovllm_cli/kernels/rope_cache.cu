@@ -61,9 +61,6 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
     columns[i][0] = split ? unit : 2 * unit;
     columns[i][1] = split ? num_angles + unit : 2 * unit + VECTOR;
     for (int part = 0; part < 2; ++part) valid[i][part] = is_there && columns[i][part] < dim;
-#ifdef BUG_UNMASKED_TAIL
-    valid[i][1] = valid[i][0];
-#endif
   }
   // Gains are weights: their way from memory is spent waiting for the projection.
   Elements gains[UNITS][2];
@@ -101,6 +98,9 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
           const float value = to_float(loaded[i][part].at[j]);
           values[i][part * VECTOR + j] = value;
           squares += value * value;
+#ifdef BUG_UNMASKED_TAIL
+          if (columns[i][part] + j == dim - 1) squares += to_float(source[dim]) * to_float(source[dim]);
+#endif
         }
   if (q_norm || k_norm) {  // by all lanes of a warp, whatever their heads are
     const float inverse = rsqrtf(warp_sum(squares, lanes) / dim + eps);
