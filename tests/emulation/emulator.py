@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,9 @@ class Emulator:
         entry = getattr(library, f"emulated_{kernel.entry}")
         if entry(dims, ctypes.c_size_t(shared_bytes), pointers):
             raise KernelFailed(f"{kernel}: {library.emulation_failure().decode()}")
+
+    def torch_op(self, function: Callable[[], object]) -> None:
+        function()
 
 
 def _value(arg: Arg) -> np.ndarray:

@@ -6,6 +6,7 @@ through a `Launcher`: `launcher.CudaLauncher` on a GPU, or the tests' emulation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,9 @@ class Launcher(Protocol):
         shared_bytes: int = 0,
     ) -> None:
         """Compile the kernel where it isn't yet, and put it on the current stream. shared_bytes: dynamic shared memory."""
+
+    def torch_op(self, function: Callable[[], object]) -> None:
+        """Torch's own kernels, in their place among ours: in a recorded step they too run at each replay."""
 
 
 def check(tensor: torch.Tensor, launcher: Launcher, dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -97,6 +97,10 @@ class CudaLauncher:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         self._backend.put(loaded.handle, grid, block, shared_bytes, stream, values)
         self.num_launches += 1
+
+    def torch_op(self, function: Callable[[], object]) -> None:
+        """See `Launcher.torch_op`. A CUDA graph records torch's launches as it does ours."""
+        function()
 
     def _make_current(self) -> None:
         """The driver launches into the thread's current context. A new thread has none, and torch sets one only when it must."""

@@ -1,0 +1,43 @@
+"""A GPU as a Device, through torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm_cli.kernels.device import Event, Graph, Memory, T
+from nanovllm_cli.kernels.launcher import CudaLauncher
+
+
+class CudaDevice:
+    """See `device.Device`. UnsupportedError where the device can't be used."""
+
+    def __init__(self, index: int = 0, programmatic_launch: bool = False) -> None:
+        self.launcher = CudaLauncher(index, programmatic_launch)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.launcher.device)
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile: only what this one does wrong counts.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = step()
+        return graph, output
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.launcher.device)
+        # What torch has taken and not given out is ours too.
+        idle = torch.cuda.memory_reserved(self.launcher.device) - torch.cuda.memory_allocated(self.launcher.device)
+        return Memory(free + idle, total, torch.cuda.max_memory_allocated(self.launcher.device))
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.launcher.device)

@@ -1,0 +1,43 @@
+"""A GPU's Ops."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels import gemv, norm, rope_tables
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.ops import Hidden, Normed
+
+
+class CudaOps:
+    """See `ops.Ops`. Of few rows the norm is left to the matmul behind it; a deterministic GPU has one way for any number."""
+
+    def __init__(self, launcher: Launcher, deterministic: bool) -> None:
+        self.launcher = launcher
+        self.device = launcher.device
+        self.deterministic = deterministic
+
+    def add_rms_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> Hidden:
+        if x is not None:
+            return norm.add_rms_norm(self.launcher, x, residual, weight, eps, offset)
+        if residual.shape[0] <= gemv.MAX_ROWS and not self.deterministic:
+            return Normed(residual, weight, eps, offset)
+        return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
+
+    def rope_tables(
+        self,
+        positions: torch.Tensor,
+        frequencies: torch.Tensor,
+        attention_factor: float,
+        lengths: torch.Tensor | None,
+        long_frequencies: torch.Tensor | None,
+        original_len: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_tables.rope_tables(
+            self.launcher, positions, frequencies, attention_factor, lengths, long_frequencies, original_len
+        )

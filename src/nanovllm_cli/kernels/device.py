@@ -1,0 +1,60 @@
+"""Device: what a step on a GPU needs besides launches: host memory it can read, events, and recording.
+
+`cuda_device.CudaDevice` is a GPU; the tests' emulated device records launches in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from nanovllm_cli.kernels.kernel import Launcher
+
+T = TypeVar("T")
+
+
+class Memory(NamedTuple):
+    """Bytes of a device: free for anybody now, in all, and the most that this process's tensors have taken at once."""
+
+    free: int
+    total: int
+    peak: int
+
+
+class Event(Protocol):
+    """A place in the stream, at which the host can wait."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Graph(Protocol):
+    """A recorded step."""
+
+    def replay(self) -> None: ...
+
+
+class Device(Protocol):
+    """One GPU."""
+
+    launcher: Launcher
+
+    def enter(self) -> None:
+        """Make it the calling thread's current device."""
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that the device copies to and from without anybody waiting."""
+
+    def event(self) -> Event: ...
+
+    def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
+        """Records what `step` launches instead of running it, and returns what it returned, whose tensors a replay writes. All
+        graphs share their memory: use outputs before another one's replay. RuntimeError if it can't be recorded."""
+
+    def memory(self) -> Memory: ...
+
+    def forget_peak(self) -> None:
+        """`Memory.peak` counts from now."""

@@ -1,0 +1,63 @@
+"""Matmuls of many rows on a GPU: the vendor's library, through torch."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.kernels.kernel import Launcher, check
+
+
+def matmul(
+    launcher: Launcher,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, k] @ weight [n, k].T + bias [n], in out_dtype (x's type or float32); added to residual in place where there is one,
+    which is then what is returned. A row's bits may depend on M."""
+    rows, width = x.shape
+    outputs, dtype = weight.shape[0], x.dtype
+    check(x, launcher, dtype, rows, width)
+    check(weight, launcher, dtype, outputs, width)
+    if bias is not None:
+        check(bias, launcher, dtype, outputs)
+    if residual is not None:
+        check(residual, launcher, dtype, rows, outputs)
+        assert out_dtype in (None, dtype)
+        out = residual
+    else:
+        out = torch.empty(rows, outputs, dtype=out_dtype or dtype, device=x.device)
+    compute = _on_gpu if x.is_cuda else _on_host
+    launcher.torch_op(lambda: compute(x, weight.t(), bias, residual, out))
+    return out
+
+
+def _on_gpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """weight [k, n]."""
+    if residual is not None:
+        residual.addmm_(x, weight)
+        if bias is not None:
+            residual.add_(bias)
+    elif out.dtype != x.dtype:
+        torch.mm(x, weight, out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif bias is not None:
+        torch.addmm(bias, x, weight, out=out)
+    else:
+        torch.mm(x, weight, out=out)
+
+
+def _on_host(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """The same in float32 and rounded once, for kernels that run without a GPU."""
+    total = x.float() @ weight.float()
+    for term in (bias, residual):
+        total = total if term is None else total + term.float()
+    out.copy_(total)
