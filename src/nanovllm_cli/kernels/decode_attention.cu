@@ -1,0 +1,297 @@
+// Attention of one query token a sequence over the paged cache, by tensor cores: a decode step's.
+//
+//   out[b, h] = sum_j softmax_j(score_j) v[j],   score_j = scale * q[b, h] . k[j],  softcap * tanh(score_j / softcap) where > 0
+//
+// q, out [B, H, D] DTYPE, caches [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, P], kv_lens [B]; D a multiple of 16, ROWS 8 or
+// 16. decode_split.cuh says how the work is split over blocks.
+//
+// A warp takes tiles of 16 tokens and loads their fragments from the cache straight into registers, up to 16 bytes a lane: the
+// order of the head's dims within a product, and of the result's columns, is ours to choose, so the loop needs no shared memory
+// for K and V, no barriers, and has no bank conflicts. The next K loads start when the scores are done, the next V loads when the
+// values are summed, so 4 to 8 KiB a warp are under way at any time: with 8 to 12 warps 32 to 96 KiB a multiprocessor, where
+// 4.3 TB/s over 132 of them at 1 us ask for 33. Queries fill 8 of the 16 rows; the other 8 hold what a softmax weight loses
+// when it is rounded to 16 bits, so that weights count as in fp32, at no cost. With more than 8 queries the lost part has a product
+// of its own. fp8 becomes half, exactly; so do its queries, after division by a power of two.
+#include "decode_split.cuh"
+
+template <class T>
+struct OperandOf { typedef T type; };
+template <>
+struct OperandOf<fp8> { typedef half type; };
+typedef OperandOf<KV_DTYPE>::type Operand;
+
+// The head's dims that a warp holds of K, or of V, at a time.
+constexpr int divisor_of(int dims, int unit) {
+  for (int part = 128; part >= unit; part -= unit)
+    if (dims % part == 0) return part;
+  return 0;
+}
+
+constexpr int PART = divisor_of(HEAD_DIM, 64) ? divisor_of(HEAD_DIM, 64) : divisor_of(HEAD_DIM, 16), PARTS = HEAD_DIM / PART;
+constexpr int BYTES = sizeof(KV_DTYPE), HALVES = ROWS / 8, TILE = 16, STEPS = PART / 16;
+constexpr int TILES = PARTS > 1 || PART * BYTES > 128 ? 1 : PART * BYTES > 64 ? 2 : 4;  // of a warp, under way at a time
+// Of K a lane takes a quarter of a token's row, of V an eighth, in loads of VECTOR elements.
+constexpr int K_VECTOR = largest_power(PART / 4, 16 / BYTES), K_LOADS = PART / 4 / K_VECTOR, K_WORDS = K_VECTOR * BYTES / 4;
+constexpr int V_VECTOR = largest_power(PART / 8, 16 / BYTES), V_LOADS = PART / 8 / V_VECTOR;
+constexpr int V_WORDS = (V_VECTOR * BYTES + 3) / 4;
+// Weights go up to 2^SHIFT, so that small ones keep their bits as halves.
+constexpr float SHIFT = 12.0f;
+
+#if !defined(EMULATION) && __CUDA_ARCH__ >= 890
+constexpr float FP8_UNIT = 1.0f;
+// The two fp8 in the lower half of the word, as halves.
+DEVICE uint32_t halves_of(uint32_t bytes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)bytes, __NV_E4M3);
+  return pair.x | (uint32_t)pair.y << 16;
+}
+#else
+constexpr float FP8_UNIT = 256.0f;
+// The same, in FP8_UNIT: sign, exponent and fraction moved to where a half has them.
+DEVICE uint32_t halves_of(uint32_t bytes) {
+  const uint32_t high = __byte_perm(bytes, 0, 0x1404);
+  return (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
+}
+#endif
+constexpr float UNIT = BYTES == 1 ? FP8_UNIT : 1.0f;
+
+// Elements 4 * step to 4 * step + 3 of a lane's, as an operand.
+DEVICE void key_operand(uint32_t* operand, const uint32_t* words, int step) {
+  if constexpr (BYTES == 1) {
+    operand[0] = halves_of(words[step] & 0xffff);
+    operand[1] = halves_of(words[step] >> 16);
+  } else {
+    operand[0] = words[2 * step];
+    operand[1] = words[2 * step + 1];
+  }
+}
+
+// Element i of two tokens.
+DEVICE uint32_t value_pair(const uint32_t* a, const uint32_t* b, int i) {
+  if constexpr (BYTES == 1) {
+    const uint32_t pairs = __byte_perm(a[i / 4], b[i / 4], i % 4 < 2 ? 0x5140 : 0x7362);
+    return halves_of(i % 2 ? pairs >> 16 : pairs & 0xffff);
+  } else {
+    return __byte_perm(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
+  }
+}
+
+DEVICE __nv_bfloat162 pair_of(float low, float high, bf16) { return __floats2bfloat162_rn(low, high); }
+DEVICE __half2 pair_of(float low, float high, half) { return __floats2half2_rn(low, high); }
+
+// Two weights rounded, and what they lost by it.
+DEVICE void pack_weights(float low, float high, uint32_t& rounded, uint32_t& lost) {
+  const auto kept = pair_of(low, high, Operand());
+  const auto rest = pair_of(low - to_float(kept.x), high - to_float(kept.y), Operand());
+  rounded = *reinterpret_cast<const uint32_t*>(&kept);
+  lost = *reinterpret_cast<const uint32_t*>(&rest);
+}
+
+// For each row the power of two that brings its queries below 2, which half holds with all the bits that count.
+DEVICE void find_powers(float* powers, const DTYPE* queries, int rows) {
+  for (int row = threadIdx.x / WARP_SIZE; row < ROWS; row += WARPS) {
+    float largest = 0.0f;
+    for (int i = threadIdx.x % WARP_SIZE; i < HEAD_DIM && row < rows; i += WARP_SIZE)
+      largest = fmaxf(largest, fabsf(to_float(queries[row * HEAD_DIM + i])));
+    const uint32_t exponent = __float_as_uint(warp_max(largest)) >> 23;
+    powers[row] = __uint_as_float(min(max(exponent, 1u), 253u) << 23);
+  }
+}
+
+KERNEL __launch_bounds__(THREADS)
+decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables,
+                     const int* kv_lens, const float* sinks, const float* k_scale, const float* v_scale, float* partials,
+                     float* sums, int* counters, DTYPE* out, int kv_heads, int group, int table_width, int window,
+                     int least_split, int fixed_splits, float scale, float softcap) {
+  typedef Vector<uint32_t, 2 * HALVES> Fragment;
+  __shared__ Result result;
+  __shared__ Fragment queries[HEAD_DIM / 16][WARP_SIZE];
+  __shared__ float powers[ROWS];
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, row = lane / 4, quarter = lane % 4;
+  wait_for_previous_kernel();
+  const int kv_len = kv_lens[blockIdx.z];
+  if (kv_len == 0) return write_zeros(kv_heads, group, out);
+  const Split split = split_of(kv_len, kv_heads, group, window, least_split, fixed_splits);
+  if (blockIdx.x >= split.splits) return;
+
+  const int* table = block_tables + (int64_t)blockIdx.z * table_width;
+  uint32_t keys[TILES][2][K_LOADS * K_WORDS], values[TILES][4][V_LOADS * V_WORDS];
+  int blocks[TILES], next_blocks[TILES];
+  const auto tile_token = [&](int tile, int i) { return (tile + i * WARPS) * TILE; };
+  const auto find_blocks = [&](int* blocks, int tile) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) blocks[i] = block_of(table, clamped(tile_token(tile, i), split));
+  };
+  // The lane's tokens of a tile: for K row and row + 8, for V the four whose weights it has, 2 * quarter, one more, and 8 more.
+  const auto load_keys = [&](const int* blocks, int tile, int part) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int token = clamped(tile_token(tile, i) + 8 * j + row, split);
+        const KV_DTYPE* source = k_cache + row_offset(blocks[i], token, split.kv_head, kv_heads) + part * PART + quarter * K_VECTOR;
+#pragma unroll
+        for (int load = 0; load < K_LOADS; ++load)
+          load_words<K_VECTOR * BYTES>(keys[i][j] + load * K_WORDS, source + load * 4 * K_VECTOR);
+      }
+  };
+  const auto load_values = [&](const int* blocks, int tile, int part) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int token = clamped(tile_token(tile, i) + j / 2 * 8 + 2 * quarter + j % 2, split);
+        const KV_DTYPE* source = v_cache + row_offset(blocks[i], token, split.kv_head, kv_heads) + part * PART + row * V_VECTOR;
+#pragma unroll
+        for (int load = 0; load < V_LOADS; ++load)
+          load_words<V_VECTOR * BYTES>(values[i][j] + load * V_WORDS, source + load * 8 * V_VECTOR);
+      }
+  };
+  // Warps take tiles in turn, by position.
+  const int first_tile = split.begin / TILE, end_tile = (split.end + TILE - 1) / TILE;
+  int tile = first_tile + ((warp - first_tile) & (WARPS - 1));
+  if (tile < end_tile) {
+    find_blocks(blocks, tile);
+    load_keys(blocks, tile, 0);
+    load_values(blocks, tile, 0);
+    find_blocks(next_blocks, tile + WARPS * TILES);
+  }
+
+  q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
+  if (BYTES == 1) {
+    find_powers(powers, q, split.rows);
+    __syncthreads();
+  }
+  for (int step = warp; step < HEAD_DIM / 16; step += WARPS) {
+    const int element = step % STEPS * 4;
+    const int dim = step / STEPS * PART + element / K_VECTOR * 4 * K_VECTOR + quarter * K_VECTOR + element % K_VECTOR;
+    Fragment fragment = {};
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+      if (h * 8 + row < split.rows) {
+        const auto four = Vector<DTYPE, 4>::load(q + (h * 8 + row) * HEAD_DIM + dim);
+        const float factor = BYTES == 1 ? __uint_as_float((254u << 23) - __float_as_uint(powers[h * 8 + row])) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const auto pair = pair_of(to_float(four.at[2 * i]) * factor, to_float(four.at[2 * i + 1]) * factor, Operand());
+          fragment.at[i * HALVES + h] = *reinterpret_cast<const uint32_t*>(&pair);
+        }
+      }
+    queries[step][lane] = fragment;
+  }
+  float factors[HALVES], tops[HALVES], weight_sums[HALVES] = {}, out_sums[HEAD_DIM / 8][4] = {};
+#pragma unroll
+  for (int i = 0; i < HALVES; ++i) {
+    factors[i] = score_factor(scale, softcap, k_scale, split.kv_head) * (BYTES == 1 ? UNIT * powers[i * 8 + row] : 1.0f);
+    tops[i] = NEGATIVE_INFINITY;
+  }
+  __syncthreads();
+
+  for (; tile < end_tile; tile += WARPS * TILES) {
+    const bool more = tile + WARPS * TILES < end_tile;
+    // Of each tile 8 tokens by 8 or 16 queries in [i][0], and the next 8 tokens in [i][1]: of the lane two tokens at 2 * quarter.
+    float scores[TILES][2][4] = {};
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const Fragment fragment = queries[part * STEPS + step][lane];
+        uint32_t a[4] = {};
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES; ++i) a[i * 2 / HALVES] = fragment.at[i];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t b[2];
+            key_operand(b, keys[i][j], step);
+            mma_m16n8k16<Operand>(scores[i][j], a, b);
+          }
+      }
+      if (part + 1 < PARTS) {
+        load_keys(blocks, tile, part + 1);
+      } else if (more) {
+        load_keys(next_blocks, tile + WARPS * TILES, 0);
+      }
+    }
+    float corrections[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      float top = tops[h];
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float& score = scores[i][k / 2][h * 2 + k % 2];
+          const int token = tile_token(tile, i) + k / 2 * 8 + 2 * quarter + k % 2;
+          score = is_seen(token, split) ? score_of(score, factors[h], softcap * LOG2E) : NEGATIVE_INFINITY;
+          top = fmaxf(top, score);
+        }
+      top = warp_max(top, 4);
+      corrections[h] = exp2f(tops[h] - top);
+      tops[h] = top;
+      weight_sums[h] *= corrections[h];
+    }
+    uint32_t weights[TILES][4] = {}, lost[TILES][4] = {};
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float low = exp2f(scores[i][j][h * 2] - (tops[h] - SHIFT));
+          const float high = exp2f(scores[i][j][h * 2 + 1] - (tops[h] - SHIFT));
+          weight_sums[h] += low + high;
+          pack_weights(low, high, weights[i][j * 2 + h], HALVES == 1 ? weights[i][j * 2 + 1] : lost[i][j * 2 + h]);
+        }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) out_sums[i][k] *= corrections[k / 2 * (HALVES - 1)];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int element = 0; element < PART / 8; ++element) {
+          const int at = element / V_VECTOR * V_WORDS;
+          const uint32_t b[2] = {value_pair(values[i][0] + at, values[i][1] + at, element % V_VECTOR),
+                                 value_pair(values[i][2] + at, values[i][3] + at, element % V_VECTOR)};
+          mma_m16n8k16<Operand>(out_sums[part * (PART / 8) + element], weights[i], b);
+          if (HALVES == 2) mma_m16n8k16<Operand>(out_sums[part * (PART / 8) + element], lost[i], b);
+        }
+      if (part + 1 < PARTS) {
+        load_values(blocks, tile, part + 1);
+      } else if (more) {
+        load_values(next_blocks, tile + WARPS * TILES, 0);
+      }
+    }
+    for (int i = 0; i < TILES; ++i) blocks[i] = next_blocks[i];
+    if (more) find_blocks(next_blocks, tile + 2 * WARPS * TILES);
+  }
+  let_next_kernel_start();
+
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    weight_sums[h] = warp_sum(weight_sums[h], 4);
+    if (quarter == 0) result.tops[warp][h * 8 + row] = tops[h] - SHIFT;
+  }
+  __syncthreads();
+  in_order_of_warps([&](bool is_first) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const float factor = exp2f(tops[h] - SHIFT - block_top(result, h * 8 + row));
+      if (quarter == 0) add(result.sum[h * 8 + row], factor * weight_sums[h], is_first);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; ++i)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int element = i % (PART / 8);
+          const int dim = i / (PART / 8) * PART + element / V_VECTOR * 8 * V_VECTOR + (2 * quarter + k) * V_VECTOR + element % V_VECTOR;
+          const float sum = HALVES == 1 ? out_sums[i][k] + out_sums[i][k + 2] : out_sums[i][h * 2 + k];
+          add(result.out[(h * 8 + row) * HEAD_DIM + dim], factor * UNIT * sum, is_first);
+        }
+    }
+  });
+  finish(result, split, kv_heads, group, sinks, v_scale, partials, sums, counters, out);
+}
+EXPORT(decode_attention)

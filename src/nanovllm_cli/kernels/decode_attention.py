@@ -1,0 +1,153 @@
+"""Paged attention of decode steps on a GPU: decode_attention.cu on tensor cores, decode_attention_any.cu for what that can't take.
+
+Legend: B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Kernel, Launcher, check, type_name
+
+THREADS = 128
+MAX_SPLITS = 64
+"""Of a sequence, in both policies; as in decode_split.cuh."""
+LEAST_SPLIT = 128
+"""Tokens of the smallest split where splits are there to fill the GPU. Smaller ones cost more to combine than they save."""
+BLOCKS_WANTED = 12
+"""For each multiprocessor: two to three run at once, and a few rounds of them even out sequences of unequal length."""
+FIXED_SPLIT, FIXED_SPLITS = 512, 32
+"""Deterministic splits: 512 tokens, or what gives 32 splits or fewer; a window may begin inside one more."""
+MAX_TENSOR_CORE_DIM = 256
+BF16_CAPABILITY = 80
+"""Of tensor cores that multiply bf16."""
+
+
+class DecodeScratch:
+    """Where the splits of a step leave their results: allocated once, for all layers and steps of at most max_batch sequences of
+    at most max_tokens (P * S) tokens.
+
+    deterministic: a sequence's bits depend on nothing but itself. Else it is cut into as many splits as fill the GPU, which
+    depends on B and P.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        max_batch: int,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_tokens: int,
+        deterministic: bool = False,
+    ) -> None:
+        self.deterministic = deterministic
+        rows = 0
+        for batch in range(1, max_batch + 1):
+            splits = num_splits(launcher, batch * kv_heads, max_tokens, deterministic)
+            if splits > 1:
+                rows = max(rows, batch * num_heads * splits)
+        self.partials = torch.empty(rows * head_dim, dtype=torch.float32, device=launcher.device)
+        self.sums = torch.empty(rows * 2, dtype=torch.float32, device=launcher.device)
+        # Zero between launches: the kernel sees to it.
+        self.counters = torch.zeros(max_batch * num_heads, dtype=torch.int32, device=launcher.device)
+
+
+def num_splits(launcher: Launcher, pairs: int, tokens: int, deterministic: bool) -> int:
+    """The most that a sequence of so many tokens is cut into. pairs: of sequences and kv heads."""
+    if deterministic:
+        return min(FIXED_SPLITS + 1, -(-tokens // FIXED_SPLIT))
+    return min(MAX_SPLITS, -(-BLOCKS_WANTED * launcher.num_multiprocessors // pairs), -(-tokens // LEAST_SPLIT))
+
+
+def decode_attention(
+    launcher: Launcher,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scratch: DecodeScratch,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.attention` of one query a sequence, its last token: q [B, H, D], caches [N, K, S, D], block_tables [B, P] and
+    kv_lens [B] (0 for padding, which gets zeros) int32, sinks [H], k_scale and v_scale [K] fp32. Returns [B, H * D]."""
+    batch, heads, dim = q.shape
+    blocks, kv_heads, block_size, _ = k_cache.shape
+    width = block_tables.shape[1]
+    group = heads // kv_heads
+    assert group * kv_heads == heads, (heads, kv_heads)
+    assert block_size >= 16 and block_size & (block_size - 1) == 0, block_size
+    check(q, launcher, q.dtype, batch, heads, dim)
+    for cache in (k_cache, v_cache):
+        check(cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
+    check(block_tables, launcher, torch.int32, batch, width)
+    check(kv_lens, launcher, torch.int32, batch)
+    for scales in (k_scale, v_scale):
+        if scales is not None:
+            check(scales, launcher, torch.float32, kv_heads)
+    if sinks is not None:
+        check(sinks, launcher, torch.float32, heads)
+    out = torch.empty(batch, heads * dim, dtype=q.dtype, device=q.device)
+    if batch:
+        kernel, rows = choose(launcher.capability, q.dtype, k_cache.dtype, dim, group, block_size)
+        grid_heads = kv_heads * -(-group // rows)
+        splits = num_splits(launcher, batch * grid_heads, width * block_size, scratch.deterministic)
+        assert splits == 1 or batch * heads * splits * dim <= scratch.partials.numel(), "scratch is for fewer, or shorter, sequences"
+        assert batch * grid_heads <= scratch.counters.numel()
+        least, fixed = (FIXED_SPLIT, FIXED_SPLITS) if scratch.deterministic else (LEAST_SPLIT, 0)
+        numbers = (np.int32(n) for n in (kv_heads, group, width, window, least, fixed))
+        tensors = (q, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
+        args = (*tensors, scratch.partials, scratch.sums, scratch.counters, out, *numbers, np.float32(scale), np.float32(softcap))
+        launcher.launch(kernel, (splits, grid_heads, batch), (THREADS, 1, 1), args)
+    return out
+
+
+def choose(
+    capability: int, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, block_size: int
+) -> tuple[Kernel, int]:
+    """The kernel, and how many query heads a block of it takes."""
+    if capability < OLDEST_CAPABILITY:
+        raise UnsupportedError(f"the GPU's compute capability {capability / 10} is below 7.5", "run with --device cpu")
+    tensor_cores = (
+        dim % 16 == 0
+        and dim <= MAX_TENSOR_CORE_DIM
+        and (kv_dtype == dtype or kv_dtype.itemsize == 1)
+        and (capability >= BF16_CAPABILITY or kv_dtype != torch.bfloat16)
+    )
+    if tensor_cores:
+        rows = 8 if group <= 8 else 16
+        return variant("decode_attention", dtype, kv_dtype, dim, rows, block_size), rows
+    vector = min(8, dim & -dim)
+    elements = vector * -(-dim // (32 * vector))  # of a lane, for each query head; 64 in all fit in the registers
+    rows = 1
+    while rows < min(8, group) and 2 * rows * elements <= 64:
+        rows *= 2
+    return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size), rows
+
+
+def variant(stem: str, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, block_size: int) -> Kernel:
+    types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
+    constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size))
+    bf16_products = stem == "decode_attention" and kv_dtype == torch.bfloat16
+    return Kernel(stem, stem, constants, BF16_CAPABILITY if bf16_products else OLDEST_CAPABILITY)
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds."""
+    bf16, half, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    small = [
+        variant("decode_attention", dtype, kv_dtype, dim, 8, 16)
+        for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (half, half))
+        for dim in (64, 80, 96, 128, 192, 256)
+    ]
+    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
+    others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 8)]
+    return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16)]

@@ -1,0 +1,124 @@
+// Attention of one query token a sequence over the paged cache, by CUDA cores: for the head dims and types that
+// decode_attention.cu, which says what is computed, does not take. ROWS 1, 2, 4 or 8; decode_split.cuh says how the work is split.
+//
+// A head lies over LANES lanes, a power of two, in loads of up to 8 elements; a warp takes tiles of AT_ONCE tokens side by side,
+// AHEAD times, all of whose loads start before the first is used. Lanes keep their own softmax until the end.
+#include "decode_split.cuh"
+
+constexpr int lanes_for(int loads) {
+  int lanes = 1;
+  while (lanes < loads && lanes < WARP_SIZE) lanes *= 2;
+  return lanes;
+}
+
+constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
+constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES, AHEAD = 4, TILE = AT_ONCE * AHEAD;
+
+KERNEL __launch_bounds__(THREADS)
+decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables,
+                     const int* kv_lens, const float* sinks, const float* k_scale, const float* v_scale, float* partials,
+                     float* sums, int* counters, DTYPE* out, int kv_heads, int group, int table_width, int window,
+                     int least_split, int fixed_splits, float scale, float softcap) {
+  typedef Vector<KV_DTYPE, VECTOR> Elements;
+  __shared__ Result result;
+  const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
+  wait_for_previous_kernel();
+  const int kv_len = kv_lens[blockIdx.z];
+  if (kv_len == 0) return write_zeros(kv_heads, group, out);
+  const Split split = split_of(kv_len, kv_heads, group, window, least_split, fixed_splits);
+  if (blockIdx.x >= split.splits) return;
+
+  float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};
+  q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    tops[row] = NEGATIVE_INFINITY;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int load = step * LANES + lane;
+      if (row >= split.rows || load >= LOADS) continue;
+      const auto loaded = Vector<DTYPE, VECTOR>::load(q + row * HEAD_DIM + load * VECTOR);
+      for (int i = 0; i < VECTOR; ++i) query[row][step][i] = to_float(loaded.at[i]);
+    }
+  }
+  const float factor = score_factor(scale, softcap, k_scale, split.kv_head);
+  const int* table = block_tables + (int64_t)blockIdx.z * table_width;
+  const int first_tile = split.begin / TILE, end_tile = (split.end + TILE - 1) / TILE;
+
+  for (int tile = first_tile + ((warp - first_tile) & (WARPS - 1)); tile < end_tile; tile += WARPS) {
+    Elements keys[AHEAD][STEPS], values[AHEAD][STEPS];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int token = clamped(tile * TILE + i * AT_ONCE + slot, split);
+      const int64_t offset = row_offset(block_of(table, token), token, split.kv_head, kv_heads);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const int element = min(step * LANES + lane, LOADS - 1) * VECTOR;
+        keys[i][step] = Elements::load(k_cache + offset + element);
+        values[i][step] = Elements::load(v_cache + offset + element);
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      float scores[AHEAD], top = tops[row];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        float product = 0.0f;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+          for (int j = 0; j < VECTOR; ++j) product += query[row][step][j] * to_float(keys[i][step].at[j]);
+        product = warp_sum(product, LANES);
+        const bool seen = is_seen(tile * TILE + i * AT_ONCE + slot, split);
+        scores[i] = seen ? score_of(product, factor, softcap * LOG2E) : NEGATIVE_INFINITY;
+        top = fmaxf(top, scores[i]);
+      }
+      const float base = top == NEGATIVE_INFINITY ? 0.0f : top;  // these lanes have seen no token yet
+      const float correction = exp2f(tops[row] - base);
+      tops[row] = top;
+      weight_sums[row] *= correction;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+        for (int j = 0; j < VECTOR; ++j) out_sums[row][step][j] *= correction;
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const float weight = exp2f(scores[i] - base);
+        weight_sums[row] += weight;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+          for (int j = 0; j < VECTOR; ++j) out_sums[row][step][j] += weight * to_float(values[i][step].at[j]);
+      }
+    }
+  }
+  let_next_kernel_start();
+
+  const auto sum_of_slots = [](float value) {
+    for (int bits = WARP_SIZE / 2; bits >= LANES; bits /= 2) value += __shfl_xor_sync(ALL_LANES, value, bits);
+    return value;
+  };
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    const float top = warp_max(tops[row]), factor = top == NEGATIVE_INFINITY ? 0.0f : exp2f(tops[row] - top);
+    tops[row] = top;
+    weight_sums[row] = sum_of_slots(weight_sums[row] * factor);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+      for (int j = 0; j < VECTOR; ++j) out_sums[row][step][j] = sum_of_slots(out_sums[row][step][j] * factor);
+    if (threadIdx.x % WARP_SIZE == 0) result.tops[warp][row] = top;
+  }
+  __syncthreads();
+  in_order_of_warps([&](bool is_first) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      const float factor = exp2f(tops[row] - block_top(result, row));
+      if (threadIdx.x % WARP_SIZE == 0) add(result.sum[row], factor * weight_sums[row], is_first);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+        for (int j = 0; j < VECTOR; ++j) {
+          const int element = (step * LANES + lane) * VECTOR + j;
+          if (slot == 0 && element < HEAD_DIM) add(result.out[row * HEAD_DIM + element], factor * out_sums[row][step][j], is_first);
+        }
+    }
+  });
+  finish(result, split, kv_heads, group, sinks, v_scale, partials, sums, counters, out);
+}
+EXPORT(decode_attention_any)

@@ -1,0 +1,205 @@
+// What both decode attention kernels share: which tokens a block takes, and what becomes of its result.
+//
+// A block takes one split of one sequence's tokens, for up to ROWS query heads that share a kv head: grid (splits, KH * chunks of
+// a group, B). Which splits a sequence has follows from its length (split_of) and the blocks beyond them end at once, so that
+// a CUDA graph holds for all lengths. The splits' results meet in `partials` [B, H, grid x, D] and `sums` [B, H, grid x, 2]; the
+// block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
+// row's bits depend on its own tokens and on how they are split.
+#pragma once
+#include "common.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
+constexpr int MAX_SPLITS = 64;  // as in decode_attention.py
+constexpr int GRAIN = 64;       // splits begin at multiples of it
+constexpr float LOG2E = 1.4426950408889634f;
+
+// The largest power of two that divides the number, or `most` if that is less.
+constexpr int largest_power(int number, int most) { return (number & -number) < most ? number & -number : most; }
+
+// ---- what a block does ----
+
+struct Split {
+  int kv_head, head, rows;  // query heads [head, head + rows), all of kv_head
+  int begin, end;           // its tokens
+  int splits;               // how many the sequence has
+};
+
+// fixed_splits 0: as many splits as the grid has, but none below least_split tokens. Else splits of least_split tokens, or
+// of twice as many (four times, ...) where there would be more than fixed_splits, whatever the grid.
+DEVICE Split split_of(int kv_len, int kv_heads, int group, int window, int least_split, int fixed_splits) {
+  const int chunks = gridDim.y / kv_heads, chunk = blockIdx.y % chunks, most = gridDim.x;
+  const int first = window > 0 ? max(0, kv_len - window) : 0;
+  int size = least_split, origin = first / GRAIN * GRAIN;
+  if (fixed_splits) {
+    while ((int64_t)size * fixed_splits < kv_len - first) size *= 2;
+    origin = first / size * size;
+  } else {
+    size = max(size, ((kv_len - origin + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN);
+  }
+  Split split;
+  split.kv_head = blockIdx.y / chunks;
+  split.head = split.kv_head * group + chunk * ROWS;
+  split.rows = min(ROWS, group - chunk * ROWS);
+  split.splits = (kv_len - origin + size - 1) / size;
+  split.begin = max(first, origin + (int)blockIdx.x * size);
+  split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
+  return split;
+}
+
+// Where the row of a token, of `block` by the table, lies in a cache.
+DEVICE int64_t row_offset(int block, int token, int kv_head, int kv_heads) {
+  const int64_t offset = (((int64_t)block * kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
+#ifdef BUG_INT32
+  return offset & 0x7fffffff;
+#endif
+  return offset;
+}
+
+DEVICE int block_of(const int* table, int token) {
+#ifdef BUG_PAGE
+  ++token;
+#endif
+  return table[token / BLOCK_SIZE];
+}
+
+// A token of the split itself, to load instead of one beyond it: always there to be read, and finite.
+DEVICE int clamped(int token, const Split& split) { return min(max(token, split.begin), split.end - 1); }
+
+DEVICE bool is_seen(int token, const Split& split) {
+#ifdef BUG_TAIL
+  return token >= split.begin;
+#endif
+  return token >= split.begin && token < split.end;
+}
+
+// q.k to the score as a power of two; `factor` is score_factor's, `softcap` counts in powers of two.
+DEVICE float score_of(float product, float factor, float softcap) {
+  return softcap > 0.0f ? softcap * tanhf(product * factor) : product * factor;
+}
+
+DEVICE float score_factor(float scale, float softcap, const float* k_scale, int kv_head) {
+  return scale * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 1.0f / softcap : LOG2E);
+}
+
+// BYTES from global memory by way of the L2 alone: the cache is read once.
+template <int BYTES>
+DEVICE void load_words(uint32_t* words, const void* address) {
+  if constexpr (BYTES == 16) {
+    const uint4 loaded = __ldcg((const uint4*)address);
+    words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+  } else if constexpr (BYTES == 8) {
+    const uint2 loaded = __ldcg((const uint2*)address);
+    words[0] = loaded.x, words[1] = loaded.y;
+  } else if constexpr (BYTES == 4) {
+    words[0] = __ldcg((const uint32_t*)address);
+  } else {
+    static_assert(BYTES == 2);
+    words[0] = __ldcg((const uint16_t*)address);
+  }
+}
+
+// ---- what becomes of the warps' results ----
+
+struct Result {
+  alignas(16) float out[ROWS * HEAD_DIM];  // sum of exp2(score - top) * value
+  float sum[ROWS];                         // sum of exp2(score - top)
+  float tops[WARPS][ROWS];                 // each warp's; the block's is the highest
+  float weights[ROWS][MAX_SPLITS];
+  bool last;
+};
+
+DEVICE float block_top(const Result& result, int row) {
+  float top = result.tops[0][row];
+  for (int warp = 1; warp < WARPS; ++warp) top = fmaxf(top, result.tops[warp][row]);
+  return top;
+}
+
+DEVICE void add(float& sum, float value, bool is_first) { sum = is_first ? value : sum + value; }
+
+// add_all(is_first) by one warp after the other, since their sums go into the same place.
+template <class AddAll>
+DEVICE void in_order_of_warps(AddAll add_all) {
+  for (int warp = 0; warp < WARPS; ++warp) {
+    if (threadIdx.x / WARP_SIZE == warp) add_all(warp == 0);
+#ifndef BUG_BARRIER
+    __syncthreads();
+#endif
+  }
+}
+
+// From the block's result to the output, with those of the sequence's other splits. All threads call it, after a barrier.
+DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, const float* sinks, const float* v_scale,
+                   float* partials, float* sums, int* counters, DTYPE* out) {
+  constexpr int VECTOR = HEAD_DIM % 4 ? 1 : 4, AHEAD = 8;
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int pair = blockIdx.z * gridDim.y + blockIdx.y, size = split.rows * HEAD_DIM;
+  const bool alone = split.splits == 1;
+  const int64_t head = (int64_t)blockIdx.z * kv_heads * group + split.head;
+  const auto place = [&](int row, int at) { return (head + row) * gridDim.x + at; };
+  if (!alone) {
+    for (int i = threadIdx.x * VECTOR; i < size; i += THREADS * VECTOR)
+      Vector<float, VECTOR>::load(result.out + i)
+          .store(partials + place(i / HEAD_DIM, blockIdx.x) * HEAD_DIM + i % HEAD_DIM);
+    if (threadIdx.x < split.rows) {
+      sums[place(threadIdx.x, blockIdx.x) * 2] = block_top(result, threadIdx.x);
+      sums[place(threadIdx.x, blockIdx.x) * 2 + 1] = result.sum[threadIdx.x];
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      result.last = atomicAdd(counters + pair, 1) == split.splits - 1;
+#ifndef BUG_COUNTER
+      if (result.last) counters[pair] = 0;
+#endif
+    }
+    __syncthreads();
+    if (!result.last) return;
+    __threadfence();
+  }
+  for (int row = warp; row < split.rows; row += WARPS) {
+    const float sink = sinks ? sinks[split.head + row] * LOG2E : NEGATIVE_INFINITY;
+    float* weights = result.weights[row];
+    float top = sink, sum = 0.0f;
+    for (int i = lane; i < split.splits; i += WARP_SIZE) {
+      weights[i] = alone ? block_top(result, row) : __ldcg(sums + place(row, i) * 2);
+      top = fmaxf(top, weights[i]);
+    }
+    top = warp_max(top);
+    for (int i = lane; i < split.splits; i += WARP_SIZE) {
+      weights[i] = exp2f(weights[i] - top);
+      sum += weights[i] * (alone ? result.sum[row] : __ldcg(sums + place(row, i) * 2 + 1));
+    }
+    const float factor = (v_scale ? v_scale[split.kv_head] : 1.0f) / (warp_sum(sum) + exp2f(sink - top));
+    for (int i = lane; i < split.splits; i += WARP_SIZE) weights[i] *= factor;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x * VECTOR; i < size; i += THREADS * VECTOR) {
+    const float* weights = result.weights[i / HEAD_DIM];
+    float total[VECTOR] = {};
+    if (alone)
+      for (int j = 0; j < VECTOR; ++j) total[j] = weights[0] * result.out[i + j];
+    for (int start = 0; start < split.splits && !alone; start += AHEAD) {
+      uint32_t loaded[AHEAD][VECTOR];
+#pragma unroll
+      for (int ahead = 0; ahead < AHEAD; ++ahead)
+        if (start + ahead < split.splits)
+          load_words<4 * VECTOR>(loaded[ahead],
+                                 partials + place(i / HEAD_DIM, start + ahead) * HEAD_DIM + i % HEAD_DIM);
+#pragma unroll
+      for (int ahead = 0; ahead < AHEAD; ++ahead)
+        for (int j = 0; j < VECTOR && start + ahead < split.splits; ++j)
+          total[j] += weights[start + ahead] * __uint_as_float(loaded[ahead][j]);
+    }
+    Vector<DTYPE, VECTOR> rounded;
+    for (int j = 0; j < VECTOR; ++j) rounded.at[j] = from_float<DTYPE>(total[j]);
+    rounded.store(out + head * HEAD_DIM + i);
+  }
+}
+
+// The output of a sequence without tokens, as the padding of a batch has none.
+DEVICE void write_zeros(int kv_heads, int group, DTYPE* out) {
+  const int chunks = gridDim.y / kv_heads, chunk = blockIdx.y % chunks;
+  const int head = blockIdx.y / chunks * group + chunk * ROWS, rows = min(ROWS, group - chunk * ROWS);
+  for (int i = threadIdx.x; i < rows * HEAD_DIM && blockIdx.x == 0; i += THREADS)
+    out[((int64_t)blockIdx.z * kv_heads * group + head) * HEAD_DIM + i] = from_float<DTYPE>(0.0f);
+}
