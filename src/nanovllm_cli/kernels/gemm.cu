@@ -1,0 +1,169 @@
+// y = x @ weight.T at any number of rows, with bits that do not depend on it: the matmul of --deterministic.
+//
+//   x [rows, width], weight [outputs, width] DTYPE; bias [outputs] DTYPE, or null
+//   out [rows, outputs] OUT       = y + bias
+//   residual [rows, outputs] DTYPE += y + bias, rounded once, where out is null
+//
+// Every element of y is one chain of mma.m16n8k16 over the width, from zero, sixteen columns at a time, in order; the tail is
+// filled with zeros. So neither the other rows nor the tile's shape enter its bits, and a tile may fit the number of rows. Nothing
+// is split along the width: that would be another chain.
+//
+// A block computes TILE_M rows by TILE_N outputs, a warp its share of them (WARPS_M by WARPS_N). Both operands pass through
+// STAGES buffers of DEPTH columns, filled by cp.async STAGES - 1 steps ahead. A row of a buffer has 128 bytes, eight chunks, and
+// its chunk c lies at c ^ (row % 8): eight rows of a chunk, as ldmatrix reads them, are in different banks, and so are a row's.
+// Blocks are numbered down BAND row tiles before they go across, so that those that run together share both operands in L2.
+#include "common.cuh"
+
+typedef Vector<DTYPE, VECTOR> Elements;
+
+constexpr int WARPS = WARPS_M * WARPS_N, THREADS = WARPS * WARP_SIZE;
+constexpr int DEPTH = 64, CHUNK = 8, CHUNKS = DEPTH / CHUNK;
+constexpr int ROW_TILES = TILE_M / WARPS_M / 16, COLUMN_TILES = TILE_N / WARPS_N / 8;  // of mma, a warp
+constexpr int BAND = 8;
+static_assert(TILE_M % (WARPS_M * 16) == 0 && TILE_N % (WARPS_N * 8) == 0, "a warp computes whole mma tiles");
+
+#ifdef BUG_INT32
+typedef int Index;
+#else
+typedef int64_t Index;
+#endif
+
+DEVICE DTYPE* chunk_of(DTYPE* tile, int row, int chunk) { return tile + row * DEPTH + (chunk ^ row % CHUNKS) * CHUNK; }
+
+// ROWS rows of a matrix, DEPTH columns, on their way to a buffer; zeros outside the matrix.
+template <int ROWS>
+DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows, int first_column, int width) {
+#ifdef BUG_TAIL
+  const int end = (width + DEPTH - 1) / DEPTH * DEPTH;
+#else
+  const int end = width;
+#endif
+  constexpr int ROWS_AT_ONCE = THREADS / CHUNKS;
+  const int row = threadIdx.x / CHUNKS, column = first_column + threadIdx.x % CHUNKS * CHUNK;
+  const DTYPE* source = matrix + (Index)(first_row + row) * width + column;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, source += (int64_t)ROWS_AT_ONCE * width) {
+    if (ROWS % ROWS_AT_ONCE && row + i >= ROWS) break;
+    DTYPE* target = chunk_of(tile, row + i, threadIdx.x % CHUNKS);
+    const bool inside = first_row + row + i < rows && column < end;
+    if (VECTOR == CHUNK) {
+      copy_async_16(target, inside ? source : matrix, inside);
+    } else {  // rows without 16-byte boundaries: copied at once, seen after the same barrier
+      for (int j = 0; j < CHUNK; j += VECTOR) {
+        Elements elements;
+        for (int k = 0; k < VECTOR; ++k) elements.at[k] = from_float<DTYPE>(0.0f);
+        if (inside && column + j < end) elements = Elements::load(source + j);
+        elements.store(target + j);
+      }
+    }
+  }
+}
+
+// COUNT neighbouring elements of y, on an address that is a multiple of their size.
+template <int COUNT>
+DEVICE void finish(const float* sums, const DTYPE* bias, DTYPE* residual, OUT* out, int64_t place, int output) {
+  float y[COUNT];
+  for (int i = 0; i < COUNT; ++i) y[i] = sums[i];
+  if (bias) {
+    const auto added = Vector<DTYPE, COUNT>::load(bias + output);
+    for (int i = 0; i < COUNT; ++i) y[i] += to_float(added.at[i]);
+  }
+  if (out) {
+    Vector<OUT, COUNT> result;
+    for (int i = 0; i < COUNT; ++i) result.at[i] = from_float<OUT>(y[i]);
+    result.store(out + place);
+  } else {
+    auto result = Vector<DTYPE, COUNT>::load(residual + place);
+    for (int i = 0; i < COUNT; ++i) result.at[i] = from_float<DTYPE>(to_float(result.at[i]) + y[i]);
+    result.store(residual + place);
+  }
+}
+
+#if __CUDA_ARCH__ >= 900
+constexpr int WARPS_AN_SM = 16;
+#else
+constexpr int WARPS_AN_SM = 8;  // shared memory has no room for two of the largest blocks
+#endif
+
+KERNEL __launch_bounds__(THREADS, WARPS_AN_SM / WARPS)
+gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, DTYPE* residual, OUT* out, int rows, int width, int outputs) {
+  DYNAMIC_SHARED(shared);
+  constexpr int STAGE = (TILE_M + TILE_N) * DEPTH;  // elements: rows of x, then of the weight
+  DTYPE* stages = reinterpret_cast<DTYPE*>(shared);
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int down = (rows + TILE_M - 1) / TILE_M, across = (outputs + TILE_N - 1) / TILE_N;
+  const int band = blockIdx.x / (BAND * across), in_band = blockIdx.x % (BAND * across);
+  const int height = min(BAND, down - band * BAND);
+  const int first_row = (band * BAND + in_band % height) * TILE_M, first_output = in_band / height * TILE_N;
+  const int warp_row = warp / WARPS_N * ROW_TILES * 16, warp_output = warp % WARPS_N * COLUMN_TILES * 8;
+  const int steps = (width + DEPTH - 1) / DEPTH;
+
+  for (int stage = 0; stage < STAGES - 1; ++stage)
+    copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
+  wait_for_previous_kernel();
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    copy_tile<TILE_M>(stages + stage * STAGE, x, first_row, rows, stage * DEPTH, width);
+    commit_copies();
+  }
+
+  float sums[ROW_TILES][COLUMN_TILES][4] = {};
+  int reading = 0, writing = (STAGES - 1) * STAGE;
+  for (int step = 0; step < steps; ++step) {
+#ifndef BUG_NO_WAIT
+    wait_copies<STAGES - 2>();
+#endif
+#ifndef BUG_NO_BARRIER
+    __syncthreads();  // this step's copies are there, and everyone is done with the buffer of the step before
+#endif
+    const int column = (step + STAGES - 1) * DEPTH;
+    if (column < width) {
+      copy_tile<TILE_M>(stages + writing, x, first_row, rows, column, width);
+      copy_tile<TILE_N>(stages + writing + TILE_M * DEPTH, weight, first_output, outputs, column, width);
+    }
+    commit_copies();
+    DTYPE* x_tile = stages + reading;
+    DTYPE* weight_tile = x_tile + TILE_M * DEPTH;
+#pragma unroll
+    for (int deep = 0; deep < 2; ++deep) {  // 32 columns, two mma deep
+      uint32_t b[COLUMN_TILES][4];
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; ++j)
+        load_matrix_x4(b[j], chunk_of(weight_tile, warp_output + j * 8 + lane % 8, deep * 4 + lane / 8));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        uint32_t a[ROW_TILES][4];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i)
+          load_matrix_x4(a[i], chunk_of(x_tile, warp_row + i * 16 + lane % 16, deep * 4 + k * 2 + lane / 16));
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+          for (int j = 0; j < COLUMN_TILES; ++j) mma_m16n8k16<DTYPE>(sums[i][j], a[i], b[j] + k * 2);
+      }
+    }
+    writing = reading;  // all are done with it after the next barrier
+    reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
+  }
+  wait_copies<0>();
+  let_next_kernel_start();
+
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int row = first_row + warp_row + i * 16 + k * 8 + lane / 4;
+        const int output = first_output + warp_output + j * 8 + lane % 4 * 2;
+        if (row >= rows || output >= outputs) continue;
+        const int64_t place = (int64_t)row * outputs + output;
+        const float* pair = sums[i][j] + k * 2;
+        if (outputs % 2 == 0) {
+          finish<2>(pair, bias, residual, out, place, output);
+        } else {
+          finish<1>(pair, bias, residual, out, place, output);
+          if (output + 1 < outputs) finish<1>(pair + 1, bias, residual, out, place + 1, output + 1);
+        }
+      }
+}
+EXPORT(gemm)

@@ -1,0 +1,103 @@
+"""Matmul on a GPU whose rows' bits do not depend on how many there are (gemm.cu)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+
+DEPTH = 64
+"""Columns that a block holds of both operands at once, a stage."""
+
+
+class Tile(NamedTuple):
+    """What one block computes, rows by columns, by how many warps, with how many stages in shared memory."""
+
+    rows: int
+    columns: int
+    warps_down: int
+    warps_across: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return (self.rows + self.columns) * DEPTH * 2 * self.stages
+
+    def count(self, rows: int, columns: int) -> int:
+        """Tiles in so many rows and columns."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+
+# The small one waits for memory, and has much of it under way. All have the same bits.
+SMALL, MEDIUM, LARGE = Tile(16, 16, 1, 2, 12), Tile(64, 64, 2, 2, 4), Tile(128, 128, 2, 4, 3)
+
+
+def gemm(
+    launcher: Launcher,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x [M, k] @ weight [n, k].T + bias [n]: [M, n] in out_dtype, x's type or float32. A row has the same bits at every M.
+
+    residual [M, n]: the product is added to it in place, and it is what is returned. tile: which way to compute the same bits;
+    None chooses the fastest.
+    """
+    rows, width = x.shape
+    outputs, dtype = weight.shape[0], x.dtype
+    out_dtype = out_dtype or dtype
+    assert out_dtype in (dtype, torch.float32), out_dtype
+    assert residual is None or out_dtype == dtype
+    if dtype == torch.bfloat16 and launcher.capability < 80:
+        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
+    check(x, launcher, dtype, rows, width)
+    check(weight, launcher, dtype, outputs, width)
+    if bias is not None:
+        check(bias, launcher, dtype, outputs)
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device) if residual is None else residual
+    check(out, launcher, out_dtype, rows, outputs)
+    if out.numel():
+        tile = tile or tile_for(rows, outputs, launcher)
+        args = (
+            x, weight, bias, residual, out if residual is None else None,
+            np.int32(rows), np.int32(width), np.int32(outputs),
+        )  # fmt: skip
+        threads = tile.warps_down * tile.warps_across * WARP
+        kernel = variant(dtype, out_dtype, widest(width, dtype), tile)
+        launcher.launch(kernel, (tile.count(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
+    return out
+
+
+def tile_for(rows: int, outputs: int, launcher: Launcher) -> Tile:
+    """The largest tile that leaves no SM idle, and fits its shared memory; the small one for the rows of one mma."""
+    if rows <= SMALL.rows:
+        return SMALL
+    if LARGE.count(rows, outputs) < launcher.num_multiprocessors or launcher.capability < 80:
+        return MEDIUM
+    return LARGE
+
+
+def variant(dtype: torch.dtype, out_dtype: torch.dtype, vector: int, tile: Tile) -> Kernel:
+    constants = (
+        ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("VECTOR", vector), ("TILE_M", tile.rows),
+        ("TILE_N", tile.columns), ("WARPS_M", tile.warps_down), ("WARPS_N", tile.warps_across), ("STAGES", tile.stages),
+    )  # fmt: skip
+    return Kernel("gemm", "gemm", constants)
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds."""
+    kernels = []
+    for dtype in (torch.bfloat16, torch.float16):
+        kernels += [variant(dtype, dtype, 8, tile) for tile in (SMALL, MEDIUM, LARGE)]
+        kernels += [variant(dtype, torch.float32, 8, tile) for tile in (SMALL, LARGE)]
+        kernels.append(variant(dtype, dtype, 1, MEDIUM))
+    return kernels
