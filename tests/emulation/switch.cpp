@@ -1,7 +1,7 @@
 // emulation_switch(save, to): saves the stack pointer and the registers that a function must keep (System V ABI, x86-64), and
 // goes on where the stack `to` was left.
 asm(R"(
-.text
+.pushsection .text
 .globl emulation_switch
 .type emulation_switch, @function
 emulation_switch:
@@ -20,5 +20,7 @@ emulation_switch:
   popq %rbx
   popq %rbp
   ret
-.section .note.GNU-stack,"",@progbits
+.popsection
+.pushsection .note.GNU-stack,"",@progbits
+.popsection
 )");

@@ -1,0 +1,68 @@
+"""Emulated kernels under AddressSanitizer and UBSan: see emulation/sanitized.py, which chooses the cases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from emulation import sanitized
+from emulation.planted import KINDS
+
+pytestmark = pytest.mark.skipif(sanitized.missing_sanitizers() is not None, reason=str(sanitized.missing_sanitizers()))
+HERE = Path(__file__).parent
+FOUND = {
+    "global store": ("heap-buffer-overflow", "WRITE", "data[numel] = sum"),
+    "global load": ("heap-buffer-overflow", "READ", "data[numel + 3]"),
+    "dynamic shared": ("heap-buffer-overflow", "WRITE", "dynamic[next] = sum"),
+    "static shared": ("insufficient space", "store", "*(row + 64"),
+    "stack": ("out of bounds", "float [4]", "own[next % 4 + 4]"),
+    "misaligned": ("misaligned address", "16 byte alignment", "common.cuh"),
+    "overflow": ("signed integer overflow", "128", "numel * 0x7fffffff"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, tuple[int, str]]:
+    command = [sys.executable, "-m", "emulation.planted"]
+    done = subprocess.run(command, env=sanitized.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_sound_kernel_passes(reports: dict[str, tuple[int, str]]) -> None:
+    assert reports["sound"] == [0, ""]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sound"])
+def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, tuple[int, str]]) -> None:
+    status, report = reports[kind]
+    what, how, where = FOUND[kind]
+    assert status != 0
+    assert what in report
+    assert how in report
+    if kind == "misaligned":  # the load is in the header
+        assert where in report
+    else:
+        lines = (HERE / "emulation" / "planted.cu").read_text().splitlines()
+        (number,) = (number for number, line in enumerate(lines, 1) if where in line)
+        assert f"planted.cu:{number}" in report
+
+
+def run_clean(files: list[Path]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", "-p", "emulation.sanitized", *map(str, files)]
+    return subprocess.run(command, env=sanitized.environment(), capture_output=True, text=True, cwd=HERE.parent)
+
+
+@pytest.mark.timeout(600)
+def test_kernels_run_clean() -> None:
+    """Two processes, for a kernel's variant takes seconds to compile."""
+    files = sorted(HERE.glob("test_kernel_*.py"))
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run_clean, (files[::2], files[1::2])):
+            assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+            assert " passed" in done.stdout
