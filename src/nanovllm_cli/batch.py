@@ -24,6 +24,7 @@ class Batch:
     slots        [T] int64, where each token's K and V go: block * block_size + offset
     block_tables [B, P] int32, blocks of each sequence in order; entries past its end are 0
     logit_rows   [R] int64, rows of T whose logits are wanted
+    token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
     """
 
     token_ids: torch.Tensor
@@ -34,12 +35,15 @@ class Batch:
     slots: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    token_table: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device; this one itself where it is there already."""
         if self.token_ids.device == device:
             return self
-        return Batch(**{each.name: getattr(self, each.name).to(device, non_blocking=True) for each in fields(self)})
+        assert self.token_table is None
+        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Batch(**{name: None if x is None else x.to(device, non_blocking=True) for name, x in tensors.items()})
 
     @property
     def num_tokens(self) -> int:

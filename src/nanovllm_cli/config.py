@@ -12,6 +12,7 @@ from typing import Literal
 from nanovllm_cli.errors import UsageError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "fp8"]
 Policy = Literal["fcfs", "priority"]
 
 BLOCK_SIZE = 16
@@ -25,8 +26,11 @@ class EngineConfig:
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step, decodes and prefill chunks together.
     num_blocks: size of the KV cache in blocks; None sizes it from kv_cache_bytes, or from free memory.
-    kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows, and never more
-        than max_num_seqs sequences of max_model_len need.
+    kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows (on a GPU what
+        gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
+    kv_cache_dtype: "auto" is the compute type; "fp8" (e4m3, unscaled) halves the cache, on a GPU.
+    gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
+    eager: every step on a GPU runs launch by launch, none is recorded as a graph.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
@@ -37,7 +41,9 @@ class EngineConfig:
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     memory_utilization: float = 0.5
+    gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
@@ -45,6 +51,7 @@ class EngineConfig:
     aging_seconds: float = 10.0
     threads: int | None = None
     deterministic: bool = False
+    eager: bool = False
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -55,8 +62,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise UsageError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization}")
+        for name in ("memory_utilization", "gpu_memory_utilization"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise UsageError(f"unknown KV cache type {self.kv_cache_dtype!r}", "known: auto, fp8")
         if self.aging_seconds <= 0:
             raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
         if self.policy not in ("fcfs", "priority"):

@@ -144,6 +144,12 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.blocks)
 
+    @property
+    def kv_heads_and_dims(self) -> list[tuple[int, int]]:
+        """Of each layer's keys and values, as a KV cache needs them."""
+        attentions = (block.attention for block in self.blocks)
+        return [(each.num_kv_heads, each.head_dim) for each in attentions if isinstance(each, AttentionSpec)]
+
     def rope_regime(self, prompt_len: int) -> int:
         """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""
         regimes = []

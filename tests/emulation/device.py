@@ -106,6 +106,6 @@ class EmulatedDevice:
         return graph, output
 
     def memory(self) -> Memory:
-        return Memory(self.free, self.free, 0)
+        return Memory(self.free, self.free, 0, 0)
 
     def forget_peak(self) -> None: ...

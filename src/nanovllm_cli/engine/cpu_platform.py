@@ -30,6 +30,8 @@ class CpuPlatform:
     def __init__(self, config: EngineConfig, progress: LoadProgress | None) -> None:
         if config.block_size != cpu.BLOCK:
             raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
+        if config.kv_cache_dtype != "auto":
+            raise UnsupportedError(f"a KV cache of {config.kv_cache_dtype} on a CPU", "leave --kv-cache-dtype away")
         self.config = config
         self.ops = CpuOps()
         self.threads = _num_threads(config, progress)

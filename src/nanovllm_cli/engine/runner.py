@@ -44,7 +44,7 @@ class Runner:
             return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})
         hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
-            share.seq_id: self._prompt_logprobs(take_rows(hidden, slice(first, first + len(share.targets))), share)
+            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
             for share, first in owners
             if share.prompt_logprobs is not None
         }
@@ -52,12 +52,15 @@ class Runner:
             return StepOutput([], prompt_logprobs)
         return StepOutput(self.sampler.sample(draws, self.model.logits(take_rows(hidden, rows))), prompt_logprobs)
 
-    def _prompt_logprobs(self, hidden: Hidden, share: Scheduled) -> list[TokenLogprobs]:
-        assert share.prompt_logprobs is not None
-        found: list[TokenLogprobs] = []
-        for i in range(0, len(share.targets), LOGIT_ROWS):
-            logits = self.model.logits(take_rows(hidden, slice(i, i + LOGIT_ROWS)))
-            found += self.sampler.prompt_logprobs(
-                logits, list(share.targets[i : i + LOGIT_ROWS]), share.prompt_logprobs
-            )
-        return found
+
+def prompt_logprobs_of(
+    model: Decoder, sampler: Sampler, hidden: Hidden, first: int, share: Scheduled
+) -> list[TokenLogprobs]:
+    """Of the share's targets, whose rows of hidden begin at `first`."""
+    assert share.prompt_logprobs is not None
+    found: list[TokenLogprobs] = []
+    for i in range(0, len(share.targets), LOGIT_ROWS):
+        targets = list(share.targets[i : i + LOGIT_ROWS])
+        logits = model.logits(take_rows(hidden, slice(first + i, first + i + len(targets))))
+        found += sampler.prompt_logprobs(logits, targets, share.prompt_logprobs)
+    return found

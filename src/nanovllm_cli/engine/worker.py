@@ -16,7 +16,7 @@ from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.layers.kit import Kit
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.storage import WeightStorage
@@ -56,11 +56,7 @@ class Worker:
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
         load_weights(self.model, checkpoint, progress)
-        heads = [
-            (b.attention.num_kv_heads, b.attention.head_dim)
-            for b in self.spec.blocks
-            if isinstance(b.attention, AttentionSpec)
-        ]
+        heads = self.spec.kv_heads_and_dims
         self.block_bytes = block_bytes(heads, backend)
         self.num_blocks, self.max_model_len = size_cache(
             config, self.spec.max_position, self.block_bytes, platform.cache_budget(self.model)

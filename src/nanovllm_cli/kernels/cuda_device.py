@@ -24,7 +24,8 @@ class CudaDevice:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
     def event(self) -> Event:
-        return torch.cuda.Event()
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
 
     def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
@@ -34,10 +35,11 @@ class CudaDevice:
         return graph, output
 
     def memory(self) -> Memory:
-        free, total = torch.cuda.mem_get_info(self.launcher.device)
-        # What torch has taken and not given out is ours too.
-        idle = torch.cuda.memory_reserved(self.launcher.device) - torch.cuda.memory_allocated(self.launcher.device)
-        return Memory(free + idle, total, torch.cuda.max_memory_allocated(self.launcher.device))
+        device = self.launcher.device
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        idle = torch.cuda.memory_reserved(device) - allocated  # torch has taken it and not given it out
+        return Memory(free + idle, total, allocated, torch.cuda.max_memory_allocated(device))
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.launcher.device)

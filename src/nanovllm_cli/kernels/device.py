@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 class Memory(NamedTuple):
-    """Bytes of a device: free for anybody now, in all, and the most that this process's tensors have taken at once."""
+    """Bytes of a device: free now, in all, in this process's tensors, and the most that these have been at once."""
 
     free: int
     total: int
+    allocated: int
     peak: int
 
 

@@ -16,8 +16,9 @@ class Embedding:
     def __init__(self, weight: WeightStorage) -> None:
         self.weight = weight
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight.rows(ids)
+    def __call__(self, ids: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """ids [T]; with a table, indices into it, which has the ids."""
+        return self.weight.rows(ids, table)
 
     def slots(self) -> Slots:
         return {"weight": _storage_slot(self.weight)}

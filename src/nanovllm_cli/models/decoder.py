@@ -118,7 +118,7 @@ class Decoder:
     def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
-        residual = self.embedding(batch.token_ids)
+        residual = self.embedding(batch.token_ids, batch.token_table)
         if self.spec.embedding_scale != 1.0:
             residual *= self.spec.embedding_scale
         x: torch.Tensor | None = None

@@ -37,5 +37,6 @@ class DenseStorage:
     def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         return self.matmul(x, bias, self._packed.dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        assert table is None, "a CPU's tokens are all known"
         return cpu.unpack_rows(self._packed, ids, self.width)

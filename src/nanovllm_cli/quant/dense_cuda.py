@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import activation as activations
-from nanovllm_cli.kernels import embedding, gemm, gemv, library
+from nanovllm_cli.kernels import embedding, gemm, gemv, library, norm
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
@@ -32,8 +32,8 @@ class CudaDense:
     def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
         self._weight[first_row : first_row + rows.shape[0]].copy_(rows)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return embedding.embedding(self._launcher, ids, self._weight)
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        return embedding.embedding(self._launcher, ids, self._weight, tokens=table)
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         return self._matmul(x, bias, None, out_dtype)
@@ -52,7 +52,8 @@ class CudaDense:
     ) -> torch.Tensor:
         if self._has_few(x):
             return gemv.gemv(self._launcher, x, self._weight, bias, residual=residual, out_dtype=out_dtype)
-        assert isinstance(x, torch.Tensor), "norms of many rows are kernels of their own"
+        if isinstance(x, Normed):
+            x = norm.add_rms_norm(self._launcher, x.rows, None, x.weight, x.eps, x.offset)
         multiply = gemm.gemm if self._deterministic else library.matmul
         return multiply(self._launcher, x, self._weight, bias, residual=residual, out_dtype=out_dtype)
 

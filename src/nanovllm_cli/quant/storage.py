@@ -37,5 +37,6 @@ class WeightStorage(Protocol):
     ) -> torch.Tensor | None:
         """residual [T, num_rows] += matmul, and None; or, where the format can't, the matmul alone, in the compute type."""
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids [n] int64, as [n, width] in the compute type: what an embedding takes from a tied head."""
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        """Rows ids [n] int64, as [n, width] in the compute type: what an embedding takes from a tied head. With a table the
+        rows are table[ids]; only a platform that feeds what nobody has read asks for that."""

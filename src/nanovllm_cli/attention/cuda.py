@@ -1,0 +1,130 @@
+"""Attention on a GPU. K and V of a layer are [N, K, S, D] each, in the compute type or as fp8 (e4m3) with a scale a head.
+
+A step of decodes takes decode_attention, which reads all lengths on the device and so can be recorded; every other step takes
+prefill_attention, whose work is divided on the host. A deterministic GPU takes the second for both: a token's K and V must have
+the same bits whether it was decoded or, after a preemption, computed again in a chunk.
+
+Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.attention.backend import QKNorm
+from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels import blocks
+from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
+from nanovllm_cli.kernels.rope_cache import rope_and_cache
+from nanovllm_cli.model_spec import AttentionSpec
+
+Shape = tuple[int, int, int, int]
+"""Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
+
+
+class CudaStep(NamedTuple):
+    """Of one batch: slots [T], block tables [B, P], kv_lens [B], and for a step that is not decodes only, the work by shape."""
+
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+    work: dict[Shape, PrefillWork] | None
+
+
+class CudaAttention:
+    """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        specs: list[AttentionSpec],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        block_size: int,
+        max_batch: int,
+        max_tokens: int,
+        deterministic: bool,
+    ) -> None:
+        self.launcher = launcher
+        self.dtype = dtype
+        self.cache_dtype = cache_dtype
+        self.block_size = block_size
+        self.deterministic = deterministic
+        self._shapes = {_shape(spec) for spec in specs}
+        self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
+        if not deterministic:
+            for shape in {shape[:3] for shape in self._shapes}:
+                self._scratch[shape] = DecodeScratch(launcher, max_batch, *shape, max_tokens)
+        self._counters = new_counters(launcher)
+        most_heads = max(spec.num_kv_heads for spec in specs)
+        quantized = cache_dtype == torch.float8_e4m3fn
+        self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
+
+    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape = (num_blocks, kv_heads, self.block_size, dim)
+        return shape, shape
+
+    def empty_cache(self, numel: int) -> torch.Tensor:
+        zeros = torch.zeros(numel * self.cache_dtype.itemsize, dtype=torch.uint8, device=self.launcher.device)
+        return zeros.view(self.cache_dtype)
+
+    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
+        regions = blocks.cache_regions(self.launcher, layers)
+        return lambda pairs: blocks.copy_blocks(self.launcher, regions, pairs)
+
+    def prepare(self, host: Batch, batch: Batch) -> CudaStep:
+        if host.num_tokens == host.num_seqs and not self.deterministic:
+            return self.decode_step(batch)
+        starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
+        work = {}
+        for shape in self._shapes:
+            tiles = prefill_tiles(
+                self.launcher, starts, lens, *shape[:3], self.dtype, self.cache_dtype,
+                window=shape[3], deterministic=self.deterministic,
+            )  # fmt: skip
+            work[shape] = tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
+
+    def decode_step(self, batch: Batch) -> CudaStep:
+        """One token a sequence; nothing is read on the host, and a kv_len of 0 is a row of padding."""
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, None)
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        norm: QKNorm | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> torch.Tensor:
+        shape = _shape(spec)
+        heads, kv_heads, dim, window = shape
+        scales = None if self._scales is None else self._scales[:kv_heads]
+        q = rope_and_cache(
+            self.launcher, qkv, heads, kv_heads, dim,
+            norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
+            *angles, spec.rope.interleaved if spec.rope else False, step.slots, *cache, scales, scales,
+        )  # fmt: skip
+        scale = dim**-0.5 if spec.scale is None else spec.scale
+        softcap = spec.softcap or 0.0
+        if step.work is None:
+            return decode_attention(
+                self.launcher, q, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
+                window, softcap, sinks, scales, scales,
+            )  # fmt: skip
+        return prefill_attention(
+            self.launcher, q, *cache, step.work[shape], step.block_tables, self._counters,
+            scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
+        )  # fmt: skip
+
+
+def _shape(spec: AttentionSpec) -> Shape:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0

@@ -1,0 +1,134 @@
+"""A GPU as a platform: dense weights, paged attention by our kernels, recorded decode steps, memory by a profile run."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cuda_runner import CudaRunner
+from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.engine.device_sampler import DeviceSampler
+from nanovllm_cli.engine.memory import GIB
+from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.platform import PlanRunner
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.engine.step_batch import build_batch
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels.cuda_ops import CudaOps
+from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.dense_cuda import CudaDense
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+AMPERE = 80
+# A token of the vocabulary for each sequence: its logit, the logit as it is drawn from, and a count.
+SAMPLING_BYTES = 4 + 4 + 2
+# Recorded steps: their tensors between kernels, one batch after another in the same memory, and the graphs themselves.
+GRAPH_BYTES = 256 << 20
+
+
+class CudaPlatform:
+    """See `platform.Platform`."""
+
+    def __init__(self, config: EngineConfig, device: Device) -> None:
+        if config.block_size not in BLOCK_SIZES:
+            sizes = ", ".join(map(str, BLOCK_SIZES))
+            raise UnsupportedError(f"a KV cache with blocks of {config.block_size} tokens on a GPU", f"known: {sizes}")
+        self.config = config
+        self.device = device
+        self.launcher = device.launcher
+        self.ops = CudaOps(self.launcher, config.deterministic)
+
+    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
+        """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
+        name = self.config.dtype
+        if name == "auto":
+            name = "float16" if stored == {"F16"} or self.launcher.capability < AMPERE else "bfloat16"
+        if name not in _DTYPES:
+            raise UnsupportedError(f"{name} is not computed on a GPU", "use --dtype bfloat16, --dtype float16 or --device cpu")
+        if name == "bfloat16" and self.launcher.capability < AMPERE:
+            raise UnsupportedError("this GPU has no bfloat16", "use --dtype float16")
+        return _DTYPES[name]
+
+    def enter(self) -> None:
+        self.device.enter()
+
+    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
+        """Nothing: a kernel is compiled, or found compiled, when it is first launched."""
+
+    def available_bytes(self) -> int:
+        return self.device.memory().free
+
+    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> CudaDense:
+        try:
+            return CudaDense(num_rows, width, dtype, self.launcher, self.config.deterministic)
+        except torch.OutOfMemoryError:
+            raise self._too_large("the weights do not fit") from None
+
+    def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
+        specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
+        cache_dtype = torch.float8_e4m3fn if self.config.kv_cache_dtype == "fp8" else dtype
+        return CudaAttention(
+            self.launcher, specs, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
+            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,
+        )  # fmt: skip
+
+    def cache_budget(self, model: Decoder) -> int:
+        """What is left of the GPU's share beside the weights, the largest step, and what sampling and graphs take."""
+        try:
+            step = self._profile(model)
+        except torch.OutOfMemoryError:
+            raise self._too_large(f"a step of {self.config.max_num_batched_tokens} tokens does not fit") from None
+        memory = self.device.memory()
+        used = memory.total - memory.free
+        sampling = self.config.max_num_seqs * model.spec.vocab_size * SAMPLING_BYTES
+        share = int(memory.total * self.config.gpu_memory_utilization)
+        return max(0, share - used - step - sampling - GRAPH_BYTES)
+
+    def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> CudaRunner:
+        rows, backend = self.config.max_num_seqs, model.backend
+        assert isinstance(backend, CudaAttention)
+        width = min(self._table_width(model.spec.max_position), cache.num_blocks)
+        decode = None
+        drawn = torch.zeros(rows, dtype=torch.int64, device=self.launcher.device)
+        if not self.config.deterministic:
+            recordable = recordable and model.recordable and not self.config.eager
+            decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
+            drawn = decode.drawn_tokens
+        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn)
+        if decode is not None and on_device.knows_vocabulary:
+            on_device.buffers.rows = decode.sampling_rows
+        return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
+
+    def runs_ahead(self, runner: PlanRunner) -> CudaRunner | None:
+        return runner if isinstance(runner, CudaRunner) else None
+
+    def _table_width(self, max_position: int) -> int:
+        """Blocks of the longest sequence, and as many more as make a power of two."""
+        longest = min(max_position, self.config.max_model_len or max_position)
+        return 1 << (-(-longest // self.config.block_size) - 1).bit_length()
+
+    def _profile(self, model: Decoder) -> int:
+        """Bytes that the largest prefill of a step takes beside weights and cache, by running it."""
+        size = self.config.block_size
+        tokens = min(self.config.max_num_batched_tokens, model.spec.max_position)
+        blocks = -(-tokens // size)
+        cache = KVCache(blocks, model.spec.kv_heads_and_dims, model.backend)
+        batch, _ = build_batch([Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)], size)
+        self.device.forget_peak()
+        before = self.device.memory().allocated
+        with torch.inference_mode():
+            model.logits(model.run(model.prepare(batch), cache))
+        return max(0, self.device.memory().peak - before)
+
+    def _too_large(self, what: str) -> DoesNotFitError:
+        memory = self.device.memory()
+        return DoesNotFitError(
+            f"{what}: {memory.free / GIB:.1f} of the GPU's {memory.total / GIB:.1f} GiB are free",
+            "try a smaller model, a smaller --batch-size, or --device cpu",
+        )

@@ -1,0 +1,112 @@
+"""Plans on a GPU. A step of decodes whose sequences all draw on the device is a `DecodeStep`, recorded and replayed; any other
+step runs launch by launch, and may draw on the host too.
+
+`submit` returns before the device is done, so that the next step can be planned and started meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.engine.device_sampler import DeviceSampler
+from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.runner import prompt_logprobs_of
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.engine.step_batch import build_batch, num_logit_rows
+from nanovllm_cli.kernels.ops import Hidden, take_rows
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.sampling_params import SamplingParams
+
+Read = Callable[[], list[Drawn]]
+
+
+class CudaRunner:
+    """decode: None where every step runs launch by launch (a deterministic GPU). sampler draws on the host, on_device there."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        sampler: Sampler,
+        on_device: DeviceSampler,
+        decode: DecodeStep | None,
+        block_size: int,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.sampler = sampler
+        self.on_device = on_device
+        self.decode = decode
+        self.block_size = block_size
+        self._rows_before: dict[int, int] = {}
+
+    def run(self, plan: Plan) -> StepOutput:
+        """See PlanRunner.run."""
+        return self.submit(plan)()
+
+    def draws_unseen(self, params: SamplingParams) -> bool:
+        """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it."""
+        sees_prompt = params.prompt_logprobs is not None
+        return self.decode is not None and not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
+
+    def submit(self, plan: Plan) -> Callable[[], StepOutput]:
+        """See RunsAhead."""
+        for seq_id in plan.finished:
+            self.sampler.remove(seq_id)
+            self.on_device.remove(seq_id)
+        for new in plan.new:
+            where = self.on_device if self.on_device.takes(new.params, new.stop_ids) else self.sampler
+            where.add(new)
+        self.cache.copy_blocks(plan.copies)
+        if not plan.scheduled:
+            return lambda: StepOutput([], {})
+        if self.decode is not None and all(self._is_plain_decode(share) for share in plan.scheduled):
+            read = self._decode(self.decode, plan.scheduled)
+            return lambda: StepOutput(read(), {})
+        return self._step(plan.scheduled)
+
+    def _is_plain_decode(self, share: Scheduled) -> bool:
+        alone = share.draws == (share.seq_id,) and len(share.token_ids) == 1 and share.prompt_logprobs is None
+        return alone and share.seq_id in self.on_device
+
+    def _decode(self, decode: DecodeStep, scheduled: list[Scheduled]) -> Read:
+        seq_ids = [share.seq_id for share in scheduled]
+        decode.run(scheduled, self._rows_before, self.on_device.seat(seq_ids), self.on_device)
+        return self._read(seq_ids)
+
+    def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        batch, owners = build_batch(scheduled, self.block_size)
+        hidden = self.model.run(self.model.prepare(batch), self.cache)
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {
+            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
+            for share, first in owners
+            if share.prompt_logprobs is not None
+        }
+        draws = [
+            (seq_id, first + num_logit_rows(share) - 1) for share, first in owners for seq_id in share.draws
+        ]
+        here = [draw for draw in draws if draw[0] not in self.on_device]
+        read = self._draw([draw for draw in draws if draw[0] in self.on_device], hidden)
+        drawn = self.sampler.sample([seq_id for seq_id, _ in here], self._logits(hidden, here)) if here else []
+        return lambda: StepOutput(drawn + read(), prompt_logprobs)
+
+    def _logits(self, hidden: Hidden, draws: list[tuple[int, int]]) -> torch.Tensor:
+        return self.model.logits(take_rows(hidden, [row for _, row in draws]))
+
+    def _draw(self, draws: list[tuple[int, int]], hidden: Hidden) -> Read:
+        self._rows_before = {}
+        if not draws:
+            return list
+        seq_ids = [seq_id for seq_id, _ in draws]
+        slots = torch.tensor(self.on_device.seat(seq_ids), dtype=torch.int32)
+        self.on_device.buffers.rows[: len(draws)].copy_(slots)
+        self.on_device.draw(self._logits(hidden, draws), *self.on_device.needs(seq_ids))
+        return self._read(seq_ids)
+
+    def _read(self, seq_ids: list[int]) -> Read:
+        self._rows_before = {seq_id: row for row, seq_id in enumerate(seq_ids)}
+        return self.on_device.read(seq_ids, self.on_device.needs(seq_ids)[1])

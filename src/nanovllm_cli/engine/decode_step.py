@@ -1,0 +1,159 @@
+"""A step of decodes on a GPU: one token of each sequence, from the token that was drawn to the one that is drawn next.
+
+Everything it reads lies in buffers that never move, so the step is recorded once for each batch bucket (1, 2, 4, 8, …) and
+replayed: embedding, layers, head and sampling in one graph. The rows behind the last sequence of a bucket are padding: they
+write nothing and draw nothing. A bucket's first step runs without a graph, so that nobody waits for the recording; its second
+is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.device_sampler import STEPS_IN_FLIGHT, DeviceSampler
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
+from nanovllm_cli.kernels.device import Device, Graph
+from nanovllm_cli.models.decoder import Decoder, StepInputs
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, bool, bool]
+"""Rows of the bucket; whether all sequences are greedy; whether any wants logprobs."""
+# Lines of the uploaded buffer, each of max_rows numbers. Known tokens come first: they continue the table of drawn ones.
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW = range(7)
+NUM_LINES = 7
+
+
+class DecodeStep:
+    """max_rows: most sequences of a step. table_width: blocks of the longest sequence. recordable: whether graphs are made."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: Decoder,
+        backend: CudaAttention,
+        cache: KVCache,
+        max_rows: int,
+        table_width: int,
+        recordable: bool,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._backend = backend
+        self._cache = cache
+        self._max_rows = max_rows
+        where = device.launcher.device
+        # Drawn tokens by row, and behind them the lines that each step uploads in one copy.
+        self._state = torch.zeros((1 + NUM_LINES) * max_rows, dtype=torch.int64, device=where)
+        self._lines = self._state[max_rows:].view(NUM_LINES, max_rows)
+        self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=where)
+        self._logit_rows = torch.arange(max_rows, dtype=torch.int64, device=where)
+        self._uploads = [device.host_buffer(NUM_LINES * max_rows, torch.int64) for _ in range(STEPS_IN_FLIGHT)]
+        self._table_uploads = [device.host_buffer(max_rows * table_width, torch.int32) for _ in range(STEPS_IN_FLIGHT)]
+        self._last_tables: list[list[int]] = []
+        self._graphs: dict[Key, Graph] = {}
+        self._seen: set[Key] = set()
+        self._recordable = recordable
+        self.drawn_tokens = self._state[:max_rows]
+        self.sampling_rows = self._lines[SAMPLING_ROW].view(torch.int32)[:max_rows]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(
+        self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int], sampler: DeviceSampler
+    ) -> None:
+        """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, by row."""
+        self._upload(scheduled, rows_before, slots)
+        only_greedy, has_logprobs = sampler.needs([share.seq_id for share in scheduled])
+        key = (self._bucket(len(scheduled)), only_greedy, has_logprobs)
+        graph = self._graphs.get(key)
+        if graph is None and self._recordable and key in self._seen:
+            graph = self._record(key, sampler)
+        self._seen.add(key)
+        if graph is None:
+            self._launch(key, sampler)
+        else:
+            graph.replay()
+
+    def _record(self, key: Key, sampler: DeviceSampler) -> Graph | None:
+        try:
+            graph, _ = self._device.capture(lambda: self._launch(key, sampler))
+        except RuntimeError as error:
+            self._recordable = False
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning("the decode step could not be recorded and runs without graphs: %s", reason)
+            return None
+        self._graphs[key] = graph
+        return graph
+
+    def _launch(self, key: Key, sampler: DeviceSampler) -> None:
+        rows, only_greedy, has_logprobs = key
+        lines = self._lines
+        batch = Batch(
+            token_ids=lines[SOURCE, :rows],
+            positions=lines[POSITION, :rows],
+            rope_lens=lines[ROPE_LEN, :rows],
+            query_starts=self._starts[: rows + 1],
+            kv_lens=lines[KV_LEN].view(torch.int32)[:rows],
+            slots=lines[SLOT, :rows],
+            block_tables=self._tables[:rows],
+            logit_rows=self._logit_rows[:rows],
+            token_table=self._state[: 2 * self._max_rows],
+        )
+        inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch))
+        logits = self._model.logits(self._model.run(inputs, self._cache))
+        sampler.draw(logits, only_greedy, has_logprobs)
+
+    def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> None:
+        self._uploads.append(self._uploads.pop(0))
+        upload = self._uploads[-1]
+        lines = upload.numpy().reshape(NUM_LINES, self._max_rows)
+        count, size = len(scheduled), self._backend.block_size
+        position = np.array([share.start for share in scheduled], np.int64)
+        prompt_len = np.array([share.prompt_len for share in scheduled], np.int64)
+        block = np.array([share.block_table[-1] for share in scheduled], np.int64)
+        fed = [share.token_ids[0] for share in scheduled]
+        known_at = self._max_rows
+        source = [
+            rows_before[share.seq_id] if token == DRAWN_BEFORE else known_at + row
+            for row, (share, token) in enumerate(zip(scheduled, fed, strict=True))
+        ]
+        lines[KNOWN, :count] = fed
+        lines[SOURCE] = lines[SLOT] = -1
+        lines[SOURCE, :count] = source
+        lines[POSITION] = lines[ROPE_LEN] = 0
+        lines[POSITION, :count] = position
+        lines[ROPE_LEN, :count] = np.maximum(position + 1, prompt_len)
+        lines[SLOT, :count] = block * size + position % size
+        kv_lens, sampling_rows = lines[KV_LEN].view(np.int32), lines[SAMPLING_ROW].view(np.int32)
+        kv_lens[:] = 0
+        kv_lens[:count] = position + 1
+        sampling_rows[:] = -1
+        sampling_rows[:count] = slots
+        self._state[self._max_rows :].copy_(upload, non_blocking=True)
+        self._upload_tables([share.block_table for share in scheduled])
+
+    def _upload_tables(self, tables: list[list[int]]) -> None:
+        if tables == self._last_tables:
+            return
+        self._last_tables = [list(table) for table in tables]
+        self._table_uploads.append(self._table_uploads.pop(0))
+        width = max(map(len, tables))
+        upload = self._table_uploads[-1][: len(tables) * width].view(len(tables), width)
+        host = upload.numpy()
+        for row, table in zip(host, tables, strict=True):
+            row[: len(table)] = table
+        self._tables[: len(tables), :width].copy_(upload, non_blocking=True)
+
+    def _bucket(self, count: int) -> int:
+        return min(self._max_rows, 1 << (count - 1).bit_length())

@@ -1,0 +1,163 @@
+"""Drawing on the device: which slot of the sampling table a sequence has, and reading what was drawn.
+
+The kernels keep a slot's position and counts up to date by themselves. What the host remembers of a sequence is enough to
+write its slot anew, where more sequences are alive than there are slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.sampling import sample
+from nanovllm_cli.kernels.sampling_table import (
+    FINE,
+    MAX_LOGPROBS,
+    MAX_VOCABULARY,
+    NOT_FINITE,
+    SamplingBuffers,
+    SamplingTable,
+    on_device,
+)
+from nanovllm_cli.sampling_params import SamplingParams
+
+_MESSAGES = {NOT_FINITE: "the model's logits are not finite: NaN or infinity"}
+_NOTHING_LEFT = "no token is left to draw: every one is banned"
+STEPS_IN_FLIGHT = 2
+
+
+class _State:
+    """A sequence that draws here. slot: None until it draws, and again when somebody else needed it."""
+
+    __slots__ = ("drawn", "new", "slot")
+
+    def __init__(self, new: NewSequence) -> None:
+        self.new = new
+        self.drawn: list[int] = []
+        self.slot: int | None = None
+
+
+class _Readout(NamedTuple):
+    """Host memory that one step's draws are copied to."""
+
+    ids: torch.Tensor
+    status: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_values: torch.Tensor
+
+
+class DeviceSampler:
+    """max_rows: most rows a step draws. tokens [max_rows] int64: where what was drawn is left, by row, for the next step."""
+
+    def __init__(self, device: Device, vocab_size: int, max_rows: int, tokens: torch.Tensor) -> None:
+        self._device = device
+        self._launcher = device.launcher
+        self._states: dict[int, _State] = {}
+        self._free = list(range(max_rows))
+        self.knows_vocabulary = vocab_size <= MAX_VOCABULARY
+        if not self.knows_vocabulary:
+            return
+        self.table = SamplingTable(self._launcher.device, max_rows, vocab_size)
+        self.buffers = SamplingBuffers(self._launcher.device, max_rows, vocab_size)
+        self.buffers.token_ids = tokens
+        self._readouts = [self._readout(max_rows) for _ in range(STEPS_IN_FLIGHT)]
+
+    def takes(self, params: SamplingParams, stop_ids: Sequence[int]) -> bool:
+        return self.knows_vocabulary and on_device(params, stop_ids)
+
+    def add(self, new: NewSequence) -> None:
+        """Register a sequence; again, from its start, where a step that failed is repeated."""
+        self.remove(new.seq_id)
+        self._states[new.seq_id] = _State(new)
+
+    def remove(self, seq_id: int) -> None:
+        state = self._states.pop(seq_id, None)
+        if state is not None and state.slot is not None:
+            self._free.append(state.slot)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._states
+
+    def seat(self, seq_ids: Sequence[int]) -> list[int]:
+        """The slot of each, written where it is new. Whoever is not among them may lose theirs."""
+        for seq_id in seq_ids:
+            state = self._states[seq_id]
+            if state.slot is None:
+                state.slot = self._free.pop() if self._free else self._evict(seq_ids)
+                new = state.new
+                self.table.write(state.slot, new.params, new.seed, new.stop_ids, new.prompt_ids, state.drawn)
+        return [slot for seq_id in seq_ids if (slot := self._states[seq_id].slot) is not None]
+
+    def needs(self, seq_ids: Sequence[int]) -> tuple[bool, bool]:
+        """Whether all of these are greedy, and whether any wants logprobs: what `draw` is to be told."""
+        params = [self._states[seq_id].new.params for seq_id in seq_ids]
+        return all(each.is_greedy for each in params), any(each.logprobs is not None for each in params)
+
+    def draw(self, logits: torch.Tensor, only_greedy: bool, has_logprobs: bool) -> None:
+        """From logits [B, V] for the slots in buffers.rows[:B]. May be recorded."""
+        sample(
+            self._launcher, logits, self.table, self.buffers, only_greedy=only_greedy, has_logprobs=has_logprobs
+        )
+
+    def read(self, seq_ids: Sequence[int], has_logprobs: bool) -> Callable[[], list[Drawn]]:
+        """Starts copying what rows 0 … drew for these; the result waits for it. Call both in the order of the steps."""
+        count, readout = len(seq_ids), self._readouts[0]
+        self._readouts.append(self._readouts.pop(0))
+        pairs = [(readout.ids, self.buffers.token_ids), (readout.status, self.buffers.status)]
+        if has_logprobs:
+            pairs += [(readout.values, self.buffers.values), (readout.ranks, self.buffers.ranks)]
+            pairs += [(readout.top_ids, self.buffers.top_ids), (readout.top_values, self.buffers.top_values)]
+        for host, there in pairs:
+            host[:count].copy_(there[:count], non_blocking=True)
+        done = self._device.event()
+        done.record()
+
+        def result() -> list[Drawn]:
+            done.synchronize()
+            return self._drawn(seq_ids, readout)
+
+        return result
+
+    def _drawn(self, seq_ids: Sequence[int], readout: _Readout) -> list[Drawn]:
+        ids, status = readout.ids[: len(seq_ids)].tolist(), readout.status[: len(seq_ids)].tolist()
+        drawn: list[Drawn] = []
+        for row, (seq_id, token_id, found) in enumerate(zip(seq_ids, ids, status, strict=True)):
+            if found != FINE:
+                drawn.append(Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT)))
+                continue
+            state = self._states.get(seq_id)
+            if state is None:  # it ended meanwhile
+                drawn.append(Drawn(seq_id, [token_id]))
+                continue
+            state.drawn.append(token_id)
+            num = state.new.params.logprobs
+            drawn.append(Drawn(seq_id, [token_id], None if num is None else [_logprobs(readout, row, token_id, num)]))
+        return drawn
+
+    def _evict(self, wanted: Collection[int]) -> int:
+        for seq_id, state in self._states.items():
+            if state.slot is not None and seq_id not in wanted:
+                slot, state.slot = state.slot, None
+                return slot
+        raise NanovllmError("more sequences draw in one step than max_num_seqs")
+
+    def _readout(self, rows: int) -> _Readout:
+        buffer = self._device.host_buffer
+        return _Readout(
+            buffer(rows, torch.int64), buffer(rows, torch.int32), buffer(rows, torch.float32), buffer(rows, torch.int32),
+            buffer(rows * MAX_LOGPROBS, torch.int32).view(rows, -1), buffer(rows * MAX_LOGPROBS, torch.float32).view(rows, -1),
+        )  # fmt: skip
+
+
+def _logprobs(readout: _Readout, row: int, token_id: int, num: int) -> TokenLogprobs:
+    top = zip(readout.top_ids[row, :num].tolist(), readout.top_values[row, :num].tolist(), strict=True)
+    return TokenLogprobs(
+        token_id, float(readout.values[row]), int(readout.ranks[row]), tuple(pair for pair in top if pair[0] >= 0)
+    )
