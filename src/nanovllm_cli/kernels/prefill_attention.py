@@ -1,0 +1,236 @@
+"""Causal attention of any number of tokens a sequence over the paged cache, on a GPU (prefill_attention.cu).
+
+`prefill_tiles` divides a step's work, once a step, from lengths that the host knows; `prefill_attention` does it, once a layer.
+Decode steps that the host replays without looking at lengths are `decode_attention`'s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
+
+WARPS = 4
+MAX_HEAD_DIM = 256
+SPLIT_KEYS = 1024
+"""Keys of a split in deterministic mode: its sums (16 rows, fp32) are then 3 % of the K and V read for them."""
+MIN_SPLIT_KEYS = 256
+KEY_ALIGNMENT = 64  # a multiple of every `Tiling.keys`
+MAX_SPLITS = 64  # one block adds them up
+ITEM_FIELDS = 11
+# Shared memory of a multiprocessor in KiB, by capability; a block costs 1 KiB more than it asks for from 80 on.
+SHARED_KB = {75: 64, 80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 110: 228, 120: 100, 121: 100}
+
+
+class Tiling(NamedTuple):
+    """16 * WARPS * row_tiles rows of q and `keys` keys at a time; `blocks` fit on a multiprocessor at once."""
+
+    row_tiles: int
+    keys: int
+    blocks: int
+    shared_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * WARPS * self.row_tiles
+
+
+class PrefillWork(NamedTuple):
+    """A step's work. `items` [n, ITEM_FIELDS] int32 (struct Item in the kernel), which the caller moves to the device:
+    `work._replace(items=work.items.to(device))`. `pieces`: scratch, in units of 16 rows and a kv head."""
+
+    items: torch.Tensor
+    pieces: int
+    window: int
+    fold_keys: int
+
+
+def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiling:
+    """The largest tiles of which two blocks fit on a multiprocessor, so that one's softmax runs beside the other's mma."""
+    if dtype == torch.bfloat16 and capability < 80:
+        raise UnsupportedError("bf16 attention needs a GPU of compute capability 8.0 or newer", "use --dtype float16")
+    if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        raise UnsupportedError(f"attention heads of {head_dim} dims: an even number up to {MAX_HEAD_DIM} is supported")
+    dim = -(-head_dim // 16) * 16
+    row_bytes = 2 * dim if dim % 64 == 0 else 2 * dim + 16
+    quantized = kv_dtype.itemsize == 1
+    memory, reserved = SHARED_KB.get(capability, 100) << 10, 1 << 10 if capability >= 80 else 0
+    for blocks in (2, 1):
+        for row_tiles in (2, 1) if dim <= 128 else (1,):  # 32 rows of 256 sums don't fit a warp's registers
+            for keys in (64, 32, 16):
+                tiles = 2 * keys * row_bytes
+                needed = 16 * WARPS * row_tiles * row_bytes + tiles + (2 * keys * dim if quantized else tiles)
+                if needed <= memory // blocks - reserved:
+                    return Tiling(row_tiles, keys, blocks, needed)
+    raise AssertionError((capability, head_dim))
+
+
+def prefill_tiles(
+    launcher: Launcher,
+    query_starts: np.ndarray,
+    kv_lens: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    *,
+    window: int = 0,
+    deterministic: bool = False,
+    split_keys: int = SPLIT_KEYS,
+) -> PrefillWork:
+    """Divide a step: query_starts [B + 1], kv_lens [B] int32 on the host; the last query of sequence b has position
+    kv_lens[b] - 1. Layers with the same window, heads, dims and types share it.
+
+    deterministic: a row's bits depend on its sequence and position only, not on the batch, nor on how the prompt was
+    chunked; keys are then summed in ranges of split_keys (a multiple of KEY_ALIGNMENT).
+    """
+    assert heads % kv_heads == 0
+    assert split_keys % KEY_ALIGNMENT == 0
+    tile = tiling(launcher.capability, head_dim, dtype, kv_dtype)
+    group, slots = heads // kv_heads, tile.blocks * launcher.num_multiprocessors
+    starts, lens = np.asarray(query_starts, np.int64), np.asarray(kv_lens, np.int64)
+    queries = np.diff(starts)
+    seq, number = _numbered(-(-queries * group // tile.rows))
+    first_row = number * tile.rows
+    rows = np.minimum(tile.rows, queries[seq] * group - first_row)
+    position = (lens - queries)[seq]
+    end = np.maximum(0, position + (first_row + rows - 1) // group + 1)
+    begin = np.maximum(0, position + first_row // group + 1 - window) if window else np.zeros_like(end)
+
+    longest = _longest_range(end - begin, kv_heads, slots)
+    if deterministic:
+        size = np.full_like(end, split_keys)
+        origin = begin // size * size
+        splits = np.maximum(1, -(-(end - origin) // size))
+        folded = (splits > 1) & (end - begin <= longest)
+    else:
+        origin = begin // KEY_ALIGNMENT * KEY_ALIGNMENT
+        splits = np.clip(-(-(end - origin) // longest), 1, MAX_SPLITS)
+        size = -(-(end - origin) // (splits * KEY_ALIGNMENT)) * KEY_ALIGNMENT
+        splits = np.maximum(1, -(-(end - origin) // np.maximum(1, size)))
+        folded = np.zeros_like(end, bool)
+
+    blocks = np.where(folded, 1, splits)
+    pieces = -(-rows // 16) * np.where(folded | (splits > 1), blocks, 0)
+    index, split = _numbered(blocks)
+    low = np.maximum(begin[index], origin[index] + split * size[index])
+    high = np.where(folded[index], end[index], np.minimum(end[index], origin[index] + (split + 1) * size[index]))
+    fields = (
+        seq[index], starts[seq[index]], position[index], first_row[index], rows[index], low, high,
+        (np.cumsum(pieces) - pieces)[index], split, blocks[index], (np.cumsum(blocks > 1) - (blocks > 1))[index],
+    )  # fmt: skip
+    items = np.stack(fields, axis=1)[np.argsort(low - high, kind="stable")]  # the longest first
+    return PrefillWork(
+        torch.from_numpy(items.astype(np.int32)), int(pieces.sum()), window, split_keys if deterministic else 0
+    )
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[2, 0, 3] -> [0, 0, 2, 2, 2], [0, 1, 0, 1, 2]."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _longest_range(keys: np.ndarray, kv_heads: int, slots: int) -> int:
+    """Most keys that one block should walk through. keys: of each tile. slots: blocks that run at once.
+
+    Tiles that fill the slots more than once keep them busy while no tile is longer than the average slot's work. Fewer are
+    divided as finely as fits the slots at once: one block more would be a second round.
+    """
+    if len(keys) * kv_heads > slots:
+        average = -(-int(keys.sum()) * kv_heads // slots)
+        return max(MIN_SPLIT_KEYS, -(-average // KEY_ALIGNMENT) * KEY_ALIGNMENT)
+    low, high = MIN_SPLIT_KEYS // KEY_ALIGNMENT, max(MIN_SPLIT_KEYS, int(keys.max(initial=0))) // KEY_ALIGNMENT + 1
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-keys // (middle * KEY_ALIGNMENT))).sum()) * kv_heads <= slots:
+            high = middle
+        else:
+            low = middle + 1
+    return low * KEY_ALIGNMENT
+
+
+def new_counters(launcher: Launcher) -> torch.Tensor:
+    """What `prefill_attention` counts finished blocks in: zeros, zeros again after each launch. One for all layers.
+
+    Only tiles longer than the average slot's work are divided, so there are at most as many as slots (of 2 a multiprocessor).
+    """
+    return torch.zeros(2 * launcher.num_multiprocessors, dtype=torch.int32, device=launcher.device)
+
+
+def prefill_attention(
+    launcher: Launcher,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    work: PrefillWork,
+    block_tables: torch.Tensor,
+    counters: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [T, H, D] over k_cache, v_cache [N, KH, S, D], which hold this step's keys already: [T, H * D]. See
+    `reference.attention`.
+
+    work: from `prefill_tiles` for these heads, dims and types, on the device. block_tables [B, P] int32. counters: from
+    `new_counters`. sinks [H], k_scale and v_scale [KH] float32; the scales with an 8-bit cache only.
+    """
+    tokens, heads, dim = q.shape
+    blocks, kv_heads, block_size, _ = k_cache.shape
+    tile = tiling(launcher.capability, dim, q.dtype, k_cache.dtype)
+    assert heads % kv_heads == 0
+    assert scale > 0
+    assert (k_scale is None) == (v_scale is None) == (k_cache.dtype.itemsize > 1)
+    check(q, launcher, q.dtype, tokens, heads, dim)
+    check(k_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
+    check(v_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
+    check(work.items, launcher, torch.int32, work.items.shape[0], ITEM_FIELDS)
+    check(block_tables, launcher, torch.int32, *block_tables.shape)
+    check(counters, launcher, torch.int32, 2 * launcher.num_multiprocessors)
+    for tensor, count in ((sinks, heads), (k_scale, kv_heads), (v_scale, kv_heads)):
+        if tensor is not None:
+            check(tensor, launcher, torch.float32, count)
+    out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    padded_dim = -(-dim // 16) * 16
+    scratch = torch.empty(work.pieces * kv_heads * 16 * (padded_dim + 8), dtype=torch.float32, device=q.device)
+    args = (
+        q, k_cache, v_cache, work.items, block_tables, sinks, k_scale, v_scale, out, scratch, counters,
+        np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(block_tables.shape[1]), np.int32(work.window),
+        np.int32(work.fold_keys), np.float32(scale), np.float32(softcap),
+    )  # fmt: skip
+    kernel = variant(q.dtype, k_cache.dtype, dim, block_size, tile)
+    launcher.launch(kernel, (work.items.shape[0], kv_heads, 1), (WARPS * WARP, 1, 1), args, tile.shared_bytes)
+    return out
+
+
+def variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile: Tiling) -> Kernel:
+    assert kv_dtype in (dtype, torch.float8_e4m3fn), kv_dtype
+    assert block_size >= 16, block_size
+    assert block_size & (block_size - 1) == 0, block_size
+    constants: tuple[tuple[str, str | int], ...] = (
+        ("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)), ("HEAD_DIM", head_dim), ("BLOCK_SIZE", block_size),
+        ("ROW_TILES", tile.row_tiles), ("KEYS", tile.keys), ("WARPS", WARPS),
+    )  # fmt: skip
+    return Kernel("prefill_attention", "prefill_attention", constants)
+
+
+def variants(capability: int = 90) -> list[Kernel]:
+    """What the compile gate builds for a GPU of this capability."""
+    kernels = []
+    for dtype in (torch.bfloat16, torch.float16) if capability >= 80 else (torch.float16,):
+        for kv_dtype in (dtype, torch.float8_e4m3fn):
+            kernels += [
+                variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype)) for dim in (64, 128, 256)
+            ]
+    return kernels
