@@ -20,7 +20,6 @@ DTYPES = (BF16, HALF)
 WIDTHS = [8, 64, 264, 2056, 4096, 1, 17, 33, 301]
 
 
-
 def untouched_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros of which only what is written takes memory; a system that wants it all to be there skips the test."""
     try:

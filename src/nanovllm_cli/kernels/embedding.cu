@@ -12,9 +12,7 @@ KERNEL __launch_bounds__(256)
 embedding(const int64_t* ids, const int64_t* tokens, const DTYPE* weight, DTYPE* out, int64_t num_tokens, int64_t vocab_size,
           int width, float scale) {
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * VECTOR;
-#ifndef BUG_UNMASKED_TAIL
   if (column >= width) return;
-#endif
   wait_for_previous_kernel();
   int64_t id = ids[blockIdx.x];
   if (tokens) id = id >= 0 && id < num_tokens ? tokens[id] : -1;

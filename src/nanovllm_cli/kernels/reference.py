@@ -86,7 +86,8 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: heads of q and k normed, where there is a
     norm [D], then rotated. Not rounded yet."""
-    q, k, v = wide(qkv).unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
+    head_rows = wide(qkv).reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
+    q, k, v = torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1)
     q, k = (x if norm is None else add_rms_norm(x, None, norm, eps, 0.0) for x, norm in ((q, q_norm), (k, k_norm)))
     return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
 

@@ -14,10 +14,9 @@
 // A head belongs to `lanes` lanes (a power of two), a lane's elements to units of two loads of VECTOR: for half-split pairs one
 // load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte loads a head of 128
 // takes 8 lanes and a warp four heads; a lane has 32 bytes in flight, a full SM 32 KB, which is what the memory of an H200 needs.
-// UNITS makes 16 elements a lane whatever VECTOR is, so any head up to 512 dims fits one warp. Grid (T, heads / heads a block).
+// UNITS a lane is 1 but for odd heads that 32 lanes with narrow loads don't cover. Grid (T, heads / heads a block).
 #include "common.cuh"
 
-constexpr int UNITS = 8 / VECTOR;
 typedef Vector<DTYPE, VECTOR> Elements;
 
 // One unit: elements 0 to VECTOR - 1 from the first load, the others from the second. Both layouts have angle j for its pair j.

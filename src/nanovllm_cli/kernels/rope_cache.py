@@ -14,7 +14,7 @@ from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
 THREADS = 128
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MAX_DIM = 512
-"""Dims of a head: 16 a lane of a warp."""
+"""Dims of a head: with 16-byte loads, two of them a lane of a warp."""
 
 
 def rope_and_cache(
@@ -67,14 +67,13 @@ def rope_and_cache(
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens:
         vector = vector_of(dim, half)
-        units = -(-(dim // vector) // 2)
+        units = -(-dim // (2 * vector))
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
+        kernel = variant(qkv.dtype, k_cache.dtype, vector, -(-units // WARP), block_size)
         grid = (tokens, -(-((heads + 2 * kv_heads) << lane_bits) // THREADS), 1)
         sizes = (np.int32(size) for size in (heads, kv_heads, dim, half, interleaved, lane_bits))
         tensors = (qkv, q_norm, k_norm, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
-        launcher.launch(
-            variant(qkv.dtype, k_cache.dtype, vector, block_size), grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps))
-        )
+        launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps)))
     return q
 
 
@@ -83,13 +82,14 @@ def vector_of(dim: int, half: int) -> int:
     return min(widest(dim, torch.bfloat16), widest(half, torch.bfloat16))
 
 
-def variant(dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, block_size: int) -> Kernel:
-    constants = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)), ("VECTOR", vector), ("BLOCK_SIZE", block_size))
-    return Kernel("rope_cache", "rope_and_cache", constants)
+def variant(dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, units: int, block_size: int) -> Kernel:
+    """units: pairs of loads a lane."""
+    types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
+    return Kernel("rope_cache", "rope_and_cache", (*types, ("VECTOR", vector), ("UNITS", units), ("BLOCK_SIZE", block_size)))
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds."""
+    """What the compile gate builds: 16-byte loads, and a head of 100 dims."""
     dtypes = (torch.bfloat16, torch.float16)
     kinds = [(dtype, kv_dtype) for dtype in dtypes for kv_dtype in (dtype, torch.float8_e4m3fn)]
-    return [variant(dtype, kv_dtype, vector, 16) for dtype, kv_dtype in kinds for vector in (8, 1)]
+    return [variant(dtype, kv_dtype, vector, 1, 16) for dtype, kv_dtype in kinds for vector in (8, 2)]
