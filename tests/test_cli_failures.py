@@ -116,11 +116,10 @@ def test_bad_usage_is_refused_in_words(tmp_path: Path, line: str) -> None:
     assert failure(result).startswith(f"error: {BAD_USAGE[line]}")
 
 
-def test_a_device_that_is_not_there_yet(tmp_path: Path) -> None:
-    for device in ("cuda", "cuda:1"):
-        result = nanovllm(tmp_path, "run", "tiny", "hi", "--device", device)
-        assert result.code == 6
-        assert "use --device cpu" in failure(result)
+def test_a_share_of_memory_that_is_none(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "tiny", "hi", "--gpu-memory-utilization", "1.5")
+    assert result.code == 2
+    assert "gpu_memory_utilization must be above 0 and at most 1" in failure(result)
 
 
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:

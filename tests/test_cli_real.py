@@ -104,6 +104,21 @@ def test_failures_of_the_library_are_told(
     assert "internal error" not in done.stderr
 
 
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cuda:1"], "error: no NVIDIA driver on this machine (libcuda.so.1)"),
+        (["--device", "cpu", "--kv-cache-dtype", "fp8"], "error: a KV cache of fp8 on a CPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(tmp_path: Path, model: str, flags: list[str], message: str) -> None:
+    done = nanovllm(tmp_path, "run", model, "hi", "--no-save", *flags)
+    assert done.returncode == 6
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-2] == message
+
+
 def test_ctrl_c_keeps_what_was_said_and_continue_goes_on(tmp_path: Path, model: str) -> None:
     args = [*COMMAND[1:], "run", model, "Once upon a time", "--ignore-eos", "-t", "1"]
     child = pexpect.spawn(

@@ -42,8 +42,8 @@ class Batch:
         if self.token_ids.device == device:
             return self
         assert self.token_table is None
-        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Batch(**{name: None if x is None else x.to(device, non_blocking=True) for name, x in tensors.items()})
+        mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()})
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ values; this file only says what was asked for, and refuses what makes no sense.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ BLOCK_SIZE = 16
 class EngineConfig:
     """Settings of one engine. Lengths are in tokens, memory in bytes.
 
+    device: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
     max_model_len: longest prompt plus answer; None takes the model's own limit.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step, decodes and prefill chunks together.
@@ -36,7 +38,7 @@ class EngineConfig:
     """
 
     dtype: DTypeName = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     max_model_len: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
@@ -65,6 +67,8 @@ class EngineConfig:
         for name in ("memory_utilization", "gpu_memory_utilization"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device) is None:
+            raise UsageError(f"{self.device!r} is not a device", "known: auto, cpu, cuda, cuda:N")
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise UsageError(f"unknown KV cache type {self.kv_cache_dtype!r}", "known: auto, fp8")
         if self.aging_seconds <= 0:

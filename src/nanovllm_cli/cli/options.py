@@ -11,8 +11,8 @@ import typer
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, SAMPLING, option
-from nanovllm_cli.config import DTypeName, EngineConfig
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.config import DTypeName, EngineConfig, KVCacheDType
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
 Choice = Literal["on", "off"]
@@ -104,13 +104,29 @@ class EngineOptions:
             panel=ENGINE, metavar="SIZE", parser=parsers.memory,
         ),
     ] = None  # fmt: skip
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        option("--kv-cache-dtype", help="auto is what it computes in; fp8 halves the cache, on a GPU. [auto]", panel=ENGINE),
+    ] = EngineConfig().kv_cache_dtype
+    gpu_memory_utilization: Annotated[
+        float,
+        option(
+            "--gpu-memory-utilization",
+            help="Share of a GPU's memory for weights, KV cache and one step. "
+            f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
+            panel=ENGINE, metavar="SHARE",
+        ),
+    ] = EngineConfig().gpu_memory_utilization  # fmt: skip
+    eager: Annotated[
+        bool, option("--eager", help="On a GPU: launch every kernel, record no step as a graph.", panel=ENGINE)
+    ] = False
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
     deterministic: Annotated[
         bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
     ] = False
 
     def config(self, model: ModelOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
-        """The engine's settings. Raises UsageError, or UnsupportedError for a device that cannot be used."""
+        """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
             "max_num_batched_tokens": self.batch_size,
@@ -120,17 +136,13 @@ class EngineOptions:
         }
         return EngineConfig(
             dtype=model.dtype,
-            device=usable_device(model.device),
+            device=model.device,
             deterministic=self.deterministic,
+            eager=self.eager,
+            kv_cache_dtype=self.kv_cache_dtype,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             **{name: value for name, value in given.items() if value is not None},
         )
-
-
-def usable_device(name: str) -> str:
-    """The device behind a name. Only the CPU works so far."""
-    if name not in ("auto", "cpu"):
-        raise UnsupportedError(f"device {name} is not supported by this version", "use --device cpu")
-    return "cpu"
 
 
 @dataclass(frozen=True, slots=True)

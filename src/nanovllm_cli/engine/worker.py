@@ -9,12 +9,14 @@ import torch
 from nanovllm_cli.attention.kv_cache import KVCache, block_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.memory import check_weights_fit, size_cache
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.cuda_device import CudaDevice
+from nanovllm_cli.kernels.launcher import why_unavailable
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
@@ -102,7 +104,17 @@ class Worker:
 
 
 def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Platform:
-    """The platform behind `config.device`."""
-    if config.device not in ("cpu", "auto"):
-        raise UnsupportedError(f"device {config.device!r} is not supported yet", "use --device cpu")
+    """The platform behind `config.device`: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
+
+    UnsupportedError says why a GPU that was asked for can't be.
+    """
+    if config.device == "cpu":
+        return CpuPlatform(config, progress)
+    kind, _, number = config.device.partition(":")
+    index = int(number or 0)
+    reason = why_unavailable(index)
+    if reason is None:
+        return CudaPlatform(config, CudaDevice(index))
+    if kind != "auto":
+        raise reason
     return CpuPlatform(config, progress)

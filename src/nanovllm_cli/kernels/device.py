@@ -41,7 +41,8 @@ class Graph(Protocol):
 class Device(Protocol):
     """One GPU."""
 
-    launcher: Launcher
+    @property
+    def launcher(self) -> Launcher: ...
 
     def enter(self) -> None:
         """Make it the calling thread's current device."""
