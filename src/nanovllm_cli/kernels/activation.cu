@@ -1,7 +1,7 @@
 // out [T, width] = act(x[:, :width]) * x[:, width:], x [T, 2 width] DTYPE; width a multiple of VECTOR.
 //
-// One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory needs.
-// Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
+// One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory
+// needs. Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
 #include "common.cuh"
 
 // As in activation.py.

@@ -1,9 +1,9 @@
 // Whole blocks of the paged cache, moved as bytes, for all layers in one launch.
 //
-//   regions [R, 3] int64, one row for K and one for V of each layer: address, bytes of a block, bytes before it in a staged block
+//   regions [R, 3] int64, a row for K and one for V of each layer: address, bytes of a block, bytes before it in a staged one
 //   copy_blocks: pairs [P, 2] int64 (source, target), block `target` = block `source` in every region
-//   swap_blocks: blocks [P] int64 to and from staging [P, staged_bytes], which has a block of every region side by side, and may be
-//                pinned memory of the host
+//   swap_blocks: blocks [P] int64 to and from staging [P, staged_bytes], which has a block of every region side by side, and
+//                may be pinned memory of the host
 //
 // All byte counts are multiples of 16. Grid (P, R, CHUNKs of the largest block): a thread moves MOVES vectors of 16 bytes, all
 // loaded before the first is stored.

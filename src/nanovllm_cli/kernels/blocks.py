@@ -18,8 +18,8 @@ CHUNK = THREADS * 4 * 16
 class CacheRegions(NamedTuple):
     """Where the blocks of a cache lie; it does not keep the cache alive.
 
-    table [R, 3] int64 on the device: of K and of V of each layer the address, the bytes of a block, and the bytes before it in a
-    staged block, which has staged_bytes and is [layers, 2, elements] where layers are alike.
+    table [R, 3] int64 on the device: of K and of V of each layer the address, the bytes of a block, and the bytes before it in
+    a staged block, which has staged_bytes and is [layers, 2, elements] where layers are alike.
     """
 
     table: torch.Tensor

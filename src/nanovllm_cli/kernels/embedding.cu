@@ -1,7 +1,7 @@
 // out [T, width] = weight[ids] * scale, weight [vocab_size, width] DTYPE; width a multiple of VECTOR.
 //
-// ids [T] int64, or, where `tokens` is not null, indices into tokens [num_tokens] int64, which holds the ids: a decode graph reads
-// what the sampler left there. An id or an index outside its range (-1 is padding) gives a row of zeros.
+// ids [T] int64, or, where `tokens` is not null, indices into tokens [num_tokens] int64, which holds the ids: a decode graph
+// reads what the sampler left there. An id or an index outside its range (-1 is padding) gives a row of zeros.
 //
 // One load a thread; grid (T, columns / (threads * VECTOR)): a row is random access, so its loads are spread over blocks.
 #include "common.cuh"

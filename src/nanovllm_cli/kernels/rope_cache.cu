@@ -1,5 +1,5 @@
-// What happens to q, k and v between their projection and attention: norm of each head of q and k, rotation by position, and the
-// write of k and v to their slots of the paged cache.
+// What happens to q, k and v between their projection and attention: norm of each head of q and k, rotation by position, and
+// the write of k and v to their slots of the paged cache.
 //
 //   qkv [T, heads + 2 kv_heads, dim] DTYPE: the heads of q, then of k, then of v
 //   q_norm, k_norm [dim] DTYPE, or null: head / rms(head) * gain
@@ -11,10 +11,11 @@
 //
 // Everything is fp32 between the load and the one rounding at the store, as on the CPU.
 //
-// A head belongs to `lanes` lanes (a power of two), a lane's elements to units of two loads of VECTOR: for half-split pairs one
-// load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte loads a head of 128
-// takes 8 lanes and a warp four heads; a lane has 32 bytes in flight, a full SM 32 KB, which is what the memory of an H200 needs.
-// UNITS a lane is 1 but for odd heads that 32 lanes with narrow loads don't cover. Grid (T, heads / heads a block).
+// A head belongs to `lanes` lanes (a power of two), a lane's elements to units of two loads of VECTOR: for half-split pairs
+// one load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte loads a head
+// of 128 takes 8 lanes and a warp four heads; a lane has 32 bytes in flight, a full SM 28 KB (72 registers), about what the
+// memory of an H200 needs. UNITS a lane is 1 but for odd heads that 32 lanes with narrow loads don't cover.
+// Grid (T, heads / heads a block).
 #include "common.cuh"
 
 typedef Vector<DTYPE, VECTOR> Elements;

@@ -4,9 +4,9 @@
 //
 // With lengths [T] int64: a token whose length is past original_len takes long_frequencies (LongRoPE).
 //
-// A kernel of its own, once a step, and not a part of rope_cache.cu: an angle of 10^5 and more takes the slow path of sincosf, which
-// every layer would repeat on the way to its attention, where a table of 512 bytes a token is read from the L2. The angle is
-// rounded before its cosine is taken, as in torch: no fused multiply-add, and no fast math.
+// A kernel of its own, once a step, and not a part of rope_cache.cu: an angle of 10^5 and more takes the slow path of sincosf,
+// which every layer would repeat on the way to its attention, where a table of 512 bytes a token is read from the L2. The
+// angle is rounded before its cosine is taken, as in torch: no fused multiply-add, and no fast math.
 #include "common.cuh"
 
 #if defined(__USE_FAST_MATH__) && __USE_FAST_MATH__
