@@ -78,6 +78,11 @@ def type_name(dtype: torch.dtype) -> str:
     return TYPE_NAMES[dtype]
 
 
+def mma_capability(dtype: torch.dtype) -> int:
+    """The oldest GPU whose matrix instructions take 16-bit numbers of this type."""
+    return 80 if dtype == torch.bfloat16 else OLDEST_CAPABILITY
+
+
 def widest(numel: int, dtype: torch.dtype) -> int:
     """Elements of the widest load (at most 16 bytes) that divides rows of so many elements."""
     count = 16 // dtype.itemsize
