@@ -139,10 +139,10 @@ DEVICE void load_matrix_x4_transposed(uint32_t* words, const void* row) {
                : "memory");
 }
 
-// 16 bytes of a tensor that nobody writes meanwhile and nobody reads again, past the L1.
+// 16 bytes that nobody writes meanwhile and nobody reads again, past the L1. Not ld.global.nc: ptxas moves those behind wait_for_previous_kernel.
 DEVICE uint4 load_streaming(const void* source) {
   uint4 words;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                : "l"(source));
   return words;

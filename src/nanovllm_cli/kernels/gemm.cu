@@ -1,8 +1,7 @@
 // y = x @ weight.T at any number of rows, with bits that do not depend on it: the matmul of --deterministic.
 //
 //   x [rows, width], weight [outputs, width] DTYPE; bias [outputs] DTYPE, or null
-//   out [rows, outputs] OUT       = y + bias
-//   residual [rows, outputs] DTYPE += y + bias, rounded once, where out is null
+//   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
 //
 // Every element of y is one chain of mma.m16n8k16 over the width, from zero, sixteen columns at a time, in order; the tail is
 // filled with zeros. So neither the other rows nor the tile's shape enter its bits, and a tile may fit the number of rows. Nothing
@@ -61,22 +60,19 @@ DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows,
 
 // COUNT neighbouring elements of y, on an address that is a multiple of their size.
 template <int COUNT>
-DEVICE void finish(const float* sums, const DTYPE* bias, DTYPE* residual, OUT* out, int64_t place, int output) {
-  float y[COUNT];
-  for (int i = 0; i < COUNT; ++i) y[i] = sums[i];
-  if (bias) {
-    const auto added = Vector<DTYPE, COUNT>::load(bias + output);
-    for (int i = 0; i < COUNT; ++i) y[i] += to_float(added.at[i]);
+DEVICE void finish(const float* sums, const DTYPE* bias, const DTYPE* residual, OUT* out, int64_t place, int output) {
+  Vector<DTYPE, COUNT> shift, added;
+  if (bias) shift = Vector<DTYPE, COUNT>::load(bias + output);
+  if (residual) added = Vector<DTYPE, COUNT>::load(residual + place);
+  Vector<OUT, COUNT> result;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    float y = sums[i];
+    if (bias) y += to_float(shift.at[i]);
+    if (residual) y += to_float(added.at[i]);
+    result.at[i] = from_float<OUT>(y);
   }
-  if (out) {
-    Vector<OUT, COUNT> result;
-    for (int i = 0; i < COUNT; ++i) result.at[i] = from_float<OUT>(y[i]);
-    result.store(out + place);
-  } else {
-    auto result = Vector<DTYPE, COUNT>::load(residual + place);
-    for (int i = 0; i < COUNT; ++i) result.at[i] = from_float<DTYPE>(to_float(result.at[i]) + y[i]);
-    result.store(residual + place);
-  }
+  result.store(out + place);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -86,7 +82,7 @@ constexpr int WARPS_AN_SM = 8;  // shared memory has no room for two of the larg
 #endif
 
 KERNEL __launch_bounds__(THREADS, WARPS_AN_SM / WARPS)
-gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, DTYPE* residual, OUT* out, int rows, int width, int outputs) {
+gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs) {
   DYNAMIC_SHARED(shared);
   constexpr int STAGE = (TILE_M + TILE_N) * DEPTH;  // elements: rows of x, then of the weight
   DTYPE* stages = reinterpret_cast<DTYPE*>(shared);

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
 
 DEPTH = 64
 """Columns that a block holds of both operands at once, a stage."""
@@ -66,10 +66,7 @@ def gemm(
     check(out, launcher, out_dtype, rows, outputs)
     if out.numel():
         tile = tile or tile_for(rows, outputs, launcher)
-        args = (
-            x, weight, bias, residual, out if residual is None else None,
-            np.int32(rows), np.int32(width), np.int32(outputs),
-        )  # fmt: skip
+        args = (x, weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs))
         threads = tile.warps_down * tile.warps_across * WARP
         kernel = variant(dtype, out_dtype, widest(width, dtype), tile)
         launcher.launch(kernel, (tile.count(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
@@ -90,7 +87,7 @@ def variant(dtype: torch.dtype, out_dtype: torch.dtype, vector: int, tile: Tile)
         ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("VECTOR", vector), ("TILE_M", tile.rows),
         ("TILE_N", tile.columns), ("WARPS_M", tile.warps_down), ("WARPS_N", tile.warps_across), ("STAGES", tile.stages),
     )  # fmt: skip
-    return Kernel("gemm", "gemm", constants)
+    return Kernel("gemm", "gemm", constants, mma_capability(dtype))
 
 
 def variants() -> list[Kernel]:

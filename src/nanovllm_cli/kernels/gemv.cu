@@ -1,20 +1,20 @@
 // y = x @ weight.T for one to eight rows of x: the matmul of decoding, which does little but read the weight once.
 //
-//   x [rows, width] DTYPE, with NORM normalised first: round(x / rms(x) * (offset + gain)), gain [width]
-//   weight [outputs, width] DTYPE; GATED: [2 * outputs, width], the gate's rows before up's; bias, or null: one a weight row
-//   out [rows, outputs] OUT      = y + bias
-//   residual [rows, outputs]    += y + bias, rounded once, where out is null
-//   GATED: out                   = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them
+//   x [rows, width] DTYPE; with NORM it is normalised first: round(x / rms(x) * (offset + gain)), gain [width]
+//   weight [outputs, width] DTYPE; GATED: [2 * outputs, width], the gate's rows before up's. bias: one a weight row, or null
+//   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
+//   GATED: out = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them
 //
-// The tensor cores serve as a wide dot product, so that eight rows cost what one does, and no number is converted. A warp
-// multiplies x (A, rows 8 to 15 zero) by a strip of eight weight rows (B). A lane's 16-byte load holds eight neighbouring columns
-// of one weight row where two mma would have it hold four pairs far apart; x is read in the same way, so the columns of both are
-// permuted alike, and a sum does not mind.
+// The tensor cores serve as a wide dot product, so that eight rows cost what one does, and no number is converted: a warp
+// multiplies x (A) by a strip of eight weight rows (B). A lane's 16-byte load holds eight neighbouring columns of one weight row,
+// where two mma would have it hold four pairs far apart; x is read in the same way, so the columns of both are permuted alike,
+// and a sum does not mind. A has room for sixteen rows: the lower half takes the second half of the lane's columns, so that its
+// words are A as they are, and the two mma are chains of their own. Each leaves garbage in the other's half.
 //
-// Work: a warp sums UNIT columns at a time of STRIPS strips. `parts` warps of a block take turns along the width and add up
-// through shared memory; the others have other strips. Blocks stay and stride over the tiles. LOADS 16-byte loads a lane make a
-// unit, and two units are under way: 16 warps an SM (launch bounds) keep 64 to 128 KiB in flight, an H200 needs about 35. The first
-// two units are asked for before the previous kernel has ended: a weight does not depend on it.
+// Work: a warp has STRIPS strips; `parts` warps of a block take turns along the width in units of LOADS 16-byte loads a lane,
+// and add up through shared memory; the block's other warps have other strips. Blocks stay, and stride over the tiles. A queue of
+// units is under way all the time, across tiles too: 16 warps an SM (launch bounds) ask for 96 KiB ahead, where an H200 needs
+// about 35. It is filled before the previous kernel has ended, for a weight does not depend on it.
 //
 // Bits: a row's sums have an order that depends on the weight's shape and the number of SMs, never on the other rows.
 #include "common.cuh"
@@ -23,8 +23,9 @@ typedef Vector<DTYPE, VECTOR> Elements;
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
 constexpr int MOST_ROWS = 8, STRIP = 8;
-constexpr int LOADS = 8, STEPS = LOADS / STRIPS;
-constexpr int STEP = 32, UNIT = STEP * STEPS;
+constexpr int LOADS = 4, QUEUE = 3;
+constexpr int STEP = 32, STEPS = LOADS / STRIPS, UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
+constexpr int CHAINS = 2;  // pairs of sums that do not wait for each other: one a strip, or taking turns
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int OUTPUTS = GATED ? STRIP : STRIP * STRIPS;  // of a warp's strips
 static_assert(!GATED || STRIPS == 2, "a gate and its up are strips of one warp");
@@ -35,20 +36,20 @@ typedef int Index;
 typedef int64_t Index;
 #endif
 
-// Eight columns of a row, zeros where not valid or past the end. STREAM: nobody reads them again.
+// Eight elements from `source` on, of which `left` are the row's and the rest is zero. STREAM: nobody reads them again.
 template <bool STREAM>
-DEVICE uint4 load_eight(const DTYPE* row, int column, int width, bool valid) {
+DEVICE uint4 load_eight(const DTYPE* source, int left) {
   uint4 words = make_uint4(0, 0, 0, 0);
 #ifdef BUG_TAIL
-  width = (width + 7) / 8 * 8;
+  left = (left + 7) / 8 * 8;
 #endif
 #pragma unroll
   for (int i = 0; i < 8; i += VECTOR) {
-    if (!valid || column + i >= width) continue;
+    if (i >= left) break;
     if (VECTOR == 8 && STREAM) {
-      words = load_streaming(row + column);
+      words = load_streaming(source);
     } else {
-      Elements::load(row + column + i).store(reinterpret_cast<DTYPE*>(&words) + i);
+      Elements::load(source + i).store(reinterpret_cast<DTYPE*>(&words) + i);
     }
   }
   return words;
@@ -108,36 +109,9 @@ DEVICE void normalise(DTYPE* shared, int stride, float* squares, const DTYPE* x,
   __syncthreads();
 }
 
-// A warp's share of the weight: STRIPS strips, UNIT columns.
+// A warp's share of the weight: UNIT columns of STRIPS strips.
 struct Unit {
-  uint4 at[STRIPS][STEPS];
-};
-
-// The units of a warp, one after another: along the width, then on to the block's next tile.
-struct Walk {
-  int tile, unit;
-
-  DEVICE Unit load(const DTYPE* weight, int width, int outputs, int tile_outputs, int group) const {
-    const int lane = threadIdx.x % WARP_SIZE;
-    const int row = tile * tile_outputs + group * OUTPUTS + lane / 4, column = unit * UNIT + lane % 4 * 8;
-    Unit loaded;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-      const int output = GATED ? row : row + strip * STRIP;
-      const DTYPE* source = weight + ((Index)output + (GATED ? strip * outputs : 0)) * width;
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        loaded.at[strip][step] = load_eight<true>(source, column + step * STEP, width, output < outputs);
-    }
-    return loaded;
-  }
-
-  DEVICE void advance(int part, int parts, int units) {
-    unit += parts;
-    if (unit < units) return;
-    unit = part;
-    tile += gridDim.x;
-  }
+  uint4 at[STEPS][STRIPS];
 };
 
 // act, as reference.gated_activation has it: 1 silu, 2 gelu_tanh, 3 gelu.
@@ -148,19 +122,40 @@ DEVICE float activate(float x) {
 }
 
 KERNEL __launch_bounds__(THREADS, VECTOR == 8 ? 2 : 1)
-gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, DTYPE* residual, OUT* out, int rows, int width,
-     int outputs, int parts, float eps, float offset) {
+gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows,
+     int width, int outputs, int parts, float eps, float offset) {
   DYNAMIC_SHARED(shared);
   __shared__ __align__(16) float partial[2][WARPS][STRIPS][MOST_ROWS][STRIP];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, group = warp / parts, first_warp = warp - part;
   const int units = (width + UNIT - 1) / UNIT;
   const int tile_outputs = WARPS / parts * OUTPUTS;
-  Walk walk{(int)blockIdx.x, part};
-  Unit current = walk.load(weight, width, outputs, tile_outputs, group);
-  walk.advance(part, parts, units);
-  Unit next = walk.load(weight, width, outputs, tile_outputs, group);
-  walk.advance(part, parts, units);
+  const int row = lane / 4;  // of x, and of a strip
+
+  const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
+  // Units of this warp, one after another: along the width, then on to the block's next tile.
+  int next_tile = blockIdx.x, next_unit = part;
+  const auto load_next = [&] {
+    const int output = next_tile * tile_outputs + group * OUTPUTS + row, column = next_unit * UNIT + lane % 4 * 8;
+    const DTYPE* start = weight + (Index)output * width + column;
+    Unit loaded;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+      const int left = (GATED ? output : output + strip * STRIP) < outputs ? width - column : 0;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+        loaded.at[step][strip] = load_eight<true>(start + strip * strip_stride + step * STEP, left - step * STEP);
+    }
+    next_unit += parts;
+    if (next_unit >= units) {
+      next_unit = part;
+      next_tile += gridDim.x;
+    }
+    return loaded;
+  };
+  Unit queue[QUEUE];
+#pragma unroll
+  for (int i = 0; i < QUEUE; ++i) queue[i] = load_next();
 
   const DTYPE* source = x;
   int stride = width;
@@ -173,38 +168,52 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
   }
   let_next_kernel_start();  // it may ask for its weights while we wait for ours
 
-  const int row = lane / 4;
+  const DTYPE* input_row = source + (int64_t)row * stride + lane % 4 * 8;
+  const int input_columns = row < rows ? width - lane % 4 * 8 : 0;
   bool odd = false;
   for (int tile = blockIdx.x; tile * tile_outputs < outputs; tile += gridDim.x, odd = !odd) {
     const int first = tile * tile_outputs + group * OUTPUTS;
-    float sums[STRIPS][4] = {};
+    const auto added = [&](int at) {  // to output `at` of the warps' rows * OUTPUTS
+      const int output = first + at % OUTPUTS;
+      if (GATED || at >= rows * OUTPUTS || output >= outputs) return 0.0f;
+      const float shift = bias ? to_float(bias[output]) : 0.0f;
+      return residual ? shift + to_float(residual[(int64_t)(at / OUTPUTS) * outputs + output]) : shift;
+    };
+    const int mine = part * WARP_SIZE + lane;
+    const float added_to_mine = added(mine);  // there when it is needed
+    float chains[CHAINS][2][4] = {};
     for (int unit = part; unit < units; unit += parts) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        const int column = unit * UNIT + step * STEP + lane % 4 * 8;
-        uint4 a;
-        if (NORM) {
-          a = row < rows && column < width ? *reinterpret_cast<const uint4*>(source + row * stride + column) : make_uint4(0, 0, 0, 0);
-        } else {
-          a = load_eight<false>(source + (int64_t)row * stride, column, width, row < rows);
+        const int column = unit * UNIT + step * STEP;
+        uint4 a = make_uint4(0, 0, 0, 0);
+        if (!NORM) {
+          a = load_eight<false>(input_row + column, input_columns - column);
+        } else if (column < input_columns) {
+          a = *reinterpret_cast<const uint4*>(input_row + column);
         }
-        const uint32_t low[4] = {a.x, 0, a.y, 0}, high[4] = {a.z, 0, a.w, 0};
+        const uint32_t inputs[4] = {a.x, a.z, a.y, a.w};
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip) {
-          const uint4 b = current.at[strip][step];
+          const uint4 b = queue[0].at[step][strip];
           const uint32_t words[4] = {b.x, b.y, b.z, b.w};
-          mma_m16n8k16<DTYPE>(sums[strip], low, words);
-          mma_m16n8k16<DTYPE>(sums[strip], high, words + 2);
+          float(*chain)[4] = chains[STRIPS == 1 ? step % 2 : strip];
+          mma_m16n8k16<DTYPE>(chain[0], inputs, words);
+          mma_m16n8k16<DTYPE>(chain[1], inputs, words + 2);
         }
       }
-      current = next;
-      next = walk.load(weight, width, outputs, tile_outputs, group);
-      walk.advance(part, parts, units);
+#pragma unroll
+      for (int i = 1; i < QUEUE; ++i) queue[i - 1] = queue[i];
+      queue[QUEUE - 1] = load_next();
     }
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
-      partial[odd][warp][strip][row][lane % 4 * 2] = sums[strip][0];
-      partial[odd][warp][strip][row][lane % 4 * 2 + 1] = sums[strip][1];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = chains[strip][0][i] + chains[strip][1][2 + i];
+        if (STRIPS == 1) sum += chains[1][0][i] + chains[1][1][2 + i];
+        partial[odd][warp][strip][row][lane % 4 * 2 + i] = sum;
+      }
     }
     // One meeting is enough: who writes this half again has met all of its readers at the next tile.
 #ifndef BUG_NO_BARRIER
@@ -219,22 +228,21 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
       for (int i = 1; i < parts; ++i) sum += partial[odd][first_warp + i][strip][at_row][column];
       return sum;
     };
-    for (int i = part * WARP_SIZE + lane; i < rows * OUTPUTS; i += parts * WARP_SIZE) {
+    for (int i = mine; i < rows * OUTPUTS; i += parts * WARP_SIZE) {
       const int at_row = i / OUTPUTS, column = i % OUTPUTS, output = first + column;
       if (output >= outputs) continue;
       float y = summed(column / STRIP, at_row, column % STRIP);
-      if (bias) y += to_float(bias[output]);
-      const int64_t place = (int64_t)at_row * outputs + output;
       if (GATED) {
         float up = summed(1, at_row, column);
-        if (bias) up += to_float(bias[outputs + output]);
+        if (bias) {
+          y += to_float(bias[output]);
+          up += to_float(bias[outputs + output]);
+        }
         y = activate(to_float(from_float<DTYPE>(y))) * to_float(from_float<DTYPE>(up));
-      }
-      if (out) {
-        out[place] = from_float<OUT>(y);
       } else {
-        residual[place] = from_float<DTYPE>(to_float(residual[place]) + y);
+        y += i == mine ? added_to_mine : added(i);
       }
+      out[(int64_t)at_row * outputs + output] = from_float<OUT>(y);
     }
   }
 }

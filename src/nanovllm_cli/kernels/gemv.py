@@ -6,14 +6,15 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
 MAX_ROWS = 8
 WARPS = 8
 STRIP = 8
 """Weight rows that a warp multiplies at once."""
-LOADS = 8
+LOADS = 4
+"""16-byte loads of a lane that make a unit, as gemv.cu has it; of STEP columns each."""
 STEP = 32
 RESIDENT = 2
 """Blocks an SM holds, by the kernel's launch bounds."""
@@ -74,7 +75,7 @@ def gemv(
         target = out[first:last]
         args = (
             source[first:last], normed.weight if normed else None, weight, bias,
-            None if residual is None else target, target if residual is None else None,
+            None if residual is None else target, target,
             np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts),
             np.float32(normed.eps if normed else 0), np.float32(normed.offset if normed else 0),
         )  # fmt: skip
@@ -112,7 +113,7 @@ def parts_of(outputs: int, width: int, warp_outputs: int, strips: int, num_multi
     tiles enough for each block to have several."""
     units = -(-width // (STEP * LOADS // strips))
     parts = WARPS
-    while parts > 1 and units < 4 * parts:
+    while parts > 1 and units < 8 * parts:
         tiles = -(-outputs // (warp_outputs * WARPS // (parts // 2)))
         if tiles < 4 * RESIDENT * num_multiprocessors:
             break
@@ -127,7 +128,7 @@ def variant(
         ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("VECTOR", vector), ("STRIPS", strips),
         ("NORM", int(norm)), ("ACTIVATION", ACTIVATIONS[activation]),
     )  # fmt: skip
-    return Kernel("gemv", "gemv", constants)
+    return Kernel("gemv", "gemv", constants, mma_capability(dtype))
 
 
 def variants() -> list[Kernel]:
