@@ -17,6 +17,7 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
@@ -42,12 +43,169 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     )  # fmt: skip
 
 
-def tokens(engine: Engine, params: SamplingParams) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in run(engine, [(prompt, params) for prompt in PROMPTS])]
+def tokens(engine: Engine, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in run(engine, [(prompt, params) for prompt in prompts])]
 
 
-def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
-    expected = tokens(engine_on(folder, None), greedy(8))
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[int, ...]]:
+    return tokens(engine_on(folder, None), greedy(8))
+
+
+def test_greedy_tokens_are_those_of_the_cpu(folder: Path, expected: list[tuple[int, ...]]) -> None:
     device = EmulatedDevice()
     assert tokens(engine_on(folder, device), greedy(8)) == expected
     assert device.graphs
+
+
+def test_seeded_tokens_are_those_of_the_cpu(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=6, repetition_penalty=1.2)
+    assert tokens(engine_on(folder, EmulatedDevice()), params) == tokens(engine_on(folder, None), params)
+
+
+def test_eager_steps_and_failed_captures_give_the_same(
+    folder: Path, expected: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    eager = EmulatedDevice()
+    assert tokens(engine_on(folder, eager, eager=True), greedy(8)) == expected
+    assert not eager.graphs
+    failing = EmulatedDevice(capture_fails=True)
+    assert tokens(engine_on(folder, failing), greedy(8)) == expected
+    assert [record.message for record in caplog.records if "recorded" in record.message] == [
+        "the decode step could not be recorded and runs without graphs: no memory for a graph"
+    ]
+
+
+def test_a_decode_step_has_six_launches_a_layer_and_six(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    engine.add("a", [3, 4, 5], greedy(20))
+    for _ in range(4):
+        engine.step()
+    before = device.launcher.num_launches
+    engine.step()
+    assert len(device.graphs) == 1
+    assert device.launcher.num_launches - before == len(device.graphs[0].launches) <= 6 * SHAPE["num_hidden_layers"] + 6
+
+
+def test_a_bucket_has_one_graph_whoever_is_in_it(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    for prompts in (PROMPTS[:3], PROMPTS[1:], PROMPTS):
+        tokens(engine, greedy(4), prompts)
+    assert len(device.graphs) == 1, "three and four sequences share a bucket"
+
+
+def test_more_rows_than_gemv_takes(folder: Path) -> None:
+    prompts = [[i, i + 1, 2 * i] for i in range(3, 14)]
+    device = EmulatedDevice()
+    settings = {"max_num_seqs": 12, "max_num_batched_tokens": 64}
+    assert tokens(engine_on(folder, device, **settings), greedy(5), prompts) == tokens(
+        engine_on(folder, None, **settings), greedy(5), prompts
+    )
+    assert device.graphs
+
+
+def test_what_the_device_cannot_draw_is_drawn_on_the_host(folder: Path) -> None:
+    mixed = [
+        (PROMPTS[0], greedy(6, repetition_penalty=1.5, penalty_last_n=3)),
+        (PROMPTS[1], greedy(7)),
+        (PROMPTS[2], greedy(5, dry_multiplier=2.0, dry_allowed_length=1, dry_sequence_breakers=())),
+        (PROMPTS[3], SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, max_tokens=4)),
+    ]
+    found = [
+        [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in run(engine_on(folder, device), mixed)]
+        for device in (None, EmulatedDevice())
+    ]
+    assert found[0] == found[1]
+
+
+def test_logprobs_are_those_of_the_cpu(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=3, max_tokens=5)
+    ours, theirs = (
+        run(engine_on(folder, device), [(PROMPTS[2], params)])[0].outputs[0].logprobs for device in (EmulatedDevice(), None)
+    )
+    assert ours is not None
+    assert theirs is not None
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.token_id, mine.rank) == (other.token_id, other.rank)
+        assert mine.logprob == pytest.approx(other.logprob, abs=0.05), "bf16 steps apart"
+        assert mine.top[0][0] == other.top[0][0]
+
+
+def test_several_answers_to_a_prompt_and_preemption(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    wanted = [(PROMPTS[2], params), (PROMPTS[0], params)]
+
+    def answers(engine: Engine) -> list[list[tuple[int, ...]]]:
+        return [[answer.token_ids for answer in output.outputs] for output in run(engine, wanted)]
+
+    pressed = engine_on(folder, EmulatedDevice(), num_blocks=4, deterministic=True)
+    assert answers(pressed) == answers(engine_on(folder, EmulatedDevice(), deterministic=True))
+    assert pressed.stats().preemptions > 0
+    assert pressed.stats().used_blocks == 0
+
+
+def test_a_step_is_under_way_while_the_last_one_is_read(folder: Path) -> None:
+    engine = engine_on(folder, EmulatedDevice())
+    engine.add("a", [3, 4, 5], greedy(6))
+    under_way = []
+    while engine.has_unfinished():
+        engine.step()
+        under_way.append(engine._stepper._flight is not None)
+    assert under_way == [True] * 5 + [False]
+
+
+def test_deterministic_tokens_and_logprobs_depend_on_the_request_alone(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=5)
+
+    def answers(prompts: list[list[int]], **settings: Any) -> list[Any]:
+        engine = engine_on(folder, EmulatedDevice(), deterministic=True, **settings)
+        return [output.outputs[0].logprobs for output in run(engine, [(prompt, params) for prompt in prompts])]
+
+    together = answers(PROMPTS)
+    assert [answers([prompt])[0] for prompt in PROMPTS] == together
+    assert answers(PROMPTS, max_num_batched_tokens=7) == together
+    assert answers(PROMPTS[::-1], num_blocks=4)[::-1] == together
+
+
+def test_an_fp8_cache_and_half_precision_answer_close_by(folder: Path, expected: list[tuple[int, ...]]) -> None:
+    half = tokens(engine_on(folder, EmulatedDevice(), dtype="float16"), greedy(3))
+    eight = tokens(engine_on(folder, EmulatedDevice(), kv_cache_dtype="fp8"), greedy(3))
+    same = [sum(a[:3] == b for a, b in zip(expected, other, strict=True)) for other in (half, eight)]
+    assert min(same) >= 2, "random weights: near-ties are common"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float32"}, "float32 is not computed on a GPU"),
+        ({"block_size": 8}, "a KV cache with blocks of 8 tokens on a GPU"),
+    ],
+)
+def test_what_a_gpu_does_not_do_is_said(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        engine_on(folder, EmulatedDevice(), **settings)
+
+
+def test_old_gpus_compute_in_half_precision(folder: Path) -> None:
+    turing = EmulatedDevice(capability=75)
+    with pytest.raises(UnsupportedError, match="no bfloat16"):
+        engine_on(folder, turing)
+    with open_checkpoint(folder) as checkpoint:
+        config = EngineConfig(num_blocks=16, max_num_seqs=2)
+        assert Worker(checkpoint, config, platform=CudaPlatform(config, turing)).dtype == torch.float16
+
+
+def test_a_cache_is_sized_by_what_is_left(folder: Path) -> None:
+    def blocks(free: int, share: float = 0.5) -> int:
+        config = EngineConfig(
+            max_num_seqs=64, dtype="bfloat16", gpu_memory_utilization=share, max_num_batched_tokens=32
+        )
+        with open_checkpoint(folder) as checkpoint:
+            return Worker(checkpoint, config, platform=CudaPlatform(config, EmulatedDevice(free=free))).num_blocks
+
+    assert blocks(1 << 30) == 64 * 8, "no more than all sequences need"
+    assert 0 < blocks((512 << 20) + (2 << 20)) < 64 * 8
+    with pytest.raises(DoesNotFitError, match="no room for the KV cache"):
+        blocks(1 << 30, 0.25)
