@@ -134,13 +134,13 @@ def test_logprobs_are_those_of_the_cpu(folder: Path) -> None:
 
 
 def test_several_answers_to_a_prompt_and_preemption(folder: Path) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=30, ignore_eos=True)
     wanted = [(PROMPTS[2], params), (PROMPTS[0], params)]
 
     def answers(engine: Engine) -> list[list[tuple[int, ...]]]:
         return [[answer.token_ids for answer in output.outputs] for output in run(engine, wanted)]
 
-    pressed = engine_on(folder, EmulatedDevice(), num_blocks=4, deterministic=True)
+    pressed = engine_on(folder, EmulatedDevice(), num_blocks=6, deterministic=True)
     assert answers(pressed) == answers(engine_on(folder, EmulatedDevice(), deterministic=True))
     assert pressed.stats().preemptions > 0
     assert pressed.stats().used_blocks == 0
