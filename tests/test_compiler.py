@@ -220,6 +220,23 @@ def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     assert "nvidia-cuda-nvrtc" in str(raised.value.hint)
 
 
+def test_compiler_that_cupy_does_not_find_is_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import nvrtc
+
+    answers = [RuntimeError("CuPy failed to load libnvrtc.so.13"), nvrtc.getVersion()]
+
+    def version() -> tuple[int, int]:
+        answer = answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    loaded: list[str] = []
+    monkeypatch.setattr("ctypes.CDLL", loaded.append)
+    assert compiler._version_of(SimpleNamespace(getVersion=version)) == nvrtc.getVersion()
+    assert all("libnvrtc.so" in name for name in loaded)
+
+
 def test_headers_are_found_where_a_toolkit_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     major = int(compiler.toolchain().nvrtc_version.split(".")[0])
     (tmp_path / "include").mkdir()

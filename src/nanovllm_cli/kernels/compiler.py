@@ -8,6 +8,7 @@ and built again. A folder that can't be written costs the time to compile and no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -71,12 +72,13 @@ def compile(kernel: Kernel, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
     """
     tools = toolchain()
     options = (*OPTIONS, *kernel.defines, *extra, f"-arch={arch}")
-    sources = {path.name: path.read_text() for path in (SOURCES / f"{kernel.stem}.cu", *sorted(SOURCES.glob("*.cuh")))}
+    path = SOURCES / f"{kernel.stem}.cu"
+    sources = {file.name: file.read_text() for file in (path, *sorted(SOURCES.glob("*.cuh")))}
     versions = (tools.nvrtc_version, tools.headers_version, tools.driver_version)
     key = hashlib.sha256(json.dumps([kernel.entry, options, versions, sources]).encode()).hexdigest()
     compiled = _load(key)
     if compiled is None:
-        cubin, log = _compile(sources[f"{kernel.stem}.cu"], kernel, arch, options, tools)
+        cubin, log = _compile(sources[path.name], kernel, arch, options, tools)
         compiled = Compiled(cubin, _resources(log, kernel))
         _store(key, compiled)
     return compiled
@@ -124,8 +126,8 @@ def toolchain() -> Toolchain:
     except ImportError as error:
         raise UnsupportedError(f"GPU kernels need CuPy: {error}", _install("13")) from error
     try:
-        major, minor = nvrtc.getVersion()
-    except Exception as error:  # CuPy's loader has no error of its own for it
+        major, minor = _version_of(nvrtc)
+    except RuntimeError as error:
         raise UnsupportedError(f"CuPy finds no NVRTC, the CUDA compiler: {error}", _install_wheels("13")) from error
     headers = next((folder for folder in _header_folders(major) if _headers_version(folder)[0] == major), None)
     if headers is None:
@@ -138,6 +140,19 @@ def toolchain() -> Toolchain:
     version = ".".join(map(str, _headers_version(headers)))
     driver = runtime.driverGetVersion()  # 0 without a driver
     return Toolchain(nvrtc, f"{major}.{minor}", version, f"{driver // 1000}.{driver % 1000 // 10}", (headers, other))
+
+
+def _version_of(nvrtc: Any) -> tuple[int, int]:
+    """Loads the library, too. CuPy before 14 looks for it in toolkits only, but takes one that is loaded already."""
+    try:
+        version: tuple[int, int] = nvrtc.getVersion()
+    except RuntimeError:
+        places = [place for package in ("nvidia.cu13", "nvidia.cuda_nvrtc") for place in _places(package)]
+        for library in (file for place in places for file in sorted(Path(place).glob("lib/libnvrtc.so.*"))):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library))
+        version = nvrtc.getVersion()
+    return version
 
 
 def _header_folders(major: int) -> list[Path]:
