@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import SMALL, greedy, random_model, run, save
+from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
@@ -167,6 +168,17 @@ def test_deterministic_tokens_and_logprobs_depend_on_the_request_alone(folder: P
     assert [answers([prompt])[0] for prompt in PROMPTS] == together
     assert answers(PROMPTS, max_num_batched_tokens=7) == together
     assert answers(PROMPTS[::-1], num_blocks=4)[::-1] == together
+
+
+def test_whole_prompts_on_hopper_go_to_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaAttention, "long_prompt", 3)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+    hopper, ampere = EmulatedDevice(capability=90), EmulatedDevice(capability=80)
+    settings = {"max_num_batched_tokens": 64}
+    found = tokens(engine_on(folder, hopper, **settings), greedy(4), prompts)
+    assert found == tokens(engine_on(folder, ampere, **settings), greedy(4), prompts)
+    assert "prefill_attention" not in hopper.launcher.launches
+    assert "prefill_attention" in ampere.launcher.launches
 
 
 def test_an_fp8_cache_and_half_precision_answer_close_by(folder: Path, expected: list[tuple[int, ...]]) -> None:

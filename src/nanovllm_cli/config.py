@@ -32,6 +32,7 @@ class EngineConfig:
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
     kv_cache_dtype: "auto" is the compute type; "fp8" (e4m3, unscaled) halves the cache, on a GPU.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
+    programmatic_launch: kernels on a GPU may start before the one ahead of them ends (compute capability 9.0, with cuda.core).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
@@ -54,6 +55,7 @@ class EngineConfig:
     threads: int | None = None
     deterministic: bool = False
     eager: bool = False
+    programmatic_launch: bool = False
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:

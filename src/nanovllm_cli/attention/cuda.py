@@ -4,15 +4,21 @@ A step of decodes takes decode_attention, which reads all lengths on the device 
 prefill_attention, whose work is divided on the host. A deterministic GPU takes the second for both: a token's K and V must have
 the same bits whether it was decoded or, after a preemption, computed again in a chunk.
 
+On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
+cached before, so causal attention over what this step wrote is all there is.
+
 Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
@@ -24,21 +30,29 @@ from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, pr
 from nanovllm_cli.kernels.rope_cache import rope_and_cache
 from nanovllm_cli.model_spec import AttentionSpec
 
+HOPPER = 90
 Shape = tuple[int, int, int, int]
 """Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
 
 
 class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens [B], and for a step that is not decodes only, the work by shape."""
+    """Of one batch: slots [T], block tables [B, P], kv_lens [B]; for a step that is not decodes only the work by shape; where all
+    sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
-    work: dict[Shape, PrefillWork] | None
+    work: dict[Shape, PrefillWork] | None = None
+    prompts: list[int] | None = None
 
 
 class CudaAttention:
-    """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens."""
+    """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
+
+    long_prompt: tokens from which on prompts are worth a launch each.
+    """
+
+    long_prompt = 512
 
     def __init__(
         self,
@@ -56,6 +70,7 @@ class CudaAttention:
         self.cache_dtype = cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
+        self._specs = specs
         self._shapes = {_shape(spec) for spec in specs}
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         if not deterministic:
@@ -82,6 +97,8 @@ class CudaAttention:
         if host.num_tokens == host.num_seqs and not self.deterministic:
             return self.decode_step(batch)
         starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
+        if self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
+            return self.decode_step(batch)._replace(prompts=starts.tolist())
         work = {}
         for shape in self._shapes:
             tiles = prefill_tiles(
@@ -93,7 +110,7 @@ class CudaAttention:
 
     def decode_step(self, batch: Batch) -> CudaStep:
         """One token a sequence; nothing is read on the host, and a kv_len of 0 is a row of padding."""
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, None)
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens)
 
     def attend(
         self,
@@ -115,6 +132,8 @@ class CudaAttention:
         )  # fmt: skip
         scale = dim**-0.5 if spec.scale is None else spec.scale
         softcap = spec.softcap or 0.0
+        if step.prompts is not None:
+            return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
         if step.work is None:
             return decode_attention(
                 self.launcher, q, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
@@ -124,6 +143,26 @@ class CudaAttention:
             self.launcher, q, *cache, step.work[shape], step.block_tables, self._counters,
             scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
         )  # fmt: skip
+
+    @property
+    def _takes_flash_attention(self) -> bool:
+        plain = all(spec.window is None and not spec.softcap and not spec.sinks for spec in self._specs)
+        same_type = self.cache_dtype == self.dtype
+        return self.launcher.capability == HOPPER and plain and same_type and not self.deterministic
+
+    def _whole_prompts(
+        self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float
+    ) -> torch.Tensor:
+        """q [T, H, D] -> [T, H * D], a sequence at a time."""
+        out = torch.empty_like(q)
+        for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
+            blocks_used = tables[sequence, : -(-(end - start) // self.block_size)].long()
+            k, v = (side[blocks_used].transpose(0, 1).flatten(1, 2)[:, : end - start] for side in cache)
+            found = scaled_dot_product_attention(
+                q[start:end].transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+            )
+            out[start:end] = found[0].transpose(0, 1)
+        return out.flatten(1)
 
 
 def _shape(spec: AttentionSpec) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -51,6 +52,7 @@ def load(name: str, options: ModelOptions, config: EngineConfig, console: Consol
         progress=ProgressLine(console),
     )
     signals.check()
+    gc.freeze()  # libraries and model stay: with hundreds of sequences, looking through them again took half of a step's Python
     console.say(f"{name}: {llm.resolved}", "dim")
     return Loaded(llm, time.monotonic() - began)
 

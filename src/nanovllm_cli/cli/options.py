@@ -120,6 +120,12 @@ class EngineOptions:
     eager: Annotated[
         bool, option("--eager", help="On a GPU: launch every kernel, record no step as a graph.", panel=ENGINE)
     ] = False
+    programmatic_launch: Annotated[
+        bool,
+        option(
+            "--programmatic-launch", help="On a GPU from 9.0 up: start kernels before the one ahead ends.", panel=ENGINE
+        ),
+    ] = False
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
     deterministic: Annotated[
         bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
@@ -139,6 +145,7 @@ class EngineOptions:
             device=model.device,
             deterministic=self.deterministic,
             eager=self.eager,
+            programmatic_launch=self.programmatic_launch,
             kv_cache_dtype=self.kv_cache_dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             **{name: value for name, value in given.items() if value is not None},

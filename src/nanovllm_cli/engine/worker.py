@@ -114,7 +114,7 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     index = int(number or 0)
     reason = why_unavailable(index)
     if reason is None:
-        return CudaPlatform(config, CudaDevice(index))
+        return CudaPlatform(config, CudaDevice(index, config.programmatic_launch))
     if kind != "auto":
         raise reason
     return CpuPlatform(config, progress)
