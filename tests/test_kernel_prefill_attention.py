@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -131,8 +132,204 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", SHAPES, ids=[f"{s[4]}-{s[5]}-{s[6]}-{s[2]}x{s[3]}".replace("torch.", "") for s in SHAPES])
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=[f"{s[4]}-{s[5]}-{s[6]}-{s[2]}x{s[3]}".replace("torch.", "") for s in SHAPES]
+)
 def test_attention_is_close_to_the_formula(shape: tuple, order: int) -> None:
     *sizes, capability = shape
     sequences = case(*sizes)
     assert_close(sequences, run(sequences, Emulator(order, capability)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 20},
+        {"window": 1},
+        {"softcap": 2.0},
+        {"sinks": torch.tensor([0.5, -3.0, 4.0, 0.0])},
+        {"window": 70, "softcap": 5.0, "sinks": torch.tensor([2.0, 0.0, -1.0, 1.0])},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_window_softcap_and_sinks(options: dict, kv_dtype: torch.dtype | None, order: int) -> None:
+    sequences = case(*SMALL, 4, 2, 64, BF16, kv_dtype)
+    assert_close(sequences, run(sequences, Emulator(order), **options), **options)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"window": 300, "sinks": torch.tensor([1.0, -2.0])}], ids=["plain", "window"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_caches_are_divided_and_counters_are_ready_for_the_next_launch(
+    deterministic: bool, options: dict, order: int
+) -> None:
+    """Divided over 16 multiprocessors; on one, a deterministic item walks through all splits."""
+    sequences = case((1, 3, 18), (640, 400, 300), 2, 1, 64, BF16)
+    emulator = Emulator(order, num_multiprocessors=16)
+    counters = kernel.new_counters(emulator)
+    for _ in range(2):
+        got = run(sequences, emulator, deterministic=deterministic, split_keys=256, counters=counters, **options)
+        assert_close(sequences, got, **options)
+    if deterministic:
+        assert torch.equal(
+            got, run(sequences, Emulator(order, num_multiprocessors=1), deterministic=True, split_keys=256, **options)
+        )
+
+
+def chunk(whole: Case, seq: int, begin: int, end: int) -> Case:
+    """One sequence's tokens from begin to end, alone, as a chunk over the same cache; its table is narrower."""
+    first = int(whole.starts[seq])
+    length = int(whole.lens[seq]) - (int(whole.starts[seq + 1]) - first) + end
+    return whole._replace(
+        q=whole.q[first + begin : first + end].contiguous(),
+        starts=np.array([0, end - begin], np.int32),
+        lens=np.array([length], np.int32),
+        tables=whole.tables[seq : seq + 1, : -(-length // 16)].contiguous(),
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 100, "softcap": 8.0, "sinks": torch.tensor([1.0, 0.0, -1.0])}], ids=["plain", "all"]
+)
+def test_bits_depend_on_neither_batch_nor_chunks_nor_the_number_of_multiprocessors(options: dict) -> None:
+    sequences = case((70, 30), (170, 30), 3, 1, 64, BF16)
+    sequences.q[:] *= 8  # the largest score changes often, and late
+    options = options | {"deterministic": True, "split_keys": 64}
+    whole = run(sequences, Emulator(num_multiprocessors=1), **options)
+    for multiprocessors, cuts in ((1, (0, 1, 2, 19, 69, 70)), (64, (0, 33, 70)), (64, (0, 5, 69, 70))):
+        emulator = Emulator(num_multiprocessors=multiprocessors)
+        chunks = [run(chunk(sequences, 0, *cut), emulator, **options) for cut in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(chunks), whole[:70])
+    assert_close(
+        sequences, whole, **{key: value for key, value in options.items() if key in ("window", "softcap", "sinks")}
+    )
+
+
+def test_padding_rows_of_a_static_batch_are_zeros() -> None:
+    sequences = case((1, 5), (20, 0), 2, 1, 64, BF16)
+    padded = sequences._replace(
+        q=torch.cat((sequences.q, torch.full_like(sequences.q[:2], float("nan")))),
+        starts=np.append(sequences.starts, (7, 8)).astype(np.int32),
+        lens=np.append(sequences.lens, (0, 0)).astype(np.int32),
+        tables=torch.nn.functional.pad(sequences.tables, (0, 0, 0, 2)),
+    )
+    for sinks in (None, torch.ones(2)):
+        got = run(padded, Emulator(), sinks=sinks)
+        assert not got[6:].any()
+        assert_close(sequences, got[:6], sinks=sinks)
+
+
+def test_no_tokens_is_no_launch() -> None:
+    emulator = Emulator()
+    nothing = case((1,), (3,), 2, 1, 64, BF16)._replace(
+        q=torch.empty(0, 2, 64, dtype=BF16), starts=np.zeros(2, np.int32), lens=np.array([4], np.int32)
+    )
+    assert run(nothing, emulator).shape == (0, 128)
+    assert not emulator.launches
+
+
+def test_each_row_and_key_has_one_item_and_the_longest_come_first() -> None:
+    for deterministic, multiprocessors in itertools.product((False, True), (1, 8, 132)):
+        emulator = Emulator(num_multiprocessors=multiprocessors)
+        starts, lens = np.array([0, 300, 301, 365]), np.array([5000, 9000, 64])
+        work = kernel.prefill_tiles(
+            emulator, starts, lens, 8, 2, 128, BF16, BF16, window=4000, deterministic=deterministic
+        )
+        items = work.items.numpy()
+        seen = {}
+        for seq, token, position, row, rows, begin, end, *_ in items.tolist():
+            assert token == starts[seq]
+            assert position == lens[seq] - (starts[seq + 1] - starts[seq])
+            seen.setdefault((seq, row, rows), []).append((begin, end))
+        for seq in range(3):
+            rows = sorted((row, count) for number, row, count in seen if number == seq)
+            assert [row for row, _ in rows] == [sum(count for _, count in rows[:i]) for i in range(len(rows))]
+            assert sum(count for _, count in rows) == 4 * (starts[seq + 1] - starts[seq])
+        for (seq, row, rows), ranges in seen.items():
+            first = lens[seq] - (starts[seq + 1] - starts[seq]) + row // 4
+            ranges.sort()
+            assert ranges[0][0] == max(0, first + 1 - 4000)
+            assert ranges[-1][1] == first + (row % 4 + rows - 1) // 4 + 1
+            assert all(a[1] == b[0] and a[1] % 64 == 0 for a, b in itertools.pairwise(ranges))
+        lengths = items[:, 6] - items[:, 5]
+        assert (np.diff(lengths) <= 0).all()
+        assert (items[items[:, 9] > 1, 10].max(initial=-1) + 1) * 2 <= kernel.new_counters(emulator).numel()
+
+
+@pytest.mark.parametrize("bug", ["NO_BARRIER", "NO_WAIT", "NEXT_PAGE", "NO_MASK", "NO_TAIL", "NO_RESET"])
+def test_a_planted_bug_is_found(bug: str) -> None:
+    sequences = case((1, 35), (400, 90), 2, 1, 64, BF16)
+    found = False
+    for order in ORDERS:
+        try:
+            assert_close(sequences, run(sequences, Emulator(order, num_multiprocessors=16, bugs=(bug,))))
+        except (KernelFailed, AssertionError):
+            found = True
+    assert found
+
+
+@pytest.mark.parametrize("bugs", [(), ("INT_OVERFLOW",)])
+def test_a_cache_of_more_than_2_to_the_32_elements(bugs: tuple[str, ...]) -> None:
+    """In 32 bits its last blocks are its first ones, which are zeros. Memory is resident where it is written."""
+    sequences = case((3,), (20,), 1, 1, 64, BF16, FP8)
+    blocks = 2**32 // (16 * 64) + 8
+    caches = [cpu.zeros(blocks * 16 * 64, FP8).view(blocks, 1, 16, 64) for _ in range(2)]
+    for large, small in zip(caches, (sequences.k_cache, sequences.v_cache), strict=True):
+        for i in range(2):
+            large[blocks - 2 + i] = small[sequences.tables[0, i]]
+    far = sequences._replace(
+        k_cache=caches[0], v_cache=caches[1], tables=torch.tensor([[blocks - 2, blocks - 1]]).int()
+    )
+    got = run(far, Emulator(bugs=bugs))
+    if bugs:
+        with pytest.raises(AssertionError):
+            assert_close(sequences, got)
+    else:
+        assert_close(sequences, got)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda c: {"q": c.q.float()},
+        lambda c: {"q": c.q.half()},
+        lambda c: {"q": c.q.transpose(0, 1).contiguous().transpose(0, 1)},
+        lambda c: {"q": c.q[:, :, :62].contiguous()},
+        lambda c: {"v_cache": c.v_cache[1:].clone()},
+        lambda c: {"v_cache": c.v_cache.half()},
+        lambda c: {"k_cache": c.k_cache.transpose(1, 2)},
+        lambda c: {"k_cache": c.k_cache[:, :, :8].contiguous(), "v_cache": c.v_cache[:, :, :8].contiguous()},
+        lambda c: {"tables": c.tables.long()},
+        lambda c: {"scales": (torch.ones(2), torch.ones(2))},
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(bad) -> None:
+    sequences = case((3,), (20,), 4, 2, 64, BF16)
+    with pytest.raises((AssertionError, KeyError)):
+        run(sequences._replace(**bad(sequences)), Emulator())
+
+
+def test_fp8_needs_its_scales() -> None:
+    sequences = case((3,), (20,), 4, 2, 64, BF16, FP8)
+    with pytest.raises(AssertionError):
+        run(sequences._replace(scales=None), Emulator())
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "capability", "word"), [(64, BF16, 75, "float16"), (512, BF16, 90, "512"), (65, FP16, 90, "65")]
+)
+def test_what_no_tiling_takes_is_refused(dim: int, dtype: torch.dtype, capability: int, word: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        run(case((1,), (3,), 1, 1, dim, dtype), Emulator(capability=capability))
+    assert word in refused.value.message + str(refused.value.hint)
+
+
+@pytest.mark.parametrize("capability", kernel.SHARED_KB)
+def test_tiles_fit_the_shared_memory_of_a_block(capability: int) -> None:
+    for dim in range(2, 258, 2):
+        for kv_dtype in (FP16, FP8):
+            tile = kernel.tiling(capability, dim, FP16, kv_dtype)
+            assert tile.shared_bytes <= (kernel.SHARED_KB[capability] - (capability >= 80)) << 10
+            assert kernel.KEY_ALIGNMENT % tile.keys == 0

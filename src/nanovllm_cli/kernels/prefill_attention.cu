@@ -20,48 +20,7 @@
 // the same operations whether one item walks through several such ranges or each has an item of its own. Key tiles that a row
 // does not see change none of its bits, rows of an mma are independent, and arithmetic is in intrinsics that the compiler may not
 // contract: a row's bits depend on its sequence and position, not on the rows beside it, nor on where a chunk begins.
-#include "common.cuh"
-
-constexpr int THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = 16 * WARPS * ROW_TILES;
-constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in shared memory, with zeros behind HEAD_DIM
-constexpr int COLUMNS = DIM / 8;                // 16-byte chunks of a row, and mma tiles of the output
-constexpr bool SWIZZLED = COLUMNS % 8 == 0;
-constexpr int STRIDE = SWIZZLED ? DIM : DIM + 8;
-constexpr bool QUANTIZED = sizeof(KV_DTYPE) == 1;
-constexpr int RAW_CHUNKS = DIM / WIDEST<KV_DTYPE>;
-constexpr int PIECE = 4 * WARP_SIZE * (COLUMNS + 1);  // floats of 16 rows' sums in scratch
-constexpr int TILE = KEYS * STRIDE;
-constexpr int RAW_TILE = KEYS * DIM;
-constexpr float LOG2_E = 1.4426950408889634f;
-
-struct Item {
-  int sequence;
-  int first_token;     // of the sequence, in q
-  int first_position;  // of that token
-  int first_row, rows;  // row r is head r % group of token first_token + r / group
-  int begin, end;       // keys
-  int piece, split, splits, counter;  // where its sums go in scratch, if it has to leave some
-};
-
-struct Problem {
-  const DTYPE* q;
-  const KV_DTYPE *k_cache, *v_cache;
-  const int* table;
-  const float *sinks, *v_scale;
-  DTYPE* out;
-  float* scratch;
-  int kv_heads, head, group, seen, fold_keys;
-  float softcap, to_score, to_log2;  // exponents of 2: those of e^2x in tanh, if there is a softcap; those of the scores
-
-  DEVICE int position(const Item& item, int row) const { return item.first_position + (item.first_row + row) / group; }
-  DEVICE int query_head(const Item& item, int row) const { return head * group + (item.first_row + row) % group; }
-  DEVICE int64_t query(const Item& item, int row) const {
-    const int64_t token = item.first_token + (item.first_row + row) / group;
-    return (token * kv_heads * group + query_head(item, row)) * HEAD_DIM;
-  }
-  DEVICE float* piece(int number) const { return scratch + ((int64_t)number * kv_heads + head) * PIECE; }
-};
+#include "prefill_sums.cuh"
 
 // ---- tiles into shared memory ----
 
@@ -83,26 +42,31 @@ DEVICE void copy_chunk(T* target, const T* row, int chunk, bool in_range) {
 
 // Keys outside of the item's range become zeros: what lies there may be anything, and 0 * NaN is not 0.
 DEVICE void copy_keys(const Problem& problem, int begin, int end, int first, KV_DTYPE* keys, KV_DTYPE* values) {
+  const int chunk = threadIdx.x % LANES;
+  if (chunk >= RAW_CHUNKS) return;
+  int block = 0;
 #pragma unroll
-  for (int i = threadIdx.x; i < KEYS * RAW_CHUNKS; i += THREADS) {
-    const int row = i / RAW_CHUNKS, chunk = i % RAW_CHUNKS, key = first + row;
+  for (int passed = 0; passed < KEYS; passed += STEP) {
+    const int row = passed + threadIdx.x / LANES, key = first + row;
 #if defined(BUG_NO_TAIL)
     const bool in_range = key < (end + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE;
+    const int source = key;
 #else
     const bool in_range = key >= begin && key < end;
+    const int source = min(max(key, begin), end - 1);
 #endif
 #if defined(BUG_NEXT_PAGE)
-    const int block = in_range ? problem.table[(key + 1) / BLOCK_SIZE] : 0;
+    if (passed % 16 == 0) block = problem.table[(source + 1) / BLOCK_SIZE];
 #else
-    const int block = in_range ? problem.table[key / BLOCK_SIZE] : 0;
+    if (passed % 16 == 0) block = problem.table[source / BLOCK_SIZE];  // 16 keys from here on share a block
 #endif
 #if defined(BUG_INT_OVERFLOW)
-    const int offset = ((block * problem.kv_heads + problem.head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM;
+    const int offset = ((block * problem.kv_heads + problem.head) * BLOCK_SIZE + source % BLOCK_SIZE) * HEAD_DIM;
 #else
-    const int64_t row_number = ((int64_t)block * problem.kv_heads + problem.head) * BLOCK_SIZE + key % BLOCK_SIZE;
+    const int64_t row_number = ((int64_t)block * problem.kv_heads + problem.head) * BLOCK_SIZE + source % BLOCK_SIZE;
     const int64_t offset = row_number * HEAD_DIM;
 #endif
-    const int target = QUANTIZED ? i * 16 : place(row, chunk);
+    const int target = QUANTIZED ? row * DIM + chunk * 16 : place(row, chunk);
     copy_chunk(keys + target, problem.k_cache + offset, chunk, in_range);
     copy_chunk(values + target, problem.v_cache + offset, chunk, in_range);
   }
@@ -146,133 +110,16 @@ DEVICE uint32_t dequantize(uint32_t word, int a) {
 
 // What this thread has copied, from raw to a tile.
 DEVICE void dequantize_keys(const uint8_t* raw, DTYPE* tile) {
+  const int chunk = threadIdx.x % LANES;
+  if (chunk >= RAW_CHUNKS) return;
 #pragma unroll
-  for (int i = threadIdx.x; i < KEYS * RAW_CHUNKS; i += THREADS) {
-    const Vector<uint32_t, 4> words = Vector<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(raw + i * 16));
+  for (int row = threadIdx.x / LANES; row < KEYS; row += STEP) {
+    const Vector<uint32_t, 4> words = Vector<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(raw + row * DIM + chunk * 16));
     for (int j = 0; j < 2; ++j) {
       Vector<uint32_t, 4> pairs;
       for (int k = 0; k < 4; ++k) pairs.at[k] = dequantize(words.at[2 * j + k / 2], k % 2 * 2);
-      pairs.store(reinterpret_cast<uint32_t*>(tile + place(i / RAW_CHUNKS, i % RAW_CHUNKS * 2 + j)));
+      pairs.store(reinterpret_cast<uint32_t*>(tile + place(row, 2 * chunk + j)));
     }
-  }
-}
-
-// ---- sums of rows, and their addition ----
-
-// A lane's share of TILES x 16 rows: of each 16, rows lane / 4 and lane / 4 + 8, and of each 8 columns two (the layout of an mma's
-// result). most: largest score; out and sum are relative to it, sum over the lane's own keys only.
-template <int TILES, int WIDTH>
-struct Sums {
-  float out[TILES][WIDTH][4], most[TILES][2], sum[TILES][2];
-
-  DEVICE void clear() {
-    for (int t = 0; t < TILES; ++t) {
-      for (int n = 0; n < WIDTH; ++n)
-        for (int i = 0; i < 4; ++i) out[t][n][i] = 0.0f;
-      for (int i = 0; i < 2; ++i) {
-        most[t][i] = NEGATIVE_INFINITY;
-        sum[t][i] = 0.0f;
-      }
-    }
-  }
-};
-
-DEVICE float log2_base(float most, float to_log2) { return most == NEGATIVE_INFINITY ? 0.0f : __fmul_rn(most, to_log2); }
-
-// How much the sums of two ranges of keys count in the sums of both; most becomes that of both.
-struct Shares {
-  float first[2], second[2];
-
-  DEVICE Shares(float* most, const float* second_most, float to_log2) {
-    for (int i = 0; i < 2; ++i) {
-      const float both = fmaxf(most[i], second_most[i]), base = log2_base(both, to_log2);
-      first[i] = exp2f(__fmaf_rn(most[i], to_log2, -base));
-      second[i] = exp2f(__fmaf_rn(second_most[i], to_log2, -base));
-      most[i] = both;
-    }
-  }
-  DEVICE float add(int half, float a, float b) const { return __fmaf_rn(a, first[half], __fmul_rn(b, second[half])); }
-};
-
-typedef Vector<float, 4> Floats;
-
-// Scratch for 16 rows: for each 8 columns, then for (most, sum) of both rows, four floats of each lane. Past the L1: other blocks
-// have written it.
-DEVICE Floats load_floats(const float* piece, int n, int lane) {
-  const float4 four = __ldcg(reinterpret_cast<const float4*>(piece) + n * WARP_SIZE + lane);
-  return {four.x, four.y, four.z, four.w};
-}
-
-template <int TILES>
-DEVICE void store_sums(const Sums<TILES, COLUMNS>& sums, int t, float* piece, int lane) {
-  float* mine = piece + 4 * lane;
-  for (int n = 0; n < COLUMNS; ++n)
-    Floats{sums.out[t][n][0], sums.out[t][n][1], sums.out[t][n][2], sums.out[t][n][3]}.store(mine + n * 4 * WARP_SIZE);
-  Floats{sums.most[t][0], sums.most[t][1], sums.sum[t][0], sums.sum[t][1]}.store(mine + COLUMNS * 4 * WARP_SIZE);
-}
-
-// sums = what lies in piece, then sums.
-template <int TILES>
-DEVICE void add_before(const Problem& problem, Sums<TILES, COLUMNS>& sums, int t, const float* piece, int lane) {
-  const Floats before = load_floats(piece, COLUMNS, lane);
-  float most[2] = {before.at[0], before.at[1]};
-  const Shares shares(most, sums.most[t], problem.to_log2);
-  for (int i = 0; i < 2; ++i) {
-    sums.most[t][i] = most[i];
-    sums.sum[t][i] = shares.add(i, before.at[2 + i], sums.sum[t][i]);
-  }
-#pragma unroll
-  for (int n = 0; n < COLUMNS; ++n) {
-    const Floats out = load_floats(piece, n, lane);
-    for (int i = 0; i < 4; ++i) sums.out[t][n][i] = shares.add(i / 2, out.at[i], sums.out[t][n][i]);
-  }
-}
-
-// Rows `row` and `row + 8` of the item, columns 8 * first_column and on, from sums to out.
-template <int TILES, int WIDTH>
-DEVICE void write_rows(const Problem& problem, const Item& item, const Sums<TILES, WIDTH>& sums, int t, int row,
-                       int first_column, int lane) {
-  for (int i = 0; i < 2; ++i, row += 8) {
-    float sum = warp_sum(sums.sum[t][i], 4), share = 1.0f;
-    if (row >= item.rows) continue;
-    if (problem.sinks) {
-      const float sink = problem.sinks[problem.query_head(item, row)] * LOG2_E;
-      const float most = sums.most[t][i] * problem.to_log2, base = fmaxf(most, sink);
-      share = exp2f(most - base);
-      sum = __fmaf_rn(sum, share, exp2f(sink - base));
-    }
-    const float factor = sum > 0.0f ? share / sum * (problem.v_scale ? problem.v_scale[problem.head] : 1.0f) : 0.0f;
-    DTYPE* target = problem.out + problem.query(item, row);
-#pragma unroll
-    for (int n = 0; n < WIDTH; ++n) {
-      const int column = 8 * (first_column + n) + 2 * (lane % 4);
-      if (column < HEAD_DIM)
-        Vector<DTYPE, 2>{from_float<DTYPE>(sums.out[t][n][2 * i] * factor), from_float<DTYPE>(sums.out[t][n][2 * i + 1] * factor)}
-            .store(target + column);
-    }
-  }
-}
-
-// The last block of a tile adds up the sums of all its items, in order. A warp takes 16 rows and a few columns at a time.
-DEVICE void combine(const Problem& problem, const Item& item, int first_piece, int pieces, int warp, int lane) {
-  constexpr int WIDTH = 4, PARTS = (COLUMNS + WIDTH - 1) / WIDTH;
-  for (int work = warp; work < pieces * PARTS; work += WARPS) {
-    const int tile = work / PARTS, first_column = work % PARTS * WIDTH;
-    Sums<1, WIDTH> sums;
-    sums.clear();
-#pragma unroll 4
-    for (int split = 0; split < item.splits; ++split) {
-      const float* piece = problem.piece(first_piece + split * pieces + tile);
-      const Floats next = load_floats(piece, COLUMNS, lane);
-      const Shares shares(sums.most[0], next.at, problem.to_log2);
-      for (int i = 0; i < 2; ++i) sums.sum[0][i] = shares.add(i, sums.sum[0][i], next.at[2 + i]);
-      for (int n = 0; n < WIDTH; ++n) {
-        if (first_column + n >= COLUMNS) break;
-        const Floats out = load_floats(piece, first_column + n, lane);
-        for (int i = 0; i < 4; ++i) sums.out[0][n][i] = shares.add(i / 2, sums.out[0][n][i], out.at[i]);
-      }
-    }
-    write_rows(problem, item, sums, 0, tile * 16 + lane / 4, first_column, lane);
   }
 }
 
@@ -303,11 +150,12 @@ DEVICE void attend_tile(const Problem& problem, const Item& item, Sums<TILES, CO
       }
     }
   }
-  if (problem.softcap > 0.0f) {
+  if (problem.softcap > 0.0f) {  // cap tanh(x), as a score: tanh(x) = 1 - 2 / (1 + e^2x)
+    const float slope = 2.0f * problem.to_log2 / problem.softcap, cap = problem.softcap * LOG2_E / problem.to_log2;
 #pragma unroll
     for (int i = 0; i < TILES * KEYS / 2; ++i) {
-      float& score = scores[i / (KEYS / 2)][i / 4 % (KEYS / 8)][i % 4];  // tanh(x) = 1 - 2 / (1 + e^2x)
-      score = problem.softcap * (1.0f - __fdividef(2.0f, 1.0f + exp2f(score * problem.to_score)));
+      float& score = scores[i / (KEYS / 2)][i / 4 % (KEYS / 8)][i % 4];
+      score = cap * (1.0f - __fdividef(2.0f, 1.0f + exp2f(score * slope)));
     }
   }
   if (hidden) {
@@ -329,7 +177,7 @@ DEVICE void attend_tile(const Problem& problem, const Item& item, Sums<TILES, CO
     for (int n = 0; n < KEYS / 8; ++n) most = fmaxf(most, fmaxf(scores[t][n][2 * j], scores[t][n][2 * j + 1]));
     most = warp_max(most, 4);
     base[t][j] = log2_base(most, problem.to_log2);
-    correction[t][j] = exp2f(__fmaf_rn(sums.most[t][j], problem.to_log2, -base[t][j]));
+    correction[t][j] = rescaling(sums.most[t][j], base[t][j], problem.to_log2);
     changed = changed || most != sums.most[t][j];
     sums.most[t][j] = most;
   }
@@ -382,16 +230,17 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
     copy_keys(problem, begin, end, key, keys, keys + (QUANTIZED ? RAW_TILE : TILE));
     commit_copies();
   };
-  for (int i = threadIdx.x; i < (pieces + TILES - 1) / TILES * TILES * 16 * COLUMNS; i += THREADS) {
-    const int row = i / COLUMNS, chunk = i % COLUMNS;
+  constexpr int QUERY_LANES = power_from(COLUMNS);
+  for (int row = threadIdx.x / QUERY_LANES; row < (pieces + TILES - 1) / TILES * TILES * 16; row += THREADS / QUERY_LANES) {
+    const int chunk = threadIdx.x % QUERY_LANES;
     const DTYPE* query = problem.q + (row < item.rows ? problem.query(item, row) : 0);
-    copy_chunk(queries + place(row, chunk), query, chunk, row < item.rows);
+    if (chunk < COLUMNS) copy_chunk(queries + place(row, chunk), query, chunk, row < item.rows);
   }
+  commit_copies();
   const int first_position = problem.position(item, first_row), last_position = problem.position(item, last_row);
   int key = begin / KEYS * KEYS, stage = 0;
-  bool folded = false;
   Sums<TILES, COLUMNS> sums;
-  copy_next(key, stage);
+  if (key < end) copy_next(key, stage);
   do {
     const int range_end = problem.fold_keys ? min(end, (key / problem.fold_keys + 1) * problem.fold_keys) : end;
     sums.clear();
@@ -411,9 +260,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
         stage ^= 1;
       }
       if (next < end) copy_next(next, stage);
-#if !defined(BUG_NO_TILE_BARRIER)
       if constexpr (QUANTIZED) __syncthreads();  // all threads' parts of the tile are there
-#endif
       if (active) {
 #if defined(BUG_NO_MASK)
         const bool hidden = false;
@@ -423,6 +270,7 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
         attend_tile<TILES>(problem, item, sums, queries + first_row * STRIDE, keys, keys + TILE, first_row, key, hidden, lane);
       }
     }
+    const bool folded = problem.fold_keys && (range_end - 1) / problem.fold_keys != begin / problem.fold_keys;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       float* piece = problem.piece(item.piece + warp * TILES + t);
@@ -430,7 +278,6 @@ DEVICE void attend(const Problem& problem, const Item& item, unsigned char* shar
       if (folded) add_before(problem, sums, t, piece, lane);
       if (range_end < end) store_sums(sums, t, piece, lane);
     }
-    folded = true;
   } while (key < end);
   wait_copies<0>();
   let_next_kernel_start();
@@ -474,18 +321,17 @@ prefill_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cac
   problem.v_cache = v_cache;
   problem.table = block_tables + (int64_t)item.sequence * table_width;
   problem.sinks = sinks;
-  problem.v_scale = v_scale;
+  problem.v_scale = v_scale ? v_scale[head] : 1.0f;
   problem.out = out;
   problem.scratch = scratch;
   problem.kv_heads = kv_heads;
   problem.head = head;
   problem.group = group;
+  problem.one_over_group = 0xffffffffu / group + 1;
   problem.seen = window > 0 ? window : 0x7fffffff;
   problem.fold_keys = fold_keys;
-  const float score_scale = k_scale ? scale * k_scale[head] : scale;
   problem.softcap = softcap;
-  problem.to_score = softcap > 0.0f ? 2.0f * LOG2_E * score_scale / softcap : 0.0f;
-  problem.to_log2 = softcap > 0.0f ? LOG2_E : score_scale * LOG2_E;
+  problem.to_log2 = scale * LOG2_E * (k_scale ? k_scale[head] : 1.0f);
   if (item.rows <= 16 * WARPS) {
     attend<1>(problem, item, shared, counters);
   } else if constexpr (ROW_TILES > 1) {
