@@ -1,0 +1,83 @@
+"""The kernels' tests on a real GPU, unchanged: with NANOVLLM_TEST_DEVICE=cuda an `Emulator` launches there.
+
+Tensors stay on the host. A launch takes the memory they lie in to the GPU, whole and with its contents, runs the kernel and
+brings it back: views of one memory stay views of one memory. Thread orders are the GPU's own, so there is one order. Skipped,
+with the reason: planted bugs, memory of gigabytes, and launches that read addresses from a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
+
+if TYPE_CHECKING:
+    from emulation.emulator import Emulator
+
+ENABLED = os.environ.get("NANOVLLM_TEST_DEVICE") == "cuda"
+MOST_BYTES = 1 << 30
+Dims = tuple[int, int, int]
+
+
+def missing() -> str | None:
+    """Why there is no GPU to test on, or None."""
+    from nanovllm_cli.kernels.launcher import why_unavailable
+
+    reason = why_unavailable()
+    return None if reason is None else reason.message
+
+
+def launch(
+    emulator: Emulator, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int
+) -> None:
+    """In the place of `Emulator.launch`."""
+    if emulator.bugs:
+        pytest.skip("planted bugs are for the emulation")
+    if emulator.only_block is not None:
+        pytest.skip("one block of a grid is for the emulation")
+    if kernel.stem == "blocks":
+        pytest.skip("its table has addresses of host memory")
+    if kernel.min_capability > (launcher := _launcher()).capability:
+        pytest.skip(f"this GPU is older than {kernel} needs")
+    try:
+        launch_there(launcher, kernel, grid, block, args, shared_bytes)
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # such as an illegal address: nothing runs in this process any more
+        pytest.exit(f"the GPU is lost after {kernel}: {str(error).splitlines()[0]}", 1)
+
+
+def launch_there(
+    launcher: Launcher, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int
+) -> None:
+    """On a launcher whose memory is another one than that of the tensors in args."""
+    moved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def there(arg: Arg) -> Arg:
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        storage = arg.untyped_storage()
+        if storage.nbytes() > MOST_BYTES:
+            pytest.skip("memory of gigabytes is for the emulation")
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in moved:
+            host = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            moved[key] = host, torch.empty_like(host, device=launcher.device).copy_(host)
+        memory = moved[key][1].untyped_storage()
+        view = torch.empty(0, dtype=arg.dtype, device=launcher.device)
+        return view.set_(memory, arg.storage_offset(), arg.shape, arg.stride())  # type: ignore[call-overload]
+
+    launcher.launch(kernel, grid, block, tuple(there(arg) for arg in args), shared_bytes)
+    for host, device in moved.values():
+        host.copy_(device)
+
+
+@functools.cache
+def _launcher() -> Launcher:
+    from nanovllm_cli.kernels.launcher import CudaLauncher
+
+    return CudaLauncher()
