@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/nanovllm run tiny "Once upon a time"
@@ -11,11 +11,15 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
-check: lint test
+check: lint test kernels
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# All GPU kernels for all architectures: minutes the first time, then from the cache.
+kernels: $(VENV)/.installed-test
+	$(BIN)/python scripts/kernel_resources.py
 
 clean:
 	rm -rf $(VENV)

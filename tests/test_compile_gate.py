@@ -1,0 +1,109 @@
+"""No kernel spills, and kernel_resources.json says what each takes. One architecture each; `make kernels` checks them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import kernel_resources as gate
+from nanovllm_cli.kernels import compiler
+from nanovllm_cli.kernels.compiler import Resources
+from nanovllm_cli.kernels.kernel import SOURCES, Kernel
+
+pytest.importorskip("cupy")
+JOBS = gate.jobs()
+SPILLING = """
+#include "common.cuh"
+// More live numbers than the 64 registers that 1024 threads leave each.
+KERNEL __launch_bounds__(1024) spilling(float* data) {
+  float kept[96];
+#pragma unroll
+  for (int i = 0; i < 96; ++i) kept[i] = data[threadIdx.x + 1024 * i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 96; ++i) data[threadIdx.x + 1024 * i] = kept[(7 * i + 1) % 96] * kept[i];
+}
+"""
+
+
+def one_each() -> list[tuple[Kernel, int]]:
+    """An architecture for each variant, by a hash of its name: together they cover all."""
+    fitting: dict[Kernel, list[int]] = {}
+    for kernel, capability in JOBS:
+        fitting.setdefault(kernel, []).append(capability)
+    return [
+        (kernel, capabilities[hashlib.sha256(str(kernel).encode()).digest()[0] % len(capabilities)])
+        for kernel, capabilities in fitting.items()
+    ]
+
+
+def test_every_source_is_in_some_modules_variants() -> None:
+    assert {kernel.stem for kernel, _ in JOBS} == {source.stem for source in SOURCES.glob("*.cu")}
+    assert len(set(JOBS)) == len(JOBS)
+
+
+def test_table_has_every_kernel_on_every_architecture() -> None:
+    names = {gate.name(kernel, capability) for kernel, capability in JOBS}
+    assert gate.read().kernels.keys() == names, "run python scripts/kernel_resources.py --write"
+
+
+def test_nothing_in_the_table_spills() -> None:
+    assert gate.spilling(gate.read().kernels) == []
+
+
+@pytest.mark.timeout(900)
+def test_kernels_take_what_the_table_says() -> None:
+    resources, errors = gate.measure(one_each())
+    table = gate.read()
+    expected = gate.Table(table.nvrtc, {name: taken for name, taken in table.kernels.items() if name in resources})
+    assert errors == []
+    assert gate.spilling(resources) == []
+    assert gate.differences(expected, resources, compiler.toolchain().nvrtc_version) == [], (
+        "see scripts/kernel_resources.py"
+    )
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "spilling.cu").write_text(SPILLING)
+    kernel = Kernel(str(tmp_path / "spilling"), "spilling", ())
+    resources, errors = gate.measure([(kernel, 80)])
+    assert errors == []
+    (taken,) = resources.values()
+    assert taken.spills > 0
+    assert taken.registers == 64
+    assert len(gate.spilling(resources)) == 1
+
+
+def test_kernel_that_does_not_compile_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "broken.cu").write_text("nothing")
+    resources, errors = gate.measure([(Kernel(str(tmp_path / "broken"), "broken", ()), 80)])
+    assert resources == {}
+    assert len(errors) == 1
+
+
+def test_differences_are_told() -> None:
+    taken, more = Resources(32, 128, 0, 0), Resources(40, 128, 0, 0)
+    table = gate.Table("13.5", {"a": taken, "gone": taken, "changed": taken})
+    measured = {"a": taken, "changed": more, "new": taken}
+    complaints = gate.differences(table, measured, "13.5")
+    assert [line.split()[0] for line in complaints] == ["new", "gone", "changed"]
+    # Another compiler allots registers its own way.
+    assert [line.split()[0] for line in gate.differences(table, measured, "13.6")] == ["new", "gone"]
+
+
+def test_table_is_written_a_line_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "TABLE", tmp_path / "table.json")
+    table = gate.Table("13.5", {"b": Resources(1, 2, 3, 4), "a<X=1>": Resources(5, 6, 7, 8)})
+    gate.write(table)
+    lines = gate.TABLE.read_text().splitlines()
+    assert [line for line in lines if "registers" in line] == [
+        '"a<X=1>": {"registers": 5, "shared": 6, "stack": 7, "spills": 8},',
+        '"b": {"registers": 1, "shared": 2, "stack": 3, "spills": 4}',
+    ]
+    assert json.loads("\n".join(lines))["nvrtc"] == "13.5"
+    assert gate.read() == table
