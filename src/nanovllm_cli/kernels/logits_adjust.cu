@@ -27,13 +27,6 @@ struct ColumnProbe {
   }
 };
 
-DEVICE uint32_t find_bound(const float* columns, int count, float peak, float temperature, int rank, Workspace& shared) {
-  const ColumnProbe probe{peak, temperature};
-  const Answer answer = find_limit(Source{columns, nullptr, count}, probe, {false, false, true, GAP_KEYS, (uint64_t)rank, 0, 0.0},
-                               shared);
-  return answer.found ? answer.limit + answer.tied : NO_KEY;
-}
-
 DEVICE float penalized(float logit, const Params& params, int count, bool in_prompt) {
   if (count || in_prompt) {
     if (params.repetition != 1.0f)
@@ -65,7 +58,7 @@ DEVICE void write_columns(float* columns, uint32_t key, int lanes) {
   if (threadIdx.x % lanes == 0) columns[(blockIdx.x * THREADS + threadIdx.x) / lanes] = logit_of(key);
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 2)
 largest_logits(const float* logits, float* adjusted, const int32_t* rows, const Params* table, int64_t* positions,
                const uint32_t* masks, const int32_t* stop_ids, const int32_t* bias_ids, const float* biases, uint16_t* counts,
                const uint32_t* prompt_bits, Scratch* scratches, int64_t* token_ids, int32_t* status, int vocabulary, int slice,
@@ -149,15 +142,17 @@ largest_logits(const float* logits, float* adjusted, const int32_t* rows, const 
   }
   if (reason) return;
   const int num_columns = slices * THREADS / column_lanes;
-  if (wants_bound) {
-    const int rank = params.top_k > 0 ? min(params.top_k, RANK_OF_BOUND) : RANK_OF_BOUND;
-    const uint32_t bound = find_bound(scratch.columns, num_columns, peak, params.temperature, rank, shared);
-    if (threadIdx.x == 0) scratch.gap_bound = bound;
-  }
-  if (wants_list) {
-    const uint32_t bound =
-        find_bound(scratch.original_columns, num_columns, original_peak, LOGPROB_TEMPERATURE, params.num_logprobs, shared);
-    if (threadIdx.x == 0) scratch.logprob_bound = bound;
+#pragma unroll 1
+  for (int of_original = 0; of_original < 2; ++of_original) {
+    if (!(of_original ? wants_list : wants_bound)) continue;
+    const Source columns{of_original ? scratch.original_columns : scratch.columns, nullptr, num_columns};
+    const ColumnProbe probe{of_original ? original_peak : peak, of_original ? LOGPROB_TEMPERATURE : params.temperature};
+    const int rank = of_original        ? params.num_logprobs
+                     : params.top_k > 0 ? min(params.top_k, RANK_OF_BOUND)
+                                        : RANK_OF_BOUND;
+    const Answer answer = find_limit(columns, probe, {false, false, true, GAP_KEYS, (uint64_t)rank, 0, 0.0}, shared);
+    const uint32_t bound = answer.found ? answer.limit + answer.tied : NO_KEY;
+    if (threadIdx.x == 0) (of_original ? scratch.logprob_bound : scratch.gap_bound) = bound;
   }
   let_next_kernel_start();
 }

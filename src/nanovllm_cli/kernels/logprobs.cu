@@ -1,11 +1,11 @@
 // The third of sampling's kernels: the drawn token's log-probability and rank, and the most likely tokens with theirs.
 //
-// All are of the model's own logits: log p = logit - largest - log(sum of weights at temperature 1), in float64 at the end. Ranks
-// count from 1, by logit from the largest down, equal ones by id. Tokens of logit -infinity are left out of the list.
+// All are of the model's own logits: log p = logit - largest - log(sum of weights at temperature 1), in float64 at the end.
+// Ranks count from 1, by logit from the largest down, equal ones by id. Tokens of logit -infinity are left out of the list.
 //
-// Grid (slices, rows), like draw_tokens: each block weighs its slice, counts what comes before the drawn token, and lists what lies
-// above the bound that logits_adjust.cu found; the row's last block ranks the list, where each token counts those before it. A
-// list that overflows (thousands of equal logits) is made anew from the row, by a search for the last token that belongs into it.
+// Grid (slices, rows), like draw_tokens: each block weighs its slice, counts what comes before the drawn token, and lists what
+// lies above the bound that logits_adjust.cu found; the row's last block ranks the list, where each token counts those before
+// it. A list that overflows (thousands of equal logits) is made anew from the row, by a search for the last that belongs in it.
 //
 // Only rows with num_logprobs >= 0 and status FINE are written: values, ranks [B]; top_ids, top_values [B, width], of which
 // num_logprobs are written, -1 and -infinity past the end of a short list.
@@ -26,11 +26,17 @@ struct RankProbe {
 DEVICE int list_from_row(const float* row, int vocabulary, int count, float* logits, int32_t* ids, Workspace& shared) {
   const Source source{row, nullptr, vocabulary};
   RankProbe probe;
-  Answer answer = find_limit(source, probe, {false, false, false, KEY_OF_MINUS_INFINITY, (uint64_t)count, 0, 0.0}, shared);
-  uint32_t last_key = answer.found ? answer.limit : KEY_OF_MINUS_INFINITY, last_id = 0;
-  if (answer.tied) {
+  uint32_t last_key = KEY_OF_MINUS_INFINITY, last_id = 0;
+  uint64_t left = count;
+#pragma unroll 1
+  for (bool by_id = false;; by_id = true) {
+    const uint32_t num_keys = by_id ? vocabulary : KEY_OF_MINUS_INFINITY;
+    const Answer answer = find_limit(source, probe, {false, false, false, num_keys, left, 0, 0.0}, shared);
+    if (!answer.found) break;
+    (by_id ? last_id : last_key) = answer.limit;
+    if (!answer.tied) break;
     probe.logit = last_key;
-    last_id = find_limit(source, probe, {false, false, false, (uint64_t)vocabulary, count - answer.before, 0, 0.0}, shared).limit;
+    left -= answer.before;
   }
   __syncthreads();
   if (threadIdx.x == 0) shared.num_listed = 0;
@@ -43,10 +49,10 @@ DEVICE int list_from_row(const float* row, int vocabulary, int count, float* log
   return shared.num_listed;
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 2)
 token_logprobs(const float* logits, const int32_t* rows, const Params* table, Scratch* scratches, const int64_t* token_ids,
-               const int32_t* status, float* values, int32_t* ranks, int32_t* top_ids, float* top_values, int vocabulary, int slice,
-               int width) {
+               const int32_t* status, float* values, int32_t* ranks, int32_t* top_ids, float* top_values, int vocabulary,
+               int slice, int width) {
   __shared__ Workspace shared;
   __shared__ float listed_logits[MAX_LISTED];
   __shared__ int32_t listed_ids[MAX_LISTED];

@@ -1,17 +1,18 @@
 // The second of sampling's kernels: draws a token for each row that is not greedy. It follows logits_adjust.cu.
 //
-// Tokens are ranked by logit from the largest down, equal ones by id. Kept are, in this order: by min_p what reaches a floor; by
-// top_k the first so many; by top_p the fewest of those that hold a share of their weight. Then Philox gives a number in [0, 1),
-// and the token drawn is the first, in order of ids, at which the running sum of kept weights passes that share of their total.
+// Tokens are ranked by logit from the largest down, equal ones by id. Kept are, in this order: by min_p what reaches a floor;
+// by top_k the first so many; by top_p the fewest of those that hold a share of their weight. Then Philox gives a number in
+// [0, 1), and the token drawn is the first, in order of ids, at which the running sum of kept weights passes that share of
+// their total.
 //
 // Grid (slices, rows). Each block weighs its slice and lists what lies above the bound that logits_adjust.cu found; the row's
-// last block finishes. Without top_k and top_p it descends into the slice that the number falls into. With them it looks for the
-// cuts in the list, 512 to 700 tokens in shared memory; a cut that lies below the list (a flat distribution and a large top_p, or
-// thousands of equal logits) is looked for in the whole row by the same search, at some 10 us a pass.
+// last block finishes. Without top_k and top_p it descends into the slice that the number falls into. With them it looks for
+// the cuts in the list, some 500 to 700 tokens in shared memory; a cut that lies below the list (a flat distribution and a
+// large top_p, or thousands of equal logits) is looked for in the whole row by the same search, at some 20 us a pass.
 //
-// A cut is found by a search over the keys' bits with sums of each bucket: the first pass in eighths of a gap, the next ones by 8
-// bits, until a bucket is kept whole or holds one token. Ties go on by logit (top_k only: different logits may have equal gaps,
-// since a division rounds) and by id. logits_adjust.cu has the arguments' shapes.
+// A cut is found by a search over the keys' bits with sums of each bucket: the first pass in eighths of a gap, the next ones by
+// 8 bits, until a bucket is kept whole or holds one token. Ties go on by logit (top_k only: different logits may have equal
+// gaps, since a division rounds) and by id. logits_adjust.cu has the arguments' shapes.
 #include "sampling.cuh"
 
 enum Step { TOP_K_GAPS, TOP_K_LOGITS, TOP_K_IDS, TOP_P_GAPS, TOP_P_IDS, DRAW };
@@ -64,10 +65,10 @@ DEVICE uint64_t kept_weight(const FilterProbe& probe, float logit, int id) {
 }
 
 // Which thread's weight the running sum over the block passes `aim` in, which is counted from there on afterwards. An aim of
-// NO_AIM stands for the share `uniform` of the block's sum. Begins with a barrier.
+// NO_AIM stands for the share shared.uniform of the block's sum. Begins with a barrier.
 constexpr uint64_t NO_AIM = ~(uint64_t)0;
 
-DEVICE int choose(uint64_t mine, uint64_t& aim, double uniform, Workspace& shared) {
+DEVICE int choose(uint64_t mine, uint64_t& aim, Workspace& shared) {
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   uint64_t upto = mine;
   for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
@@ -82,7 +83,7 @@ DEVICE int choose(uint64_t mine, uint64_t& aim, double uniform, Workspace& share
     if (i == warp) before += total;
     total += shared.parts[i];
   }
-  if (aim == NO_AIM) aim = (uint64_t)(uniform * (double)total);
+  if (aim == NO_AIM) aim = (uint64_t)(shared.uniform * (double)total);
   if (before <= aim && aim - before < mine) shared.chosen = threadIdx.x, shared.before = before;
   __syncthreads();
   aim -= shared.before;
@@ -91,7 +92,7 @@ DEVICE int choose(uint64_t mine, uint64_t& aim, double uniform, Workspace& share
 
 // The first id, of begin .. end - 1, at which the running sum of kept weights passes `aim`. Every warp adds up a part, and the
 // part that the aim falls into is divided again.
-DEVICE int draw_in_order(const float* row, int begin, int end, const FilterProbe& probe, uint64_t aim, double uniform,
+DEVICE int draw_in_order(const float* row, int begin, int end, const FilterProbe& probe, uint64_t aim,
                          Workspace& shared) {
   typedef Vector<float, VECTOR> Logits;
   constexpr int STEP = WARP_SIZE * VECTOR;
@@ -99,70 +100,70 @@ DEVICE int draw_in_order(const float* row, int begin, int end, const FilterProbe
     const int part = (end - begin + WARPS * STEP - 1) / (WARPS * STEP) * STEP;
     const int first = begin + threadIdx.x / WARP_SIZE * part, last = min(first + part, end);
     const int lane_first = first + threadIdx.x % WARP_SIZE * VECTOR;
-    uint64_t weights[VECTOR] = {}, mine = 0;
-#pragma unroll 4
+    uint64_t mine = 0;
+#pragma unroll 2
     for (int id = lane_first; id < last; id += STEP) {
       const Logits logits = Logits::load(row + id);
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) mine += weights[i] = kept_weight(probe, logits.at[i], id + i);
+      for (int i = 0; i < VECTOR; ++i) mine += kept_weight(probe, logits.at[i], id + i);
     }
     if (part == STEP) {
-      if (threadIdx.x == choose(mine, aim, uniform, shared)) {
-        int i = 0;
-        for (; i < VECTOR - 1 && aim >= weights[i]; ++i) aim -= weights[i];
-        shared.token = lane_first + i;
+      if (threadIdx.x == choose(mine, aim, shared)) {
+        int id = lane_first;
+        for (uint64_t weight; aim >= (weight = kept_weight(probe, row[id], id)); ++id) aim -= weight;
+        shared.token = id;
       }
       __syncthreads();
       return shared.token;
     }
     mine = reduce_warp(mine, Sum());
-    const int warp = choose(threadIdx.x % WARP_SIZE ? 0 : mine, aim, uniform, shared) / WARP_SIZE;
+    const int warp = choose(threadIdx.x % WARP_SIZE ? 0 : mine, aim, shared) / WARP_SIZE;
     begin += warp * part;
     end = min(begin + part, end);
   }
 }
 
-// The token that top_k and top_p, then `uniform`, choose from the source; -1 if a cut lies below it. is_whole: nothing that could
-// be drawn lies below. total: weight of all that reaches the floor.
-DEVICE int finish(const Source source, bool is_whole, FilterProbe probe, const Params& params, uint64_t total, double uniform,
-                  int vocabulary, Workspace& shared) {
-  if (params.top_k > 0) {
-    probe.step = TOP_K_GAPS;
-    Answer answer = find_limit(source, probe, {false, false, true, GAP_KEYS, (uint64_t)params.top_k, 0, 0.0}, shared);
-    if (!answer.found && !is_whole) return -1;
-    if (answer.found) probe.top_k = Cut{answer.limit};
-    if (answer.tied) {
-      uint64_t left = params.top_k - answer.before;
-      probe.step = TOP_K_LOGITS;
-      answer = find_limit(source, probe, {false, false, false, KEY_OF_MINUS_INFINITY, left, 0, 0.0}, shared);
-      probe.top_k.logit = answer.limit;
-      if (answer.tied) {
-        left -= answer.before;
-        probe.step = TOP_K_IDS;
-        answer = find_limit(source, probe, {false, false, false, (uint64_t)vocabulary, left, 0, 0.0}, shared);
-        probe.top_k.id = answer.limit;
-      }
+// What finish() returns in place of a token: a cut lies below the source; the cuts are known, and the row is to be drawn from.
+constexpr int UNDECIDED = -1, FROM_ROW = -2;
+
+// Finds the cuts of top_k and top_p in the source, and in a list the token. is_whole: nothing that could be drawn lies outside
+// the source. shared.total: weight of all that reaches the floor.
+DEVICE int finish(const Source& source, bool is_whole, FilterProbe& probe, const Params& params, int vocabulary,
+                  Workspace& shared) {
+  const Step after_top_k = params.top_p < 1.0 ? TOP_P_GAPS : DRAW;
+  probe.top_k = probe.top_p = Cut();
+  probe.step = params.top_k > 0 ? TOP_K_GAPS : after_top_k;
+  uint64_t left = params.top_k;  // tokens that are still to be kept
+  for (;;) {
+    const Step step = probe.step;
+    if (step == DRAW && !source.ids) return FROM_ROW;
+    const bool is_by_gap = step == TOP_K_GAPS || step == TOP_P_GAPS, is_weighted = step == TOP_P_GAPS || step == DRAW;
+    const uint32_t num_keys = is_by_gap ? GAP_KEYS : step == TOP_K_LOGITS ? KEY_OF_MINUS_INFINITY : vocabulary;
+    Question question{is_weighted, step == DRAW, is_by_gap, num_keys, is_weighted ? 0 : left, 0, params.top_p};
+    if (step == DRAW) question.share = shared.uniform;
+    if (step == TOP_P_GAPS && params.top_k == 0) question.total = shared.total;
+    const Answer answer = find_limit(source, probe, question, shared);
+    if (!answer.found && !(step == TOP_K_GAPS && is_whole)) return UNDECIDED;
+    if (step == DRAW) return (int)answer.limit - 1;
+    if (step == TOP_K_GAPS && answer.found) probe.top_k.gap = answer.limit;
+    if (step == TOP_K_LOGITS) probe.top_k.logit = answer.limit;
+    if (step == TOP_K_IDS) probe.top_k.id = answer.limit;
+    if (step == TOP_P_GAPS) probe.top_p.gap = answer.limit;
+    if (step == TOP_P_IDS) probe.top_p.id = answer.limit;
+    if (!answer.tied) {
+      probe.step = step < TOP_P_GAPS ? after_top_k : DRAW;
+      continue;
     }
-    total = 0;  // of what top_k keeps: the next search adds it up
-  }
-  if (params.top_p < 1.0) {
-    probe.step = TOP_P_GAPS;
-    Answer answer = find_limit(source, probe, {true, false, true, GAP_KEYS, 0, total, params.top_p}, shared);
-    if (!answer.found) return -1;
-    probe.top_p = Cut{answer.limit};
-    if (answer.tied) {  // equal gaps weigh the same
-      const uint64_t weight = weight_of(answer.limit), left = shared.bucket.target - answer.before;
-      probe.step = TOP_P_IDS;
-      answer = find_limit(source, probe, {false, false, false, (uint64_t)vocabulary, (left + weight - 1) / weight, 0, 0.0}, shared);
-      probe.top_p.id = answer.limit;
+    probe.step = (Step)(step + 1);
+    left -= answer.before;
+    if (step == TOP_P_GAPS) {  // equal gaps weigh the same
+      const uint64_t weight = weight_of(answer.limit);
+      left = (shared.bucket.target - answer.before + weight - 1) / weight;
     }
   }
-  if (!source.ids) return draw_in_order(source.logits, 0, source.count, probe, NO_AIM, uniform, shared);
-  probe.step = DRAW;
-  return (int)find_limit(source, probe, {true, true, false, (uint64_t)vocabulary, 0, 0, uniform}, shared).limit - 1;
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 2)
 draw_tokens(const float* logits, const float* adjusted, const int32_t* rows, const Params* table, int64_t* positions,
             uint16_t* counts, Scratch* scratches, int64_t* token_ids, const int32_t* status, int vocabulary, int slice) {
   __shared__ Workspace shared;
@@ -171,11 +172,10 @@ draw_tokens(const float* logits, const float* adjusted, const int32_t* rows, con
   wait_for_previous_kernel();
   const int b = blockIdx.y, sequence = rows[b];
   if (sequence < 0 || status[b]) return;
-  const Params params = table[sequence];
+  const Params& params = table[sequence];
   if (params.is_greedy()) return;
   Scratch& scratch = scratches[b];
-  const int64_t position = positions[sequence];
-  const float* row = (params.adjusts(position) ? adjusted : logits) + (int64_t)b * vocabulary;
+  const float* row = (params.adjusts(positions[sequence]) ? adjusted : logits) + (int64_t)b * vocabulary;
   const int begin = blockIdx.x * slice, end = min(begin + slice, vocabulary);
   FilterProbe probe;
   probe.peak = scratch.peak;
@@ -203,19 +203,24 @@ draw_tokens(const float* logits, const float* adjusted, const int32_t* rows, con
   const int slices = gridDim.x;
   const uint64_t part = threadIdx.x < slices ? __ldcg(&scratch.totals[threadIdx.x]) : 0;
   total = reduce_block(part, Sum(), shared);
-  const double uniform = philox_uniform(params.seed, position);
-  int token = -1;
+  if (threadIdx.x == 0) shared.total = total, shared.uniform = philox_uniform(params.seed, positions[sequence]);
+  __syncthreads();
+  int token = FROM_ROW, first = 0, last = vocabulary;
+  uint64_t aim = NO_AIM;
   if (is_listed) {
     const int count = take_list(scratch, listed_logits, listed_ids);
-    const bool is_whole = bound >= GAP_KEYS || gap_key(probe.floor, probe.peak, probe.temperature) < bound;
-    if (count <= MAX_LISTED)
-      token = finish({listed_logits, listed_ids, count}, is_whole, probe, params, total, uniform, vocabulary, shared);
-    if (token < 0) token = finish({row, nullptr, vocabulary}, true, probe, params, total, uniform, vocabulary, shared);
+    const bool is_list_whole = bound >= GAP_KEYS || gap_key(probe.floor, probe.peak, probe.temperature) < bound;
+#pragma unroll 1
+    for (int whole_row = count > MAX_LISTED; whole_row < 2; ++whole_row) {
+      const Source source = whole_row ? Source{row, nullptr, vocabulary} : Source{listed_logits, listed_ids, count};
+      token = finish(source, whole_row || is_list_whole, probe, params, vocabulary, shared);
+      if (token != UNDECIDED) break;
+    }
   } else {
-    uint64_t aim = NO_AIM;
-    const int chosen = choose(part, aim, uniform, shared);
-    token = draw_in_order(row, chosen * slice, min((chosen + 1) * slice, vocabulary), probe, aim, uniform, shared);
+    first = choose(part, aim, shared) * slice;
+    last = min(first + slice, vocabulary);
   }
+  if (token == FROM_ROW) token = draw_in_order(row, first, last, probe, aim, shared);
   if (threadIdx.x == 0) {
     token_ids[b] = token;
     accept_token(token, params, sequence, vocabulary, positions, counts);

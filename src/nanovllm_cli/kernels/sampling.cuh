@@ -2,8 +2,8 @@
 //
 // The meaning is cpu_sampling.py's and engine/sampler.py's. Weights are integers, floor(2^40 * exp(-gap)) with
 // gap = (largest logit - logit) / temperature, so sums do not depend on how a row is divided among blocks and threads.
-// Likely tokens come first: every key below is smaller for what is more likely. A token further than MAX_GAP from the largest
-// weighs nothing: it is never drawn and never counted.
+// Likely tokens come first: every key below is smaller for what is more likely. A token further than MAX_GAP from the
+// largest weighs nothing: it is never drawn and never counted.
 #pragma once
 #include "common.cuh"
 
@@ -11,7 +11,7 @@ constexpr int THREADS = 512, WARPS = THREADS / WARP_SIZE;
 constexpr int MAX_SLICES = 128;    // blocks of a row
 constexpr int MAX_COLUMNS = 2048;  // groups of a row's logits whose largest is known
 constexpr int MAX_LISTED = 2048;   // tokens of a row that are looked at by themselves
-constexpr int AHEAD = 4;           // loads of a thread under way
+constexpr int AHEAD = VECTOR == 1 ? 4 : 2;  // loads of a thread under way
 constexpr float MAX_GAP = 28.0f, WEIGHT_ONE = 1099511627776.0f;
 constexpr uint32_t GAP_KEYS = 0x41e00001u;  // one more than the bits of MAX_GAP
 constexpr float LOGPROB_TEMPERATURE = 8.0f;  // so that MAX_GAP holds what may be in a list of the most likely
@@ -105,6 +105,18 @@ struct Histogram {
   uint32_t counts[BUCKETS], limbs[3][BUCKETS];
 };
 
+// Where a sum over tokens in order of their keys reaches a target. The keys, below `num_keys`, are what `key_of` gives for
+// each token, NO_KEY for one that does not take part. is_weighted: the sum is of weights, by `weight_of(gap)`, else a count.
+//
+// The target: `target` itself; or, where that is 0, of the sum over all of them (or `total` where not 0) either the part
+// `share`, rounded up, at least 1; or, for is_draw, one more than `share` of it, rounded down.
+struct Question {
+  bool is_weighted, is_draw, is_linear;
+  uint32_t num_keys;
+  uint64_t target, total;
+  double share;
+};
+
 struct Bucket {
   int index;  // -1: all of them together fall short
   uint32_t count;
@@ -112,10 +124,12 @@ struct Bucket {
 };
 
 struct Workspace {
+  Question question;
   uint64_t parts[WARPS];
   Histogram histogram;
   Bucket bucket;
-  uint64_t before;
+  uint64_t total, before;
+  double uniform;
   int chosen, token;
   int num_listed;
   bool is_last;
@@ -141,9 +155,7 @@ DEVICE uint64_t reduce_block(uint64_t value, Combine combine, Workspace& shared)
   value = reduce_warp(value, combine);
   __syncthreads();
   if (threadIdx.x % WARP_SIZE == 0) shared.parts[threadIdx.x / WARP_SIZE] = value;
-#ifndef BUG_REDUCE_WITHOUT_BARRIER
   __syncthreads();
-#endif
   uint64_t all = shared.parts[0];
   for (int warp = 1; warp < WARPS; ++warp) all = combine(all, shared.parts[warp]);
   return all;
@@ -163,19 +175,19 @@ DEVICE bool is_last_to_arrive(uint32_t* counter, Workspace& shared) {
 template <class Visit>
 DEVICE void visit_row(const float* row, int begin, int end, Visit visit) {
   typedef Vector<float, VECTOR> Logits;
-  for (int first = begin + threadIdx.x * VECTOR; first < end; first += AHEAD * THREADS * VECTOR) {
+  constexpr int STRIDE = THREADS * VECTOR;
+#ifdef BUG_TAIL
+  end = begin + (end - begin + STRIDE - 1) / STRIDE * STRIDE;
+#endif
+  for (int first = begin + threadIdx.x * VECTOR; first < end; first += AHEAD * STRIDE) {
     Logits logits[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
-      if (first + i * THREADS * VECTOR < end) logits[i] = Logits::load(row + first + i * THREADS * VECTOR);
+      if (first + i * STRIDE < end) logits[i] = Logits::load(row + first + i * STRIDE);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int id = first + i * THREADS * VECTOR;
-#ifndef BUG_TAIL
-      if (id < end)
-#endif
-        for (int j = 0; j < VECTOR; ++j) visit(logits[i].at[j], id + j);
-    }
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i * STRIDE < end)
+        for (int j = 0; j < VECTOR; ++j) visit(logits[i].at[j], first + i * STRIDE + j);
   }
 }
 
@@ -229,17 +241,6 @@ DEVICE int take_list(Scratch& scratch, float* logits, int32_t* ids) {
 
 // ---- the search ----
 
-// Where a sum over tokens in order of their keys reaches a target. The keys, below `num_keys`, are what `key_of` gives for
-// each token, NO_KEY for one that does not take part. is_weighted: the sum is of weights, by `weight_of(gap)`, else a count.
-//
-// The target: `target` itself; or, where that is 0, of the sum over all of them (or `total` where not 0) either the part
-// `share`, rounded up, at least 1; or, for is_draw, one more than `share` of it, rounded down.
-struct Question {
-  bool is_weighted, is_draw, is_linear;
-  uint64_t num_keys, target, total;
-  double share;
-};
-
 struct Answer {
   bool found;
   bool tied;        // limit is the key of several tokens, of which some are kept
@@ -247,90 +248,91 @@ struct Answer {
   uint64_t before;  // sum over that
 };
 
+DEVICE uint64_t sum_of(const Histogram& histogram, int bucket, bool is_weighted) {
+  if (!is_weighted) return histogram.counts[bucket];
+  const uint64_t low = histogram.limbs[0][bucket], middle = histogram.limbs[1][bucket], high = histogram.limbs[2][bucket];
+  return low + (middle << 14) + (high << 28);
+}
+
 // By one warp: the bucket in which a sum that is `before` ahead of bucket 0 reaches the target.
-DEVICE void find_bucket(const Question& question, uint64_t before, uint64_t target, Workspace& shared) {
-  const Histogram& h = shared.histogram;
-  const int lane = threadIdx.x % WARP_SIZE;
+DEVICE void find_bucket(uint64_t before, uint64_t target, Workspace& shared) {
+  const Question& question = shared.question;
   constexpr int EACH = BUCKETS / WARP_SIZE;
-  uint64_t sums[EACH], mine = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int b = lane * EACH + i;
-    sums[i] = question.is_weighted ? h.limbs[0][b] + ((uint64_t)h.limbs[1][b] << 14) + ((uint64_t)h.limbs[2][b] << 28)
-                                   : h.counts[b];
-    mine += sums[i];
-  }
+  const int lane = threadIdx.x % WARP_SIZE, first = lane * EACH;
+  uint64_t mine = 0;
+#pragma unroll 1
+  for (int i = 0; i < EACH; ++i) mine += sum_of(shared.histogram, first + i, question.is_weighted);
   uint64_t upto = mine;
   for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
     const uint64_t other = __shfl_up_sync(ALL_LANES, upto, distance);
     if (lane >= distance) upto += other;
   }
-  uint64_t all = __shfl_sync(ALL_LANES, upto, WARP_SIZE - 1);
   if (!target) {
+    uint64_t all = __shfl_sync(ALL_LANES, upto, WARP_SIZE - 1);
     if (question.total) all = question.total;
-    if (question.is_draw) {
-      target = (uint64_t)(question.share * (double)all) + 1;
-    } else {
-      target = min(max((uint64_t)ceil(question.share * (double)all), (uint64_t)1), all);
-    }
+    const double part = question.share * (double)all;
+    target = question.is_draw ? (uint64_t)part + 1 : min(max((uint64_t)ceil(part), (uint64_t)1), all);
   }
-  uint64_t running = before + upto - mine;
   if (lane == WARP_SIZE - 1 && before + upto < target) shared.bucket.index = -1;
-  if (running >= target || running + mine < target) return;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    if (running + sums[i] >= target) {
-      shared.bucket = {lane * EACH + i, h.counts[lane * EACH + i], running, sums[i], target};
+  before += upto - mine;
+  if (before >= target || before + mine < target) return;
+  for (int i = first;; ++i) {
+    const uint64_t sum = sum_of(shared.histogram, i, question.is_weighted);
+    if (before + sum >= target) {
+      shared.bucket = {i, shared.histogram.counts[i], before, sum, target};
       return;
     }
-    running += sums[i];
+    before += sum;
   }
 }
 
-// Eight bits of the key at a time, and no more of them than it takes. key_of(logit, id, gap), gap_of(logit).
+// Eight bits of the key at a time, and no more of them than it takes. key_of(logit, id, gap) also tells the gap. A kernel
+// calls it in one place, since it is inlined: what is asked differs in the arguments only.
 template <class Probe>
-__device__ __noinline__ Answer find_limit(const Source source, const Probe& probe, const Question& question, Workspace& shared) {
-  uint32_t low = 0;
-  uint64_t size = question.num_keys, before = 0, target = question.target;
+DEVICE Answer find_limit(const Source& source, const Probe& probe, const Question& question, Workspace& shared) {
+  uint32_t low = 0, size = question.num_keys;
+  uint64_t before = 0, target = question.target;
   bool linear = question.is_linear;
   uint32_t* const words = shared.histogram.counts;
+  const bool is_weighted = question.is_weighted, is_draw = question.is_draw;
+  __syncthreads();
+  if (threadIdx.x == 0) shared.question = question;  // not in registers, of which the visit needs many
   for (;;) {
-    int shift = 0;
-    while ((size - 1) >> shift >= BUCKETS) ++shift;
+    const int shift = max(0, 24 - __clz((int)(size - 1)));
     __syncthreads();
     for (int i = threadIdx.x; i < (int)(sizeof(Histogram) / sizeof(uint32_t)); i += THREADS) words[i] = 0;
+#ifndef BUG_SEARCH_WITHOUT_BARRIER
     __syncthreads();
+#endif
     visit_all(source, [&](float logit, int id) {
       uint32_t gap;
       const uint32_t key = probe.key_of(logit, id, gap);
       if (key == NO_KEY || key - low >= size) return;
       const int bucket = linear ? (int)(__uint_as_float(key) * 8.0f) : (int)((key - low) >> shift);
       atomicAdd(&shared.histogram.counts[bucket], 1u);
-      if (!question.is_weighted) return;
+      if (!is_weighted) return;
       const uint64_t weight = weight_of(gap);
       atomicAdd(&shared.histogram.limbs[0][bucket], (uint32_t)weight & 0x3fff);
       atomicAdd(&shared.histogram.limbs[1][bucket], (uint32_t)(weight >> 14) & 0x3fff);
       atomicAdd(&shared.histogram.limbs[2][bucket], (uint32_t)(weight >> 28));
     });
-#ifndef BUG_SEARCH_WITHOUT_BARRIER
     __syncthreads();
-#endif
-    if (threadIdx.x < WARP_SIZE) find_bucket(question, before, target, shared);
+    if (threadIdx.x < WARP_SIZE) find_bucket(before, target, shared);
     __syncthreads();
     const Bucket bucket = shared.bucket;
     if (bucket.index < 0) return {false, false, 0, 0};
     if (linear) {
       low = __float_as_uint(bucket.index / 8.0f);
-      size = min((uint64_t)GAP_KEYS, (uint64_t)__float_as_uint((bucket.index + 1) / 8.0f)) - low;
+      size = min(GAP_KEYS, __float_as_uint((bucket.index + 1) / 8.0f)) - low;
     } else {
       low += (uint32_t)bucket.index << shift;
-      size = min((uint64_t)1 << shift, size - ((uint64_t)bucket.index << shift));
+      size = min(1u << shift, size - ((uint32_t)bucket.index << shift));
     }
     linear = false;
     before = bucket.before;
     target = bucket.target;
-    const bool whole = bucket.count == 1 || before + bucket.sum == target;
-    if (whole && (!question.is_draw || size == 1)) return {true, false, (uint32_t)(low + size), before + bucket.sum};
+    const bool is_whole = bucket.count == 1 || before + bucket.sum == target;
+    if (is_whole && (!is_draw || size == 1)) return {true, false, low + size, before + bucket.sum};
     if (size == 1) return {true, true, low, before};
   }
 }

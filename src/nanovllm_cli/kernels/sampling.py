@@ -31,6 +31,8 @@ def sample(
 
     logits are not changed. only_greedy: no row has a temperature. has_logprobs: some row may want them.
     """
+    if not len(logits):
+        return
     slices = slices or divide(logits.shape[1], logits.shape[0], launcher.num_multiprocessors)
     largest_logits(launcher, logits, table, buffers, slices)
     if not only_greedy:

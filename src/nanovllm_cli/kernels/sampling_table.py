@@ -67,8 +67,8 @@ class SamplingTable:
     """One slot for each sequence, S in all. V tokens of the vocabulary, W = ceil(V / 32) words of a mask.
 
     params [S, 72] uint8 (struct Params), positions [S] int64 (index of the token that is drawn next), masks [S, W] int32 (token
-    32 * i + j in bit j of word i), stop_ids [S, 64] int32, bias_ids [S, 1024] int32, biases [S, 1024] float32, counts [S, V] int16
-    (unsigned; how often the output has each token, up to 65535), prompt_bits [S, W] int32.
+    32 * i + j in bit j of word i), stop_ids [S, 64] int32, bias_ids [S, 1024] int32, biases [S, 1024] float32, counts [S, V]
+    int16 (unsigned; how often the output has each token, up to 65535), prompt_bits [S, W] int32.
     """
 
     def __init__(self, device: torch.device, slots: int, vocab_size: int) -> None:
@@ -191,7 +191,7 @@ def check_call(launcher: Launcher, logits: torch.Tensor, table: SamplingTable, b
     assert logits.data_ptr() % (4 * widest(vocab_size, torch.float32)) == 0
     assert {logits.device, table.params.device, buffers.rows.device} == {launcher.device}, launcher.device
     assert table.vocab_size == buffers.adjusted.shape[1] == vocab_size, (table.vocab_size, vocab_size)
-    assert 0 < batch <= len(buffers.rows), (batch, len(buffers.rows))
+    assert batch <= len(buffers.rows), (batch, len(buffers.rows))
 
 
 def constants(vocab_size: int) -> tuple[tuple[str, str | int], ...]:
