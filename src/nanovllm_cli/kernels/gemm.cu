@@ -61,6 +61,7 @@ DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows,
 // COUNT neighbouring elements of y, on an address that is a multiple of their size.
 template <int COUNT>
 DEVICE void finish(const float* sums, const DTYPE* bias, const DTYPE* residual, OUT* out, int64_t place, int output) {
+  if (sizeof(OUT) != sizeof(DTYPE)) residual = nullptr;  // logits: the compiler is told what the wrapper makes sure of
   Vector<DTYPE, COUNT> shift, added;
   if (bias) shift = Vector<DTYPE, COUNT>::load(bias + output);
   if (residual) added = Vector<DTYPE, COUNT>::load(residual + place);
@@ -144,22 +145,22 @@ gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residu
   let_next_kernel_start();
 
 #pragma unroll
-  for (int i = 0; i < ROW_TILES; ++i)
+  for (int i = 0; i < ROW_TILES * 2; ++i) {
+    const int row = first_row + warp_row + i * 8 + lane / 4;
+    if (row >= rows) break;
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int row = first_row + warp_row + i * 16 + k * 8 + lane / 4;
-        const int output = first_output + warp_output + j * 8 + lane % 4 * 2;
-        if (row >= rows || output >= outputs) continue;
-        const int64_t place = (int64_t)row * outputs + output;
-        const float* pair = sums[i][j] + k * 2;
-        if (outputs % 2 == 0) {
-          finish<2>(pair, bias, residual, out, place, output);
-        } else {
-          finish<1>(pair, bias, residual, out, place, output);
-          if (output + 1 < outputs) finish<1>(pair + 1, bias, residual, out, place + 1, output + 1);
-        }
+    for (int j = 0; j < COLUMN_TILES; ++j) {
+      const int output = first_output + warp_output + j * 8 + lane % 4 * 2;
+      const int64_t place = (int64_t)row * outputs + output;
+      const float* pair = sums[i / 2][j] + i % 2 * 2;
+      if (output >= outputs) break;
+      if (outputs % 2 == 0) {
+        finish<2>(pair, bias, residual, out, place, output);
+      } else {
+        finish<1>(pair, bias, residual, out, place, output);
+        if (output + 1 < outputs) finish<1>(pair + 1, bias, residual, out, place + 1, output + 1);
       }
+    }
+  }
 }
 EXPORT(gemm)

@@ -25,7 +25,6 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
 constexpr int MOST_ROWS = 8, STRIP = 8;
 constexpr int LOADS = 4, QUEUE = 3;
 constexpr int STEP = 32, STEPS = LOADS / STRIPS, UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
-constexpr int CHAINS = 2;  // pairs of sums that do not wait for each other: one a strip, or taking turns
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int OUTPUTS = GATED ? STRIP : STRIP * STRIPS;  // of a warp's strips
 static_assert(!GATED || STRIPS == 2, "a gate and its up are strips of one warp");
@@ -128,15 +127,15 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
   __shared__ __align__(16) float partial[2][WARPS][STRIPS][MOST_ROWS][STRIP];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, group = warp / parts, first_warp = warp - part;
-  const int units = (width + UNIT - 1) / UNIT;
+  const int first_column = part * UNIT, column_stride = parts * UNIT;
   const int tile_outputs = WARPS / parts * OUTPUTS;
   const int row = lane / 4;  // of x, and of a strip
 
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   // Units of this warp, one after another: along the width, then on to the block's next tile.
-  int next_tile = blockIdx.x, next_unit = part;
+  int next_tile = blockIdx.x, next_column = first_column;
   const auto load_next = [&] {
-    const int output = next_tile * tile_outputs + group * OUTPUTS + row, column = next_unit * UNIT + lane % 4 * 8;
+    const int output = next_tile * tile_outputs + group * OUTPUTS + row, column = next_column + lane % 4 * 8;
     const DTYPE* start = weight + (Index)output * width + column;
     Unit loaded;
 #pragma unroll
@@ -146,9 +145,9 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
       for (int step = 0; step < STEPS; ++step)
         loaded.at[step][strip] = load_eight<true>(start + strip * strip_stride + step * STEP, left - step * STEP);
     }
-    next_unit += parts;
-    if (next_unit >= units) {
-      next_unit = part;
+    next_column += column_stride;
+    if (next_column >= width) {
+      next_column = first_column;
       next_tile += gridDim.x;
     }
     return loaded;
@@ -181,11 +180,12 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
     };
     const int mine = part * WARP_SIZE + lane;
     const float added_to_mine = added(mine);  // there when it is needed
-    float chains[CHAINS][2][4] = {};
-    for (int unit = part; unit < units; unit += parts) {
+    float chains[STRIPS][2][4] = {};
+#pragma unroll 1  // unrolled, it spills
+    for (int unit = first_column; unit < width; unit += column_stride) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        const int column = unit * UNIT + step * STEP;
+        const int column = unit + step * STEP;
         uint4 a = make_uint4(0, 0, 0, 0);
         if (!NORM) {
           a = load_eight<false>(input_row + column, input_columns - column);
@@ -197,9 +197,8 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
         for (int strip = 0; strip < STRIPS; ++strip) {
           const uint4 b = queue[0].at[step][strip];
           const uint32_t words[4] = {b.x, b.y, b.z, b.w};
-          float(*chain)[4] = chains[STRIPS == 1 ? step % 2 : strip];
-          mma_m16n8k16<DTYPE>(chain[0], inputs, words);
-          mma_m16n8k16<DTYPE>(chain[1], inputs, words + 2);
+          mma_m16n8k16<DTYPE>(chains[strip][0], inputs, words);
+          mma_m16n8k16<DTYPE>(chains[strip][1], inputs, words + 2);
         }
       }
 #pragma unroll
@@ -209,11 +208,8 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float sum = chains[strip][0][i] + chains[strip][1][2 + i];
-        if (STRIPS == 1) sum += chains[1][0][i] + chains[1][1][2 + i];
-        partial[odd][warp][strip][row][lane % 4 * 2 + i] = sum;
-      }
+      for (int i = 0; i < 2; ++i)
+        partial[odd][warp][strip][row][lane % 4 * 2 + i] = chains[strip][0][i] + chains[strip][1][2 + i];
     }
     // One meeting is enough: who writes this half again has met all of its readers at the next tile.
 #ifndef BUG_NO_BARRIER
@@ -228,6 +224,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
       for (int i = 1; i < parts; ++i) sum += partial[odd][first_warp + i][strip][at_row][column];
       return sum;
     };
+#pragma unroll 1
     for (int i = mine; i < rows * OUTPUTS; i += parts * WARP_SIZE) {
       const int at_row = i / OUTPUTS, column = i % OUTPUTS, output = first + column;
       if (output >= outputs) continue;
