@@ -36,7 +36,7 @@ class Step:
 
     def rows(self, *rows: int, width: int) -> Step:
         """These sequences alone, with tables of another width."""
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, dtype=torch.long)
         tables = torch.zeros(len(rows), width, dtype=torch.int32)
         columns = min(width, self.block_tables.shape[1])
         tables[:, :columns] = self.block_tables[index, :columns]
@@ -114,12 +114,11 @@ def step(
 STEPS = {
     "bf16": lambda: step((BF16, BF16), (2, 2, 128), LENS),
     "bf16, group of 1, window": lambda: step((BF16, BF16), (2, 1, 128), LENS, window=40),
-    "half, group of 7, window": lambda: step((HALF, HALF), (2, 7, 64), LENS, window=200),
-    "half, block of 64": lambda: step((HALF, HALF), (1, 8, 64), LENS, block_size=64),
+    "half, group of 7, blocks of 64, window": lambda: step((HALF, HALF), (2, 7, 64), LENS, block_size=64, window=200),
     "fp8, group of 3, sinks": lambda: step((BF16, FP8), (2, 3, 32), LENS, sinks=True),
     "fp8, group of 16, softcap": lambda: step((BF16, FP8), (1, 16, 80), LENS, softcap=2.0),
-    "three parts, group of 12": lambda: step((BF16, BF16), (1, 12, 192), LENS, window=100),
-    "three parts, group of 20": lambda: step((BF16, BF16), (1, 20, 192), [40, 3]),
+    "192 dims, group of 12": lambda: step((BF16, BF16), (1, 12, 192), LENS, window=100),
+    "192 dims, group of 20": lambda: step((BF16, BF16), (1, 20, 192), [40, 3]),
     "17 dims, group of 3": lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0),
     "100 dims, fp8, group of 9": lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33),
     "half keys to bf16 queries": lambda: step((BF16, HALF), (2, 1, 24), LENS, softcap=1.0, window=7),
@@ -133,3 +132,133 @@ def test_each_row_is_one_rounding_from_float64(name: str, order: int, determinis
     inputs = STEPS[name]()
     emulator = Emulator(order)
     close_to_rounding(inputs.run(emulator, inputs.scratch(emulator, deterministic)), inputs.expected())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_many_splits_are_combined_and_scratch_may_be_used_again(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+    emulator = Emulator(order, num_multiprocessors=132)
+    inputs = step((BF16, FP8), (2, 3, 32), LENS, sinks=True)
+    scratch = inputs.scratch(emulator)
+    for window in (0, 300, 64):
+        inputs.options["window"] = window
+        close_to_rounding(inputs.run(emulator, scratch), inputs.expected())
+        assert not scratch.counters.any()
+    smaller = inputs.rows(7, 2, 6, width=33)
+    close_to_rounding(smaller.run(emulator, scratch), smaller.expected())
+
+
+@pytest.mark.parametrize("types", [(BF16, FP8), (BF16, BF16)], ids=["tensor cores", "CUDA cores"])
+def test_deterministic_bits_depend_on_the_sequence_alone(types: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FIXED_SPLIT", 64)
+    monkeypatch.setattr(kernels, "FIXED_SPLITS", 5)  # reached by the longest, whose splits are longer then
+    dims = (2, 3, 32 if types[1] == FP8 else 17)
+    inputs = step(types, dims, LENS)
+    for window in (0, 150):
+        inputs.options["window"] = window
+        everything = Emulator(7, num_multiprocessors=132)
+        together = inputs.run(everything, inputs.scratch(everything, deterministic=True))
+        close_to_rounding(together, inputs.expected())
+        for rows, width, order in (((7,), 33, 0), ((6,), 200, 1), ((6, 7, 5), 64, 7)):
+            few = Emulator(order, num_multiprocessors=1)
+            alone = inputs.rows(*rows, width=width)
+            assert torch.equal(alone.run(few, alone.scratch(few, deterministic=True)), together[list(rows)])
+
+
+def test_every_number_of_splits_covers_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+    inputs = step((BF16, FP8), (1, 1, 32), [1, 63, 64, 65, 300, 517])
+    for multiprocessors in range(1, 7):
+        emulator = Emulator(num_multiprocessors=multiprocessors)
+        close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
+
+
+def far_step() -> Step:
+    """Two sequences, one of which has its tokens beyond 2^31 elements into the caches."""
+    inputs = step((BF16, FP8), (1, 3, 32), [20, 20])
+    num_blocks = 2**31 // (16 * 32) + 4
+    caches = [cpu.zeros(num_blocks * 16 * 32, torch.uint8).view(FP8).view(num_blocks, 1, 16, 32) for _ in range(2)]
+    for cache, small in zip(caches, (inputs.k_cache, inputs.v_cache), strict=True):
+        cache[: len(small)] = small.view(torch.uint8).view(FP8)
+        for i in range(2):
+            cache[num_blocks - 2 + i] = small[inputs.block_tables[1, i]]
+    inputs.block_tables[1, :2] = torch.tensor([num_blocks - 2, num_blocks - 1])
+    return Step(inputs.q, *caches, inputs.block_tables, inputs.kv_lens, inputs.options)
+
+
+def test_caches_beyond_two_to_the_31_elements() -> None:
+    inputs, emulator = far_step(), Emulator()
+    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
+
+
+@pytest.mark.parametrize("bug", ["BARRIER", "PAGE", "TAIL", "COUNTER", "INT32"])
+def test_planted_bugs_are_found(bug: str) -> None:
+    inputs = far_step() if bug == "INT32" else step((BF16, FP8), (2, 3, 32), [517, 20])
+    found = 0
+    for order in ORDERS:
+        emulator = Emulator(order, bugs=(bug,))
+        scratch = inputs.scratch(emulator)
+        try:
+            for _ in range(2):
+                close_to_rounding(inputs.run(emulator, scratch), inputs.expected())
+        except (AssertionError, KernelFailed):
+            found += 1
+    assert found
+
+
+def test_old_gpus_have_tensor_cores_for_half_only() -> None:
+    assert kernels.choose(75, BF16, BF16, 128, 4, 16)[0].stem == "decode_attention_any"
+    assert kernels.choose(75, HALF, HALF, 128, 4, 16)[0].stem == "decode_attention"
+    assert kernels.choose(75, BF16, FP8, 128, 4, 16)[0].stem == "decode_attention"
+    assert kernels.choose(80, BF16, BF16, 128, 4, 16)[0].stem == "decode_attention"
+    for kernel in kernels.variants():
+        needs_80 = kernel.stem == "decode_attention" and ("KV_DTYPE", "bf16") in kernel.constants
+        assert kernel.min_capability == (80 if needs_80 else 75)
+    with pytest.raises(UnsupportedError, match=r"7\.5"):
+        kernels.choose(70, HALF, HALF, 128, 4, 16)
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    h200 = Emulator(num_multiprocessors=132)
+    for batch, expected in ((1, 64), (32, 7), (128, 2), (256, 1)):
+        assert kernels.num_splits(h200, batch * 8, 40960, False) == expected
+    assert kernels.num_splits(h200, 8, 16, False) == 1
+    assert {kernels.num_splits(h200, pairs, 40960, True) for pairs in (8, 256, 2048)} == {33}
+
+
+def test_no_sequences_is_no_launch() -> None:
+    emulator = Emulator()
+    inputs = step((BF16, BF16), (2, 2, 128), [5]).rows(width=2)
+    assert inputs.run(emulator, DecodeScratch(emulator, 1, 4, 2, 128, 64)).shape == (0, 512)
+    assert not emulator.launches
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: setattr(s, "q", s.q.transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda s: setattr(s, "q", s.q[:, :3].contiguous()),
+        lambda s: setattr(s, "q", s.q.float()),
+        lambda s: setattr(s, "v_cache", s.v_cache.half()),
+        lambda s: setattr(s, "k_cache", s.k_cache.transpose(1, 2)),
+        lambda s: setattr(s, "kv_lens", s.kv_lens.long()),
+        lambda s: setattr(s, "block_tables", s.block_tables[:, ::2]),
+        lambda s: s.options.update(sinks=torch.zeros(3)),
+        lambda s: s.options.update(k_scale=torch.ones(4)),
+    ],
+    ids=["strides", "heads", "query type", "cache types", "cache strides", "lengths", "tables", "sinks", "scales"],
+)
+def test_what_the_kernel_would_misread_is_refused(spoil) -> None:
+    emulator = Emulator()
+    inputs = step((BF16, BF16), (2, 2, 128), [5, 40])
+    scratch = inputs.scratch(emulator)
+    spoil(inputs)
+    with pytest.raises((AssertionError, KeyError)):
+        inputs.run(emulator, scratch)
+
+
+def test_scratch_for_less_is_refused() -> None:
+    emulator = Emulator(num_multiprocessors=132)
+    inputs = step((BF16, FP8), (2, 3, 32), [517, 20])
+    with pytest.raises(AssertionError, match="scratch"):
+        inputs.run(emulator, DecodeScratch(emulator, 1, 6, 2, 32, 128))

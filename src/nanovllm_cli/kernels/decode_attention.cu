@@ -1,4 +1,4 @@
-// Attention of one query token a sequence over the paged cache, by tensor cores: a decode step's.
+// Attention of one query token a sequence over the paged cache, on tensor cores: a decode step's.
 //
 //   out[b, h] = sum_j softmax_j(score_j) v[j],   score_j = scale * q[b, h] . k[j],  softcap * tanh(score_j / softcap) where > 0
 //
@@ -20,20 +20,28 @@ template <>
 struct OperandOf<fp8> { typedef half type; };
 typedef OperandOf<KV_DTYPE>::type Operand;
 
-// The head's dims that a warp holds of K, or of V, at a time.
-constexpr int divisor_of(int dims, int unit) {
-  for (int part = 128; part >= unit; part -= unit)
-    if (dims % part == 0) return part;
+// The largest divisor of `dims` up to `most` that is a multiple of 64, or of 16 if none is.
+constexpr int part_of(int dims, int most) {
+  for (int unit : {64, 16})
+    for (int part = most; part >= unit; part -= unit)
+      if (dims % part == 0) return part;
   return 0;
 }
 
-constexpr int PART = divisor_of(HEAD_DIM, 64) ? divisor_of(HEAD_DIM, 64) : divisor_of(HEAD_DIM, 16), PARTS = HEAD_DIM / PART;
-constexpr int BYTES = sizeof(KV_DTYPE), HALVES = ROWS / 8, TILE = 16, STEPS = PART / 16;
-constexpr int TILES = PARTS > 1 || PART * BYTES > 128 ? 1 : PART * BYTES > 64 ? 2 : 4;  // of a warp, under way at a time
+constexpr int BYTES = sizeof(KV_DTYPE), HALVES = ROWS / 8, TILE = 16;
+// A warp holds a part of the head's dims at a time. Beyond 128 the result's registers leave room for less.
+constexpr int K_PART = part_of(HEAD_DIM, 128), K_PARTS = HEAD_DIM / K_PART, STEPS = K_PART / 16;
+constexpr int V_PART = part_of(HEAD_DIM, HEAD_DIM > 128 ? 64 : 128), V_PARTS = HEAD_DIM / V_PART;
+constexpr int TILES = HEAD_DIM > 128 || HEAD_DIM * BYTES > 128 ? 1 : HEAD_DIM * BYTES > 64 ? 2 : 4;  // of a warp, at a time
+#if __CUDA_ARCH__ == 900
+constexpr int MIN_BLOCKS = ROWS == 8 && HEAD_DIM <= (BYTES == 1 ? 96 : 128) ? 3 : 2;
+#else
+constexpr int MIN_BLOCKS = 2;  // with three some spill, and there is less bandwidth to fill
+#endif
 // Of K a lane takes a quarter of a token's row, of V an eighth, in loads of VECTOR elements.
-constexpr int K_VECTOR = largest_power(PART / 4, 16 / BYTES), K_LOADS = PART / 4 / K_VECTOR, K_WORDS = K_VECTOR * BYTES / 4;
-constexpr int V_VECTOR = largest_power(PART / 8, 16 / BYTES), V_LOADS = PART / 8 / V_VECTOR;
-constexpr int V_WORDS = (V_VECTOR * BYTES + 3) / 4;
+constexpr int K_VECTOR = largest_power(K_PART / 4, 16 / BYTES), K_LOADS = K_PART / 4 / K_VECTOR;
+constexpr int V_VECTOR = largest_power(V_PART / 8, 16 / BYTES), V_LOADS = V_PART / 8 / V_VECTOR;
+constexpr int K_WORDS = K_VECTOR * BYTES / 4, V_WORDS = (V_VECTOR * BYTES + 3) / 4;
 // Weights go up to 2^SHIFT, so that small ones keep their bits as halves.
 constexpr float SHIFT = 12.0f;
 
@@ -88,29 +96,32 @@ DEVICE void pack_weights(float low, float high, uint32_t& rounded, uint32_t& los
 
 // For each row the power of two that brings its queries below 2, which half holds with all the bits that count.
 DEVICE void find_powers(float* powers, const DTYPE* queries, int rows) {
-  for (int row = threadIdx.x / WARP_SIZE; row < ROWS; row += WARPS) {
+  for (int row = threadIdx.x / WARP_SIZE; row < rows; row += WARPS) {
     float largest = 0.0f;
-    for (int i = threadIdx.x % WARP_SIZE; i < HEAD_DIM && row < rows; i += WARP_SIZE)
+    for (int i = threadIdx.x % WARP_SIZE; i < HEAD_DIM; i += WARP_SIZE)
       largest = fmaxf(largest, fabsf(to_float(queries[row * HEAD_DIM + i])));
     const uint32_t exponent = __float_as_uint(warp_max(largest)) >> 23;
     powers[row] = __uint_as_float(min(max(exponent, 1u), 253u) << 23);
   }
 }
 
-KERNEL __launch_bounds__(THREADS)
-decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables,
-                     const int* kv_lens, const float* sinks, const float* k_scale, const float* v_scale, float* partials,
-                     float* sums, int* counters, DTYPE* out, int kv_heads, int group, int table_width, int window,
-                     int least_split, int fixed_splits, float scale, float softcap) {
+KERNEL __launch_bounds__(THREADS, MIN_BLOCKS)
+decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens,
+                 const float* sinks, const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters,
+                 DTYPE* out, int kv_heads, int group, int table_width, int window, int least_split, int fixed_splits,
+                 float scale, float softcap) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
   __shared__ Result result;
   __shared__ Fragment queries[HEAD_DIM / 16][WARP_SIZE];
   __shared__ float powers[ROWS];
-  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, row = lane / 4, quarter = lane % 4;
+  const int lane = threadIdx.x % WARP_SIZE, row = lane / 4, quarter = lane % 4;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP_SIZE, 0);  // tells the compiler that the lanes agree on it
+  Split split;
+  find_heads(split, kv_heads, group);
   wait_for_previous_kernel();
   const int kv_len = kv_lens[blockIdx.z];
-  if (kv_len == 0) return write_zeros(kv_heads, group, out);
-  const Split split = split_of(kv_len, kv_heads, group, window, least_split, fixed_splits);
+  if (kv_len == 0) return write_zeros(split, kv_heads, group, out);
+  find_tokens(split, kv_len, window, least_split, fixed_splits);
   if (blockIdx.x >= split.splits) return;
 
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;
@@ -128,7 +139,8 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int token = clamped(tile_token(tile, i) + 8 * j + row, split);
-        const KV_DTYPE* source = k_cache + row_offset(blocks[i], token, split.kv_head, kv_heads) + part * PART + quarter * K_VECTOR;
+        const KV_DTYPE* source = k_cache + block_offset(blocks[i], split.kv_head, kv_heads) +
+                                 (token % BLOCK_SIZE * HEAD_DIM + part * K_PART + quarter * K_VECTOR);
 #pragma unroll
         for (int load = 0; load < K_LOADS; ++load)
           load_words<K_VECTOR * BYTES>(keys[i][j] + load * K_WORDS, source + load * 4 * K_VECTOR);
@@ -140,7 +152,8 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int token = clamped(tile_token(tile, i) + j / 2 * 8 + 2 * quarter + j % 2, split);
-        const KV_DTYPE* source = v_cache + row_offset(blocks[i], token, split.kv_head, kv_heads) + part * PART + row * V_VECTOR;
+        const KV_DTYPE* source = v_cache + block_offset(blocks[i], split.kv_head, kv_heads) +
+                                 (token % BLOCK_SIZE * HEAD_DIM + part * V_PART + row * V_VECTOR);
 #pragma unroll
         for (int load = 0; load < V_LOADS; ++load)
           load_words<V_VECTOR * BYTES>(values[i][j] + load * V_WORDS, source + load * 8 * V_VECTOR);
@@ -161,37 +174,38 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
     find_powers(powers, q, split.rows);
     __syncthreads();
   }
-  for (int step = warp; step < HEAD_DIM / 16; step += WARPS) {
-    const int element = step % STEPS * 4;
-    const int dim = step / STEPS * PART + element / K_VECTOR * 4 * K_VECTOR + quarter * K_VECTOR + element % K_VECTOR;
-    Fragment fragment = {};
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-      if (h * 8 + row < split.rows) {
-        const auto four = Vector<DTYPE, 4>::load(q + (h * 8 + row) * HEAD_DIM + dim);
-        const float factor = BYTES == 1 ? __uint_as_float((254u << 23) - __float_as_uint(powers[h * 8 + row])) : 1.0f;
+  for (int i = 0; i < (HEAD_DIM / 16 + WARPS - 1) / WARPS; ++i) {
+    const int step = i * WARPS + warp, element = step % STEPS * 4;
+    const int dim = step / STEPS * K_PART + element / K_VECTOR * 4 * K_VECTOR + quarter * K_VECTOR + element % K_VECTOR;
+    if (step >= HEAD_DIM / 16) break;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const auto pair = pair_of(to_float(four.at[2 * i]) * factor, to_float(four.at[2 * i + 1]) * factor, Operand());
-          fragment.at[i * HALVES + h] = *reinterpret_cast<const uint32_t*>(&pair);
-        }
+    for (int h = 0; h < HALVES; ++h) {
+      const int query = min(h * 8 + row, split.rows - 1);  // rows that are not needed repeat the last that is
+      const float factor = BYTES == 1 ? __uint_as_float((254u << 23) - __float_as_uint(powers[query])) : 1.0f;
+      const auto four = Vector<DTYPE, 4>::load(q + query * HEAD_DIM + dim);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto pair = pair_of(to_float(four.at[2 * j]) * factor, to_float(four.at[2 * j + 1]) * factor, Operand());
+        queries[step][lane].at[j * HALVES + h] = *reinterpret_cast<const uint32_t*>(&pair);
       }
-    queries[step][lane] = fragment;
+    }
   }
   float factors[HALVES], tops[HALVES], weight_sums[HALVES] = {}, out_sums[HEAD_DIM / 8][4] = {};
 #pragma unroll
   for (int i = 0; i < HALVES; ++i) {
-    factors[i] = score_factor(scale, softcap, k_scale, split.kv_head) * (BYTES == 1 ? UNIT * powers[i * 8 + row] : 1.0f);
+    factors[i] = score_factor(scale, softcap, k_scale, split.kv_head) * (BYTES == 1 ? UNIT * powers[min(i * 8 + row, split.rows - 1)] : 1.0f);
     tops[i] = NEGATIVE_INFINITY;
   }
   __syncthreads();
 
   for (; tile < end_tile; tile += WARPS * TILES) {
     const bool more = tile + WARPS * TILES < end_tile;
+    __syncwarp();  // keeps the compiler from holding all queries in registers
     // Of each tile 8 tokens by 8 or 16 queries in [i][0], and the next 8 tokens in [i][1]: of the lane two tokens at 2 * quarter.
     float scores[TILES][2][4] = {};
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int part = 0; part < K_PARTS; ++part) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const Fragment fragment = queries[part * STEPS + step][lane];
@@ -207,7 +221,7 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
             mma_m16n8k16<Operand>(scores[i][j], a, b);
           }
       }
-      if (part + 1 < PARTS) {
+      if (part + 1 < K_PARTS) {
         load_keys(blocks, tile, part + 1);
       } else if (more) {
         load_keys(next_blocks, tile + WARPS * TILES, 0);
@@ -223,7 +237,7 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
         for (int k = 0; k < 4; ++k) {
           float& score = scores[i][k / 2][h * 2 + k % 2];
           const int token = tile_token(tile, i) + k / 2 * 8 + 2 * quarter + k % 2;
-          score = is_seen(token, split) ? score_of(score, factors[h], softcap * LOG2E) : NEGATIVE_INFINITY;
+          score = is_seen(token, split) ? score_of(score, factors[h], softcap) : NEGATIVE_INFINITY;
           top = fmaxf(top, score);
         }
       top = warp_max(top, 4);
@@ -248,18 +262,18 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
 #pragma unroll
       for (int k = 0; k < 4; ++k) out_sums[i][k] *= corrections[k / 2 * (HALVES - 1)];
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int part = 0; part < V_PARTS; ++part) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int element = 0; element < PART / 8; ++element) {
+        for (int element = 0; element < V_PART / 8; ++element) {
           const int at = element / V_VECTOR * V_WORDS;
           const uint32_t b[2] = {value_pair(values[i][0] + at, values[i][1] + at, element % V_VECTOR),
                                  value_pair(values[i][2] + at, values[i][3] + at, element % V_VECTOR)};
-          mma_m16n8k16<Operand>(out_sums[part * (PART / 8) + element], weights[i], b);
-          if (HALVES == 2) mma_m16n8k16<Operand>(out_sums[part * (PART / 8) + element], lost[i], b);
+          mma_m16n8k16<Operand>(out_sums[part * (V_PART / 8) + element], weights[i], b);
+          if (HALVES == 2) mma_m16n8k16<Operand>(out_sums[part * (V_PART / 8) + element], lost[i], b);
         }
-      if (part + 1 < PARTS) {
+      if (part + 1 < V_PARTS) {
         load_values(blocks, tile, part + 1);
       } else if (more) {
         load_values(next_blocks, tile + WARPS * TILES, 0);
@@ -285,8 +299,8 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
       for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int element = i % (PART / 8);
-          const int dim = i / (PART / 8) * PART + element / V_VECTOR * 8 * V_VECTOR + (2 * quarter + k) * V_VECTOR + element % V_VECTOR;
+          const int element = i % (V_PART / 8);
+          const int dim = i / (V_PART / 8) * V_PART + element / V_VECTOR * 8 * V_VECTOR + (2 * quarter + k) * V_VECTOR + element % V_VECTOR;
           const float sum = HALVES == 1 ? out_sums[i][k] + out_sums[i][k + 2] : out_sums[i][h * 2 + k];
           add(result.out[(h * 8 + row) * HEAD_DIM + dim], factor * UNIT * sum, is_first);
         }

@@ -1,4 +1,4 @@
-"""Paged attention of decode steps on a GPU: decode_attention.cu on tensor cores, decode_attention_any.cu for what that can't take.
+"""Paged attention of decode steps on a GPU: decode_attention.cu, on tensor cores, and decode_attention_any.cu for the rest.
 
 Legend: B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
 """
@@ -84,7 +84,9 @@ def decode_attention(
     width = block_tables.shape[1]
     group = heads // kv_heads
     assert group * kv_heads == heads, (heads, kv_heads)
-    assert block_size >= 16 and block_size & (block_size - 1) == 0, block_size
+    assert block_size >= 16, block_size
+    assert block_size & (block_size - 1) == 0, block_size
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
     check(q, launcher, q.dtype, batch, heads, dim)
     for cache in (k_cache, v_cache):
         check(cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
@@ -100,12 +102,14 @@ def decode_attention(
         kernel, rows = choose(launcher.capability, q.dtype, k_cache.dtype, dim, group, block_size)
         grid_heads = kv_heads * -(-group // rows)
         splits = num_splits(launcher, batch * grid_heads, width * block_size, scratch.deterministic)
-        assert splits == 1 or batch * heads * splits * dim <= scratch.partials.numel(), "scratch is for fewer, or shorter, sequences"
-        assert batch * grid_heads <= scratch.counters.numel()
+        partials = batch * heads * splits * dim if splits > 1 else 0
+        assert partials <= scratch.partials.numel(), "the scratch is for fewer, or shorter, sequences"
+        assert batch * grid_heads <= scratch.counters.numel(), "the scratch is for fewer sequences"
         least, fixed = (FIXED_SPLIT, FIXED_SPLITS) if scratch.deterministic else (LEAST_SPLIT, 0)
         numbers = (np.int32(n) for n in (kv_heads, group, width, window, least, fixed))
         tensors = (q, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
-        args = (*tensors, scratch.partials, scratch.sums, scratch.counters, out, *numbers, np.float32(scale), np.float32(softcap))
+        results = (scratch.partials, scratch.sums, scratch.counters, out)
+        args = (*tensors, *results, *numbers, np.float32(scale), np.float32(softcap))
         launcher.launch(kernel, (splits, grid_heads, batch), (THREADS, 1, 1), args)
     return out
 
@@ -148,6 +152,6 @@ def variants() -> list[Kernel]:
         for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (half, half))
         for dim in (64, 80, 96, 128, 192, 256)
     ]
-    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
-    others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 8)]
+    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128)]
+    others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16)]

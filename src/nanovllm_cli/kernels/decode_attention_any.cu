@@ -14,7 +14,7 @@ constexpr int lanes_for(int loads) {
 constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
 constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES, AHEAD = 4, TILE = AT_ONCE * AHEAD;
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(THREADS, 2)
 decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables,
                      const int* kv_lens, const float* sinks, const float* k_scale, const float* v_scale, float* partials,
                      float* sums, int* counters, DTYPE* out, int kv_heads, int group, int table_width, int window,
@@ -22,10 +22,12 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
   typedef Vector<KV_DTYPE, VECTOR> Elements;
   __shared__ Result result;
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
+  Split split;
+  find_heads(split, kv_heads, group);
   wait_for_previous_kernel();
   const int kv_len = kv_lens[blockIdx.z];
-  if (kv_len == 0) return write_zeros(kv_heads, group, out);
-  const Split split = split_of(kv_len, kv_heads, group, window, least_split, fixed_splits);
+  if (kv_len == 0) return write_zeros(split, kv_heads, group, out);
+  find_tokens(split, kv_len, window, least_split, fixed_splits);
   if (blockIdx.x >= split.splits) return;
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};
@@ -50,7 +52,7 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const int token = clamped(tile * TILE + i * AT_ONCE + slot, split);
-      const int64_t offset = row_offset(block_of(table, token), token, split.kv_head, kv_heads);
+      const int64_t offset = block_offset(block_of(table, token), split.kv_head, kv_heads) + token % BLOCK_SIZE * HEAD_DIM;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int element = min(step * LANES + lane, LOADS - 1) * VECTOR;
@@ -69,7 +71,7 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
           for (int j = 0; j < VECTOR; ++j) product += query[row][step][j] * to_float(keys[i][step].at[j]);
         product = warp_sum(product, LANES);
         const bool seen = is_seen(tile * TILE + i * AT_ONCE + slot, split);
-        scores[i] = seen ? score_of(product, factor, softcap * LOG2E) : NEGATIVE_INFINITY;
+        scores[i] = seen ? score_of(product, factor, softcap) : NEGATIVE_INFINITY;
         top = fmaxf(top, scores[i]);
       }
       const float base = top == NEGATIVE_INFINITY ? 0.0f : top;  // these lanes have seen no token yet

@@ -1,7 +1,7 @@
-// What both decode attention kernels share: which tokens a block takes, and what becomes of its result.
+// What both decode attention kernels share: what a block takes, and what becomes of its result.
 //
 // A block takes one split of one sequence's tokens, for up to ROWS query heads that share a kv head: grid (splits, KH * chunks of
-// a group, B). Which splits a sequence has follows from its length (split_of) and the blocks beyond them end at once, so that
+// a group, B). Which splits a sequence has follows from its length (find_tokens) and the blocks beyond them end at once, so that
 // a CUDA graph holds for all lengths. The splits' results meet in `partials` [B, H, grid x, D] and `sums` [B, H, grid x, 2]; the
 // block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
 // row's bits depend on its own tokens and on how they are split.
@@ -24,31 +24,34 @@ struct Split {
   int splits;               // how many the sequence has
 };
 
-// fixed_splits 0: as many splits as the grid has, but none below least_split tokens. Else splits of least_split tokens, or
-// of twice as many (four times, ...) where there would be more than fixed_splits, whatever the grid.
-DEVICE Split split_of(int kv_len, int kv_heads, int group, int window, int least_split, int fixed_splits) {
-  const int chunks = gridDim.y / kv_heads, chunk = blockIdx.y % chunks, most = gridDim.x;
-  const int first = window > 0 ? max(0, kv_len - window) : 0;
+// Which query heads the block has.
+DEVICE void find_heads(Split& split, int kv_heads, int group) {
+  const int chunks = group > ROWS ? gridDim.y / kv_heads : 1;
+  split.kv_head = chunks > 1 ? blockIdx.y / chunks : blockIdx.y;
+  const int chunk = blockIdx.y - split.kv_head * chunks;
+  split.head = split.kv_head * group + chunk * ROWS;
+  split.rows = min(ROWS, group - chunk * ROWS);
+}
+
+// Which tokens. fixed_splits 0: as many splits as the grid has, but none below least_split tokens. Else splits of least_split
+// tokens, or of twice as many (four times, ...) where there would be more than fixed_splits, whatever the grid.
+DEVICE void find_tokens(Split& split, int kv_len, int window, int least_split, int fixed_splits) {
+  const int first = window > 0 ? max(0, kv_len - window) : 0, most = gridDim.x;
   int size = least_split, origin = first / GRAIN * GRAIN;
   if (fixed_splits) {
     while ((int64_t)size * fixed_splits < kv_len - first) size *= 2;
     origin = first / size * size;
-  } else {
-    size = max(size, ((kv_len - origin + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN);
+  } else if ((int64_t)size * most < kv_len - origin) {
+    size = ((kv_len - origin + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN;
   }
-  Split split;
-  split.kv_head = blockIdx.y / chunks;
-  split.head = split.kv_head * group + chunk * ROWS;
-  split.rows = min(ROWS, group - chunk * ROWS);
   split.splits = (kv_len - origin + size - 1) / size;
   split.begin = max(first, origin + (int)blockIdx.x * size);
   split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
-  return split;
 }
 
-// Where the row of a token, of `block` by the table, lies in a cache.
-DEVICE int64_t row_offset(int block, int token, int kv_head, int kv_heads) {
-  const int64_t offset = (((int64_t)block * kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
+// Where a kv head's rows of a block begin in a cache.
+DEVICE int64_t block_offset(int block, int kv_head, int kv_heads) {
+  const int64_t offset = ((int64_t)block * kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM);
 #ifdef BUG_INT32
   return offset & 0x7fffffff;
 #endif
@@ -57,7 +60,7 @@ DEVICE int64_t row_offset(int block, int token, int kv_head, int kv_heads) {
 
 DEVICE int block_of(const int* table, int token) {
 #ifdef BUG_PAGE
-  ++token;
+  token += BLOCK_SIZE;
 #endif
   return table[token / BLOCK_SIZE];
 }
@@ -72,13 +75,15 @@ DEVICE bool is_seen(int token, const Split& split) {
   return token >= split.begin && token < split.end;
 }
 
-// q.k to the score as a power of two; `factor` is score_factor's, `softcap` counts in powers of two.
+// q.k to the score, as a power of two. softcap * tanh(x / softcap) = softcap - 2 * softcap / (1 + exp(2 * x / softcap)), whose
+// error is of the size of softcap's own rounding. `factor` is score_factor's.
 DEVICE float score_of(float product, float factor, float softcap) {
-  return softcap > 0.0f ? softcap * tanhf(product * factor) : product * factor;
+  if (softcap <= 0.0f) return product * factor;
+  return softcap * LOG2E - __fdividef(2.0f * LOG2E * softcap, 1.0f + exp2f(product * factor));
 }
 
 DEVICE float score_factor(float scale, float softcap, const float* k_scale, int kv_head) {
-  return scale * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 1.0f / softcap : LOG2E);
+  return scale * LOG2E * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 2.0f / softcap : 1.0f);
 }
 
 // BYTES from global memory by way of the L2 alone: the cache is read once.
@@ -197,9 +202,7 @@ DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, 
 }
 
 // The output of a sequence without tokens, as the padding of a batch has none.
-DEVICE void write_zeros(int kv_heads, int group, DTYPE* out) {
-  const int chunks = gridDim.y / kv_heads, chunk = blockIdx.y % chunks;
-  const int head = blockIdx.y / chunks * group + chunk * ROWS, rows = min(ROWS, group - chunk * ROWS);
-  for (int i = threadIdx.x; i < rows * HEAD_DIM && blockIdx.x == 0; i += THREADS)
-    out[((int64_t)blockIdx.z * kv_heads * group + head) * HEAD_DIM + i] = from_float<DTYPE>(0.0f);
+DEVICE void write_zeros(const Split& split, int kv_heads, int group, DTYPE* out) {
+  out += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
+  for (int i = threadIdx.x; i < split.rows * HEAD_DIM && blockIdx.x == 0; i += THREADS) out[i] = from_float<DTYPE>(0.0f);
 }
