@@ -13,17 +13,9 @@ from emulation.emulator import ORDERS, Emulator, needs_emulation
 from nanovllm_cli.engine.plan import Drawn, NewSequence
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, philox_uniforms
+from nanovllm_cli.kernels import sampling_table
 from nanovllm_cli.kernels.sampling import sample
-from nanovllm_cli.kernels.sampling_table import (
-    FINE,
-    NOT_FINITE,
-    NOTHING_LEFT,
-    SamplingBuffers,
-    SamplingTable,
-    Slices,
-    divide,
-    on_device,
-)
+from nanovllm_cli.kernels.sampling_table import FINE, NOT_FINITE, NOTHING_LEFT, SamplingBuffers, SamplingTable, Slices
 from nanovllm_cli.sampling_params import SamplingParams
 
 pytestmark = needs_emulation
@@ -333,25 +325,20 @@ def test_results_depend_neither_on_the_batch_nor_on_the_blocks_of_a_row() -> Non
     vocab = 4096
     params = [*mixes(8, seed=5, logprobs=20), *adjusting(4, seed=1)]
     logits = normal(12, vocab, scale=2.0)
-    seen = []
-    for slices in (Slices(1, 4096, 1), Slices(2, 2048, 1), Slices(9, 512, 4), Slices(32, 128, 32), divide(vocab, 1, 132)):
+    seen, reports = [], ("values", "ranks", "top_ids", "top_values")
+    for slices in (Slices(1, 4096, 1), Slices(2, 2048, 1), Slices(9, 512, 4), Slices(32, 128, 32), Slices(8, 512, 2)):
         both = Both(vocab, params)
         got = both.kernels(logits, Emulator(7), slices)
-        seen.append([got, *(each[:8].view(torch.int32) for each in reports(both.buffers))])
-    both = Both(vocab, params)
-    alone = []
+        seen.append([got, *(getattr(both.buffers, name)[:8].view(torch.int32) for name in reports)])
+    both, alone = Both(vocab, params), []
     for i in range(12):
         buffers = SamplingBuffers(CPU, 1, vocab)
         buffers.rows[0] = both.slots[i]
         sample(Emulator(), logits[i : i + 1], both.table, buffers)
-        alone.append([buffers.token_ids, *(each.view(torch.int32) for each in reports(buffers))])
+        alone.append([buffers.token_ids, *(getattr(buffers, name).view(torch.int32) for name in reports)])
     seen.append([torch.cat(parts)[: len(whole)] for parts, whole in zip(zip(*alone, strict=True), seen[0], strict=True)])
     for others in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], others, strict=True))
-
-
-def reports(buffers: SamplingBuffers) -> list[torch.Tensor]:
-    return [buffers.values, buffers.ranks, buffers.top_ids, buffers.top_values]
 
 
 def test_a_replay_finds_its_scratch_as_a_first_launch_does() -> None:
@@ -378,7 +365,7 @@ def test_greedy_rows_alone_are_one_launch() -> None:
 @pytest.mark.parametrize("vocab", [1, 513, 32_000, 50_257, 151_936, 2**18])
 @pytest.mark.parametrize("batch", [1, 3, 64, 256])
 def test_slices_cover_a_row(vocab: int, batch: int) -> None:
-    count, length, lanes = divide(vocab, batch, 132)
+    count, length, lanes = sampling_table.divide(vocab, batch, 132)
     assert 1 <= count <= 128
     assert length % 128 == 0
     assert (count - 1) * length < vocab <= count * length
@@ -420,8 +407,8 @@ def test_what_the_kernels_would_misread_is_refused(bad) -> None:
     ],
 )
 def test_what_the_kernels_do_not_know_is_left_to_the_cpu(params: SamplingParams) -> None:
-    assert not on_device(params, range(65))
-    assert on_device(SamplingParams(logprobs=20, penalty_last_n=64), range(65))
+    assert not sampling_table.on_device(params, range(65))
+    assert sampling_table.on_device(SamplingParams(logprobs=20, penalty_last_n=64), range(65))
     with pytest.raises(AssertionError):
         SamplingTable(CPU, 1, 100).write(0, params, 0, range(65), ())
 

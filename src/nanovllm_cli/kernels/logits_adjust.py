@@ -23,7 +23,7 @@ def largest_logits(
         np.int32(vocab_size), np.int32(slices.length), np.int32(slices.column_lanes),
         np.int32(table.stop_ids.shape[1]), np.int32(table.bias_ids.shape[1]),
     )  # fmt: skip
-    launcher.launch(variant(vocab_size), (slices.count, batch, 1), (THREADS, 1, 1), args)
+    launcher.launch(variant(vocab_size), (slices.blocks, batch, 1), (THREADS, 1, 1), args)
 
 
 def variant(vocab_size: int) -> Kernel:

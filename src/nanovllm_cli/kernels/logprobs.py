@@ -21,7 +21,7 @@ def token_logprobs(
         logits, buffers.rows, table.params, buffers.scratch, buffers.token_ids, buffers.status, buffers.values, buffers.ranks,
         buffers.top_ids, buffers.top_values, np.int32(vocab_size), np.int32(slices.length), np.int32(buffers.top_ids.shape[1]),
     )  # fmt: skip
-    launcher.launch(variant(vocab_size), (slices.count, batch, 1), (THREADS, 1, 1), args)
+    launcher.launch(variant(vocab_size), (slices.blocks, batch, 1), (THREADS, 1, 1), args)
 
 
 def variant(vocab_size: int) -> Kernel:

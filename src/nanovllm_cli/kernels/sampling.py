@@ -51,7 +51,7 @@ def draw_tokens(
         logits, buffers.adjusted, buffers.rows, table.params, table.positions, table.counts, buffers.scratch,
         buffers.token_ids, buffers.status, np.int32(vocab_size), np.int32(slices.length),
     )  # fmt: skip
-    launcher.launch(variant(vocab_size), (slices.count, batch, 1), (THREADS, 1, 1), args)
+    launcher.launch(variant(vocab_size), (slices.blocks, batch, 1), (THREADS, 1, 1), args)
 
 
 def variant(vocab_size: int) -> Kernel:

@@ -167,7 +167,7 @@ class SamplingBuffers:
 class Slices(NamedTuple):
     """How many blocks share a row, how many logits each has, and how many threads' logits make a column."""
 
-    count: int
+    blocks: int
     length: int
     column_lanes: int
 
