@@ -120,7 +120,7 @@ def test_weights_past_two_to_the_31_elements(bug: tuple[str, ...]) -> None:
     weight = zeros(below + outputs * width, BF16)[below:].view(outputs, width)
     weight[-8:] = weights(8, width, BF16)
     x, residual = random(1, width, dtype=BF16), torch.zeros(1, outputs, dtype=BF16)
-    emulator = Emulator(bugs=bug, only_block=TINY.count(1, outputs) - 1)
+    emulator = Emulator(bugs=bug, only_block=TINY.needed(1, outputs) - 1)
     gemm(emulator, x, weight, None, residual=residual, tile=TINY)
     if bug:
         assert not residual.any()

@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     def shared_bytes(self) -> int:
         return (self.rows + self.columns) * DEPTH * 2 * self.stages
 
-    def count(self, rows: int, columns: int) -> int:
+    def needed(self, rows: int, columns: int) -> int:
         """Tiles in so many rows and columns."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
@@ -69,7 +69,7 @@ def gemm(
         args = (x, weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs))
         threads = tile.warps_down * tile.warps_across * WARP
         kernel = variant(dtype, out_dtype, widest(width, dtype), tile)
-        launcher.launch(kernel, (tile.count(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
+        launcher.launch(kernel, (tile.needed(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
     return out
 
 
@@ -77,7 +77,7 @@ def tile_for(rows: int, outputs: int, launcher: Launcher) -> Tile:
     """The largest tile that leaves no SM idle, and fits its shared memory; the small one for the rows of one mma."""
     if rows <= SMALL.rows:
         return SMALL
-    if LARGE.count(rows, outputs) < launcher.num_multiprocessors or launcher.capability < 80:
+    if LARGE.needed(rows, outputs) < launcher.num_multiprocessors or launcher.capability < 80:
         return MEDIUM
     return LARGE
 
