@@ -277,6 +277,7 @@ def test_programmatic_launch_falls_back_where_it_is_not_to_be_had(
     cuda.launch(KERNEL, GRID, BLOCK, ())
     assert not cuda.programmatic_launch
     assert not gpu.launches[0].programmatic
+    assert (gpu.configs > 1) == (lacking == "capability")  # an older cuda.core is left alone
     assert gpu.compiled[0][2] == ()
 
 

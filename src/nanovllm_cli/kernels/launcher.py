@@ -218,12 +218,12 @@ class _CudaCore:
 
 
 def _cuda_core(programmatic: bool) -> _CudaCore | None:
-    """None where cuda.core is not installed, older than what is used of it, or not fit for this driver."""
+    """None where cuda.core is not installed, not fit for this driver, or older than 1.2: before 1.0 `Kernel.from_handle` asks the
+    driver about the handle, as if it weren't CuPy's function, and before 1.2 there is no dependent launch."""
     try:
         from cuda import core
 
         config = core.LaunchConfig(grid=1, block=1)
-        known = hasattr(core, "launch") and hasattr(core.Kernel, "from_handle") and hasattr(core.Stream, "from_handle")
     except Exception:  # its loaders raise errors of their own; CuPy launches as well
         return None
-    return _CudaCore(core, programmatic and hasattr(config, "programmatic_stream_serialization")) if known else None
+    return _CudaCore(core, programmatic) if hasattr(config, "programmatic_stream_serialization") else None
