@@ -2,16 +2,17 @@
 //
 //   out[b, h] = sum_j softmax_j(score_j) v[j],   score_j = scale * q[b, h] . k[j],  softcap * tanh(score_j / softcap) where > 0
 //
-// q, out [B, H, D] DTYPE, caches [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, P], kv_lens [B]; D a multiple of 16, ROWS 8 or
-// 16. decode_split.cuh says how the work is split over blocks.
+// q, out [B, H, D] DTYPE, caches [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, P], kv_lens [B]; D a multiple of 16, ROWS 8
+// or 16. decode_split.cuh says how the work is split over blocks.
 //
 // A warp takes tiles of 16 tokens and loads their fragments from the cache straight into registers, up to 16 bytes a lane: the
 // order of the head's dims within a product, and of the result's columns, is ours to choose, so the loop needs no shared memory
-// for K and V, no barriers, and has no bank conflicts. The next K loads start when the scores are done, the next V loads when the
-// values are summed, so 4 to 8 KiB a warp are under way at any time: with 8 to 12 warps 32 to 96 KiB a multiprocessor, where
-// 4.3 TB/s over 132 of them at 1 us ask for 33. Queries fill 8 of the 16 rows; the other 8 hold what a softmax weight loses
-// when it is rounded to 16 bits, so that weights count as in fp32, at no cost. With more than 8 queries the lost part has a product
-// of its own. fp8 becomes half, exactly; so do its queries, after division by a power of two.
+// for K and V, no barriers, and has no bank conflicts. The next K loads start when the scores are done, the next V loads when
+// the values are summed, so 4 to 8 KiB a warp are under way at any time: with 8 to 12 warps 32 to 96 KiB a multiprocessor,
+// where 4.3 TB/s over 132 of them at 1 us ask for 33. Queries fill 8 of the 16 rows; the other 8 hold what a softmax weight
+// loses when it is rounded to 16 bits, so that weights count as in fp32, at no cost. With more than 8 queries the lost part has
+// a product of its own. fp8 becomes half, exactly; so do its queries, after division by a power of two. Small groups
+// take the same way: the products of a tile are a tenth of the time that its bytes need.
 #include "decode_split.cuh"
 
 template <class T>
@@ -194,7 +195,8 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
   float factors[HALVES], tops[HALVES], weight_sums[HALVES] = {}, out_sums[HEAD_DIM / 8][4] = {};
 #pragma unroll
   for (int i = 0; i < HALVES; ++i) {
-    factors[i] = score_factor(scale, softcap, k_scale, split.kv_head) * (BYTES == 1 ? UNIT * powers[min(i * 8 + row, split.rows - 1)] : 1.0f);
+    factors[i] = UNIT * score_factor(scale, softcap, k_scale, split.kv_head);
+    if (BYTES == 1) factors[i] *= powers[min(i * 8 + row, split.rows - 1)];
     tops[i] = NEGATIVE_INFINITY;
   }
   __syncthreads();
@@ -299,8 +301,8 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
       for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int element = i % (V_PART / 8);
-          const int dim = i / (V_PART / 8) * V_PART + element / V_VECTOR * 8 * V_VECTOR + (2 * quarter + k) * V_VECTOR + element % V_VECTOR;
+          const int part = i / (V_PART / 8), element = i % (V_PART / 8), load = element / V_VECTOR;
+          const int dim = part * V_PART + (load * 8 + 2 * quarter + k) * V_VECTOR + element % V_VECTOR;
           const float sum = HALVES == 1 ? out_sums[i][k] + out_sums[i][k + 2] : out_sums[i][h * 2 + k];
           add(result.out[(h * 8 + row) * HEAD_DIM + dim], factor * UNIT * sum, is_first);
         }

@@ -1,5 +1,5 @@
-// Attention of one query token a sequence over the paged cache, by CUDA cores: for the head dims and types that
-// decode_attention.cu, which says what is computed, does not take. ROWS 1, 2, 4 or 8; decode_split.cuh says how the work is split.
+// Attention of one query token a sequence over the paged cache, on CUDA cores: for the head dims and types that
+// decode_attention.cu, which says what is computed, does not take. ROWS 1, 2, 4 or 8; decode_split.cuh says how work is split.
 //
 // A head lies over LANES lanes, a power of two, in loads of up to 8 elements; a warp takes tiles of AT_ONCE tokens side by side,
 // AHEAD times, all of whose loads start before the first is used. Lanes keep their own softmax until the end.
@@ -117,7 +117,8 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
       for (int step = 0; step < STEPS; ++step)
         for (int j = 0; j < VECTOR; ++j) {
           const int element = (step * LANES + lane) * VECTOR + j;
-          if (slot == 0 && element < HEAD_DIM) add(result.out[row * HEAD_DIM + element], factor * out_sums[row][step][j], is_first);
+          if (slot == 0 && element < HEAD_DIM)
+            add(result.out[row * HEAD_DIM + element], factor * out_sums[row][step][j], is_first);
         }
     }
   });
