@@ -190,21 +190,31 @@ def chunk(whole: Case, seq: int, begin: int, end: int) -> Case:
     )
 
 
+def bits_depend_on_the_sequence_alone(bugs: tuple[str, ...] = (), **options) -> bool:
+    sequences = case((70, 30), (330, 30), 3, 1, 64, BF16)
+    sequences.q[..., 0], sequences.k_cache[..., 0] = (
+        64,
+        100,
+    )  # large scores: their products with the scale have rounding errors
+    options |= {"deterministic": True, "split_keys": 192}
+    whole = run(sequences, Emulator(num_multiprocessors=1, bugs=bugs), **options)
+    for multiprocessors, cuts in ((1, (0, 1, 2, 19, 69, 70)), (64, (0, 33, 70)), (64, (0, 5, 69, 70))):
+        emulator = Emulator(num_multiprocessors=multiprocessors, bugs=bugs)
+        chunks = [run(chunk(sequences, 0, *cut), emulator, **options) for cut in itertools.pairwise(cuts)]
+        if not torch.equal(torch.cat(chunks), whole[:70]):
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 100, "softcap": 8.0, "sinks": torch.tensor([1.0, 0.0, -1.0])}], ids=["plain", "all"]
+    "options", [{}, {"window": 300, "softcap": 8.0, "sinks": torch.tensor([1.0, 0.0, -1.0])}], ids=["plain", "all"]
 )
 def test_bits_depend_on_neither_batch_nor_chunks_nor_the_number_of_multiprocessors(options: dict) -> None:
-    sequences = case((70, 30), (170, 30), 3, 1, 64, BF16)
-    sequences.q[:] *= 8  # the largest score changes often, and late
-    options = options | {"deterministic": True, "split_keys": 64}
-    whole = run(sequences, Emulator(num_multiprocessors=1), **options)
-    for multiprocessors, cuts in ((1, (0, 1, 2, 19, 69, 70)), (64, (0, 33, 70)), (64, (0, 5, 69, 70))):
-        emulator = Emulator(num_multiprocessors=multiprocessors)
-        chunks = [run(chunk(sequences, 0, *cut), emulator, **options) for cut in itertools.pairwise(cuts)]
-        assert torch.equal(torch.cat(chunks), whole[:70])
-    assert_close(
-        sequences, whole, **{key: value for key, value in options.items() if key in ("window", "softcap", "sinks")}
-    )
+    assert bits_depend_on_the_sequence_alone(**options)
+
+
+def test_a_rescaling_by_nearly_one_is_found() -> None:
+    assert not bits_depend_on_the_sequence_alone(("INEXACT_RESCALING",))
 
 
 def test_padding_rows_of_a_static_batch_are_zeros() -> None:

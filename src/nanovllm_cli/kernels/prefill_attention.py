@@ -73,8 +73,11 @@ def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     raise AssertionError((capability, head_dim))
 
 
-def _oldest(dtype: torch.dtype) -> int:
-    """The first GPUs whose tensor cores multiply this type."""
+def _oldest(dtype: torch.dtype, tile: Tiling | None = None) -> int:
+    """The first GPUs whose tensor cores multiply this type and, of those with more than 64 KiB, whose shared memory has the
+    blocks of the tiling."""
+    if tile is not None and tile.blocks * (tile.shared_bytes + 1024) > SHARED_KB[80] << 10:
+        return 90
     return 80 if dtype == torch.bfloat16 else OLDEST_CAPABILITY
 
 
@@ -104,6 +107,7 @@ def prefill_tiles(
     group, slots = heads // kv_heads, tile.blocks * launcher.num_multiprocessors
     starts, lens = np.asarray(query_starts, np.int64), np.asarray(kv_lens, np.int64)
     queries = np.diff(starts)
+    assert int(queries.max(initial=0)) * group * group < 1 << 32  # the kernel divides by a product with 2^32 / group
     seq, number = _numbered(-(-queries * group // tile.rows))
     first_row = number * tile.rows
     rows = np.minimum(tile.rows, queries[seq] * group - first_row)
@@ -231,7 +235,7 @@ def variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size
         ("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)), ("HEAD_DIM", head_dim), ("BLOCK_SIZE", block_size),
         ("ROW_TILES", tile.row_tiles), ("KEYS", tile.keys), ("WARPS", WARPS),
     )  # fmt: skip
-    return Kernel("prefill_attention", "prefill_attention", constants, _oldest(dtype))
+    return Kernel("prefill_attention", "prefill_attention", constants, _oldest(dtype, tile))
 
 
 def variants() -> list[Kernel]:
@@ -244,7 +248,7 @@ def variants() -> list[Kernel]:
         (90, bf16, bf16, 80),
         (90, bf16, fp8, 128),
     ]
-    built += [(80, bf16, bf16, 128), (86, bf16, bf16, 128), (86, bf16, fp8, 128), (75, half, half, 128)]
+    built += [(80, bf16, bf16, 128), (86, bf16, bf16, 128), (75, half, half, 128)]
     return [
         variant(dtype, kv_dtype, dim, 16, tiling(capability, dim, dtype, kv_dtype))
         for capability, dtype, kv_dtype, dim in built

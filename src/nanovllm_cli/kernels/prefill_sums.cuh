@@ -77,7 +77,11 @@ struct Sums {
 // Weights are powers of 2 relative to this, rounded as it is: where the largest score stays, sums are scaled by exactly 1.
 DEVICE float log2_base(float most, float to_log2) { return most == NEGATIVE_INFINITY ? 0.0f : __fmul_rn(most, to_log2); }
 DEVICE float rescaling(float old_most, float base, float to_log2) {
+#if defined(BUG_INEXACT_RESCALING)
+  return exp2f(__fmaf_rn(old_most, to_log2, -base));
+#else
   return exp2f(__fadd_rn(__fmul_rn(old_most, to_log2), -base));
+#endif
 }
 
 // How much the sums of two ranges of keys count in the sums of both; most becomes that of both.
