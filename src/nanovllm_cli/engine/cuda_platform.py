@@ -26,8 +26,9 @@ from nanovllm_cli.quant.dense_cuda import CudaDense
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
-# A token of the vocabulary for each sequence: its logit, the logit as it is drawn from, and a count.
-SAMPLING_BYTES = 4 + 4 + 2
+# Of each sequence: for every token of the vocabulary its logit, the logit as it is drawn from, a count, and bits of masks; and
+# the sampling kernels' scratch and lists.
+TOKEN_BYTES, ROW_BYTES = 4 + 4 + 2 + 1, 48 << 10
 # Recorded steps: their tensors between kernels, one batch after another in the same memory, and the graphs themselves.
 GRAPH_BYTES = 256 << 20
 
@@ -86,7 +87,7 @@ class CudaPlatform:
             raise self._too_large(f"a step of {self.config.max_num_batched_tokens} tokens does not fit") from None
         memory = self.device.memory()
         used = memory.total - memory.free
-        sampling = self.config.max_num_seqs * model.spec.vocab_size * SAMPLING_BYTES
+        sampling = self.config.max_num_seqs * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
         share = int(memory.total * self.config.gpu_memory_utilization)
         return max(0, share - used - step - sampling - GRAPH_BYTES)
 
