@@ -1,0 +1,107 @@
+"""Everything that needs a GPU, in one call of less than ten minutes on a machine without internet: is it right, how fast is it,
+and how near is that to what the device can do.
+
+    python benchmarks/gpu/all.py --output results.json --table results.md
+    python benchmarks/gpu/all.py --wheels .whl --only batch-1,attention
+    python benchmarks/gpu/all.py --list
+
+Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
+in a process of its own; after each one the results are written, so that who is killed loses one section. Random weights of real
+shapes, random data, medians. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's
+own. Without a GPU it says why and ends with status 6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu import report, sections
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / folder) for folder in ("src", "tests", "benchmarks")]
+DEFAULT_BUDGET = 540.0
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="results as JSON (%(default)s)")
+    parser.add_argument("--table", type=Path, help="the table, which is printed too")
+    parser.add_argument("--budget", type=float, default=DEFAULT_BUDGET, help="seconds for everything (%(default)s)")
+    parser.add_argument("--only", type=known_sections, help="NAME[,NAME]: these sections")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install for this run")
+    parser.add_argument("--list", action="store_true", help="name the sections and leave")
+    parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.section:
+        return sections.run_inside(options.section[0], Path(options.section[1]))
+    if options.list:
+        for section in sections.SECTIONS:
+            print(f"{section.name:14} at most {section.limit:3.0f} s  {section.what}")
+        return 0
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as site:
+        if options.wheels:
+            install(options.wheels, site)
+        sys.path[:0] = [site, *PATHS]
+        reason = why_not()
+        if reason is not None:
+            print(f"no GPU run: {reason.message}{f' ({reason.hint})' if reason.hint else ''}", file=sys.stderr)
+            return reason.exit_code
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([site, *PATHS, os.environ.get("PYTHONPATH", "")])}
+        environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        return measure(options, options.budget - (time.monotonic() - begin), environment)
+
+
+def measure(options: argparse.Namespace, budget: float, environment: dict[str, str]) -> int:
+    """0 where every section is done or has a reason to be skipped, else 1."""
+    results: dict[str, sections.Record] = {}
+
+    def keep(name: str, record: sections.Record) -> None:
+        results[name] = record
+        print(f"{name}: {record['status']}, {record['seconds']} s {report.last_line(record.get('why'))}", flush=True)
+        sections.write_json(options.output, {"sections": results, "bars": report.bars(results)})
+        if options.table:
+            options.table.write_text(report.markdown(results))
+
+    names = options.only or [section.name for section in sections.SECTIONS]
+    command = [sys.executable, __file__, "--section"]
+    sections.run_all(names, command, budget, keep, environment)
+    print("\n" + report.markdown(results))
+    return int(any(record["status"] in ("failed", "timed out") for record in results.values()))
+
+
+def why_not() -> Any:
+    """What keeps this machine from running it, as the package's own error, or None."""
+    from nanovllm_cli.kernels.launcher import why_unavailable
+
+    return why_unavailable()
+
+
+def install(wheels: Path, site: str) -> None:
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        raise SystemExit(f"no wheels in {wheels}")
+    flags = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", site]
+    subprocess.run([sys.executable, "-m", "pip", "install", *flags, *files], check=True)
+
+
+def known_sections(text: str) -> list[str]:
+    names = text.split(",")
+    known = [section.name for section in sections.SECTIONS]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

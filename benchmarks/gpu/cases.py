@@ -1,0 +1,195 @@
+"""Kernels on inputs of real sizes: what is launched, and the bytes and operations that it can't do without.
+
+Nothing here times anything, or asks for a GPU: the tests run each kind of case once on the emulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from gpu.shapes import Shape
+from gpu.timing import copies_for
+from nanovllm_cli.kernels import activation, embedding, norm, prefill_attention, rope_cache, sampling
+from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.gemv import gemv
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.ops import Normed
+from nanovllm_cli.kernels.sampling_table import SamplingBuffers, SamplingTable
+from nanovllm_cli.sampling_params import SamplingParams
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BLOCK = 16
+
+
+class Case(NamedTuple):
+    """calls: the same work on inputs of its own each. library: the same by torch, where it has it."""
+
+    name: str
+    num_bytes: float
+    flops: float
+    calls: list[Callable[[], object]]
+    library: Sequence[Callable[[], object]] = ()
+
+
+def randn(launcher: Launcher, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+    """Made in slices: one of a cache of gigabytes in float32 would be larger than the cache."""
+    out = torch.empty(shape, dtype=dtype, device=launcher.device)
+    for part in out.view(-1).split(1 << 26):
+        part.copy_(torch.randn(part.shape, device=launcher.device) * scale)
+    return out
+
+
+# ---- attention ----
+
+
+class Cache(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def make_cache(launcher: Launcher, shape: Shape, blocks: int, dtype: torch.dtype) -> Cache:
+    sizes = (blocks, shape.kv_heads, BLOCK, shape.dim)
+    scales = torch.ones(shape.kv_heads, device=launcher.device) if dtype == FP8 else None
+    return Cache(randn(launcher, *sizes, dtype=dtype), randn(launcher, *sizes, dtype=dtype), scales)
+
+
+def make_tables(launcher: Launcher, batch: int, tokens: int, blocks: int, salt: int) -> torch.Tensor:
+    """Blocks in no order, none in two sequences."""
+    width = -(-tokens // BLOCK)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(salt))[: batch * width]
+    return order.view(batch, width).to(torch.int32).to(launcher.device)
+
+
+def decode_case(launcher: Launcher, name: str, shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> Case:
+    """Attention of one layer in a decode step of `batch` sequences of `tokens` tokens."""
+    read = 2.0 * batch * tokens * shape.kv_heads * shape.dim * dtype.itemsize
+    copies = copies_for(read)
+    blocks = copies * batch * -(-tokens // BLOCK)
+    cache = make_cache(launcher, shape, blocks, dtype)
+    tables = make_tables(launcher, copies * batch, tokens, blocks, batch)
+    lens = torch.full((batch,), tokens, dtype=torch.int32, device=launcher.device)
+    q = randn(launcher, batch, shape.heads, shape.dim)
+    scratch = DecodeScratch(launcher, batch, shape.heads, shape.kv_heads, shape.dim, tokens + BLOCK)
+
+    def call(table: torch.Tensor) -> Callable[[], object]:
+        return lambda: decode_attention(
+            launcher, q, cache.k, cache.v, table, lens, scratch, shape.dim**-0.5, k_scale=cache.scales, v_scale=cache.scales
+        )
+
+    title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {batch} x {tokens}"
+    flops = 4.0 * batch * tokens * shape.heads * shape.dim
+    return Case(title, read + 2.0 * q.nbytes, flops, [call(table) for table in tables.split(batch)])
+
+
+def prefill_case(launcher: Launcher, name: str, shape: Shape, count: int, tokens: int, prefix: int, dtype: torch.dtype) -> Case:
+    """Attention of one layer over prompts of `tokens` tokens behind `prefix` that are cached."""
+    total, width = tokens + prefix, -(-(tokens + prefix) // BLOCK)
+    cache = make_cache(launcher, shape, count * width, dtype)
+    tables = make_tables(launcher, count, total, count * width, count)
+    starts = np.arange(count + 1, dtype=np.int32) * tokens
+    work = prefill_attention.prefill_tiles(
+        launcher, starts, np.full(count, total, np.int32), shape.heads, shape.kv_heads, shape.dim, BF16, dtype
+    )
+    work = work._replace(items=work.items.to(launcher.device))
+    counters = prefill_attention.new_counters(launcher)
+    q = randn(launcher, count * tokens, shape.heads, shape.dim)
+    pairs = count * (tokens * prefix + tokens * (tokens + 1) / 2)  # of a query and a key that it sees
+
+    def call() -> object:
+        return prefill_attention.prefill_attention(
+            launcher, q, cache.k, cache.v, work, tables, counters,
+            scale=shape.dim**-0.5, k_scale=cache.scales, v_scale=cache.scales,
+        )  # fmt: skip
+
+    library: list[Callable[[], object]] = []
+    if prefix == 0 and dtype == BF16:
+        heads = q.view(count, tokens, shape.heads, shape.dim).transpose(1, 2)
+        k, v = (randn(launcher, count, shape.kv_heads, tokens, shape.dim) for _ in range(2))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        library.append(lambda: attention(heads, k, v, is_causal=True, enable_gqa=True))
+    title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {count} x {tokens}" + (f" after {prefix}" if prefix else "")
+    num_bytes = 2.0 * q.nbytes + 2.0 * count * total * shape.kv_heads * shape.dim * dtype.itemsize
+    return Case(title, num_bytes, 4.0 * pairs * shape.heads * shape.dim, [call], library)
+
+
+# ---- matmuls of few rows ----
+
+
+def gemv_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[Case]:
+    """A layer's four and the head's, as a decode step launches them."""
+    heads, kv = shape.heads * shape.dim, shape.kv_heads * shape.dim
+    return [
+        _gemv_case(launcher, f"{name} qkv, {rows}", rows, heads + 2 * kv, shape.hidden, "norm"),
+        _gemv_case(launcher, f"{name} o, {rows}", rows, shape.hidden, heads, "residual"),
+        _gemv_case(launcher, f"{name} gate up, {rows}", rows, 2 * shape.inner, shape.hidden, "gate"),
+        _gemv_case(launcher, f"{name} down, {rows}", rows, shape.hidden, shape.inner, "residual"),
+        _gemv_case(launcher, f"{name} head, {rows}", rows, shape.vocab, shape.hidden, "logits"),
+    ]
+
+
+def _gemv_case(launcher: Launcher, title: str, rows: int, outputs: int, width: int, kind: str) -> Case:
+    read = 2.0 * outputs * width
+    weights = [randn(launcher, outputs, width, scale=width**-0.5) for _ in range(copies_for(read))]
+    x = randn(launcher, rows, width)
+    hidden = Normed(x, randn(launcher, width), 1e-6, 0.0)
+    residual = torch.zeros(rows, outputs, dtype=BF16, device=launcher.device)
+
+    def call(weight: torch.Tensor) -> Callable[[], object]:
+        if kind == "residual":
+            return lambda: gemv(launcher, x, weight, None, residual=residual)
+        if kind == "gate":
+            return lambda: gemv(launcher, hidden, weight, None, activation="silu")
+        return lambda: gemv(launcher, hidden, weight, None, out_dtype=torch.float32 if kind == "logits" else None)
+
+    def library(weight: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.mm(x, weight.t())
+
+    return Case(title, read, 2.0 * rows * outputs * width, [call(w) for w in weights], [library(w) for w in weights])
+
+
+# ---- what is left of a step ----
+
+
+def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[Case]:
+    """One set of inputs each, from the L2 as in a step: the kernel before has just written them."""
+    device = launcher.device
+    heads, kv, dim = shape.heads, shape.kv_heads, shape.dim
+    x, residual, gain = randn(launcher, rows, shape.hidden), randn(launcher, rows, shape.hidden), randn(launcher, shape.hidden)
+    both = randn(launcher, rows, 2 * shape.inner)
+    qkv, head_gain = randn(launcher, rows, (heads + 2 * kv) * dim), randn(launcher, dim)
+    angles = torch.rand(rows, dim // 2, device=device)
+    cache = make_cache(launcher, shape, rows, BF16)
+    slots = torch.arange(rows, dtype=torch.int64, device=device) * BLOCK + 3
+    table = randn(launcher, shape.vocab, shape.hidden)
+    ids = torch.randint(0, shape.vocab, (rows,), device=device)
+    logits = randn(launcher, rows, shape.vocab, dtype=torch.float32, scale=3.0)
+
+    def drawn(temperature: float) -> Callable[[], object]:
+        params = SamplingParams(temperature=temperature, seed=1) if temperature else SamplingParams(temperature=0.0)
+        slots_table = SamplingTable(device, rows, shape.vocab)
+        buffers = SamplingBuffers(device, rows, shape.vocab)
+        for row in range(rows):
+            slots_table.write(row, params, row, (), ())
+        buffers.rows.copy_(torch.arange(rows, dtype=torch.int32))
+        greedy = temperature == 0.0
+        return lambda: sampling.sample(launcher, logits, slots_table, buffers, only_greedy=greedy, has_logprobs=False)
+
+    def rotated() -> object:
+        return rope_cache.rope_and_cache(
+            launcher, qkv, heads, kv, dim, head_gain, head_gain, 1e-6, angles, angles, False, slots, cache.k, cache.v
+        )
+
+    made: list[tuple[str, float, Callable[[], object]]] = [
+        ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),
+        ("rope and cache", 2.0 * qkv.nbytes, rotated),
+        ("silu and up", 1.5 * both.nbytes, lambda: activation.gated_activation(launcher, both, "silu")),
+        ("embedding", 2.0 * x.nbytes, lambda: embedding.embedding(launcher, ids, table)),
+        ("draw, greedy", float(logits.nbytes), drawn(0.0)),
+        ("draw, temperature", float(logits.nbytes), drawn(0.6)),
+    ]
+    return [Case(f"{name} {kind}, {rows}", num_bytes, 0.0, [call]) for kind, num_bytes, call in made]

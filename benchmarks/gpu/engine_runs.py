@@ -1,0 +1,128 @@
+"""Sections that run the engine: decode of one and of many sequences, prompts, nano-vllm's workload."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from gpu.breakdown import kernels_of_a_step
+from gpu.engines import Decoded, Loaded, decode, gpu, load, release, serve
+from gpu.sections import Output
+from gpu.shapes import SHAPES, Shape
+from gpu.workload import PROMPT, Request, nano_vllm, prompt
+from nanovllm_cli.sampling_params import SamplingParams
+
+MODELS = ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b")
+ROUNDS = 3
+BATCHES = (8, 32, 128, 256)
+PREFILLS = ((2048, 1), (512, 1), (8192, 1), (2048, 4))
+"""Tokens of a prompt, prompts at once."""
+
+
+def room(batch: int, tokens: int) -> dict[str, int]:
+    """Settings of an engine for `batch` sequences of so many tokens."""
+    return {"num_blocks": batch * (tokens // 16 + 2), "max_num_seqs": batch, "max_model_len": max(tokens + 16, 256)}
+
+
+def measure(loaded: Loaded, shape: Shape, batch: int, steps: int, rounds: int = ROUNDS) -> tuple[dict[str, Any], Decoded]:
+    """The median of rounds, and the last one. The first round, which compiles and records, is not counted."""
+    decode(loaded, batch, PROMPT, 4, salt=9)
+    runs = [decode(loaded, batch, PROMPT, steps, salt=i) for i in range(rounds)]
+    rates = [run.tokens / run.seconds for run in runs]
+    middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+    read = shape.decode_bytes(PROMPT + 16 + steps / 2, batch)
+    result = {
+        "tok/s": statistics.median(rates),
+        "spread": (max(rates) - min(rates)) / statistics.median(rates),
+        "ms a step": 1e3 * middle.seconds / steps,
+        "CPU ms a step": 1e3 * (middle.seconds - middle.waited) / steps,
+        "GB/s": read * steps / middle.seconds / 1e9,
+    }
+    return result, runs[-1]
+
+
+def batch_1(output: Output) -> None:
+    """The models one after the other; then what graphs and programmatic launch do for the smallest, whose steps are shortest."""
+    for name in MODELS:
+        shape = SHAPES[name]
+        loaded = load(shape, gpu(), **room(1, 1024))
+        result, last = measure(loaded, shape, 1, 256 if shape.hidden < 4096 else 128)
+        output.put(name, result)
+        output.put(f"{name}, kernels", kernels_of_a_step(loaded, 1, result["ms a step"]))
+        if name == MODELS[0]:
+            recorded = last.outputs[0].outputs[0].token_ids
+        del loaded
+        release()
+    shape = SHAPES[MODELS[0]]
+    for title, settings, programmatic in (("eager", {"eager": True}, False), ("programmatic launch", {}, True)):
+        result, last = measure(load(shape, gpu(programmatic), **room(1, 1024), **settings), shape, 1, 256)
+        output.put(f"{MODELS[0]}, {title}", result | {"same tokens": last.outputs[0].outputs[0].token_ids == recorded})
+
+
+def batches(output: Output) -> None:
+    for name in MODELS:
+        shape = SHAPES[name]
+        loaded = load(shape, gpu(), **room(max(BATCHES), 512), max_num_batched_tokens=8192)
+        for batch in BATCHES:
+            output.put(f"{name}, {batch}", measure(loaded, shape, batch, 64, rounds=2)[0])
+        if name == MODELS[0]:
+            shown = kernels_of_a_step(loaded, max(BATCHES), output.results[f"{name}, {max(BATCHES)}"]["ms a step"])
+            output.put(f"{name}, {max(BATCHES)}, kernels", shown)
+        del loaded
+        release()
+
+
+def prefill(output: Output) -> None:
+    """From the request to its first token; the step is one, whatever the length."""
+    shape = SHAPES["qwen3-8b"]
+    most = max(tokens * count for tokens, count in PREFILLS)
+    loaded = load(
+        shape, gpu(), max_num_batched_tokens=most, max_num_seqs=4, num_blocks=2 * most // 16, max_model_len=most + 16
+    )
+    for tokens, count in PREFILLS:
+        output.put(f"{tokens} x {count}", prefill_of(loaded, shape, tokens, count))
+
+
+def prefill_of(loaded: Loaded, shape: Shape, tokens: int, count: int, rounds: int = 7) -> dict[str, float]:
+    times = []
+    for salt in range(rounds):
+        prompts = [prompt(tokens, salt * count + i, loaded.vocab) for i in range(count)]
+        begin = time.perf_counter()
+        for i, ids in enumerate(prompts):
+            loaded.engine.add(f"{salt}-{i}", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        while loaded.engine.has_unfinished():
+            loaded.engine.step()
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times[2:])
+    return {
+        "tok/s": count * tokens / seconds,
+        "ms": 1e3 * seconds,
+        "TFLOP/s": shape.prefill_flops(tokens, count) / seconds / 1e12,
+    }
+
+
+def workload(output: Output) -> None:
+    """As nano-vllm's bench.py runs it: all 256 at once, temperature 0.6, tokens of answers over the time of everything."""
+    shape, requests = SHAPES["qwen3-0.6b"], nano_vllm()
+    for title, settings in (("bf16", {}), ("fp8 cache", {"kv_cache_dtype": "fp8"})):
+        loaded = load(
+            shape, gpu(), max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=True, **settings
+        )
+        serve(loaded, [Request(prompt(64, i, 10000), 8) for i in range(256)], 0.6)
+        seconds, outputs = serve(loaded, requests, 0.6)
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        stats = loaded.engine.stats()
+        output.put(
+            title,
+            {
+                "tok/s": tokens / seconds,
+                "seconds": seconds,
+                "tokens": tokens,
+                "steps": stats.steps,
+                "preemptions": stats.preemptions,
+                "blocks": loaded.worker.num_blocks,
+            },
+        )
+        del loaded
+        release()

@@ -1,0 +1,149 @@
+"""Sections of the run: each in a process of its own with a limit of its own, so that none takes another with it.
+
+A section is a function of an Output, to which it gives a result at a time; what it gave before it crashed, hung or ran out of
+time is kept. A record is what the report has of a section: status (done, failed, timed out, skipped), seconds, results, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENGINE = ("numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "jinja2", "numba", "cupy")
+"""What the engine imports beside torch."""
+LEAST_SECONDS = 15.0
+"""A section that would have less is not started."""
+TAIL = 4000
+SKIPPED_STATUS = 77
+Record = dict[str, Any]
+
+
+class Section(NamedTuple):
+    """function: `file:name` in this folder. limit: seconds. needs: packages without which it is skipped."""
+
+    name: str
+    what: str
+    function: str
+    limit: float
+    needs: tuple[str, ...] = ENGINE
+
+
+SECTIONS = (
+    Section("environment", "machine, packages, versions", "environment:section", 30, ()),
+    Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
+    Section("ceilings", "copy GB/s, matmul TFLOP/s", "sweeps:ceilings", 40, ("cupy",)),
+    Section("batch-1", "decode of one sequence: graphs, eager, CPU time, kernels of a step", "engine_runs:batch_1", 120),
+    Section("attention", "paged decode and prefill attention", "sweeps:attention", 60, ("cupy",)),
+    Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 50, ("cupy",)),
+    Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
+    Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 75),
+    Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
+    Section("transformers", "the peer: StaticCache and torch.compile", "peers:transformers_section", 150, ("transformers",)),
+    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 120),
+    Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 90),
+)
+
+
+class Output:
+    """Results of a section, written to a file at each one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.results: dict[str, Any] = {}
+        self.error: str | None = None
+
+    def put(self, name: str, result: Any) -> None:
+        self.results[name] = result
+        self.save()
+
+    def save(self) -> None:
+        write_json(self._path, {"results": self.results, "error": self.error})
+
+
+class Skipped(Exception):
+    """Raised by a section that has nothing to do here; its message is the reason."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(value, indent=1, default=str) + "\n")
+    unfinished.replace(path)
+
+
+def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
+    """The named sections in their order. report(name, record) is called after each. command: what runs one section when its name
+    and a file are added. budget: seconds for all together."""
+    end = time.monotonic() + budget
+    for section in SECTIONS:
+        if section.name in names:
+            report(section.name, run(section, command, end - time.monotonic(), environment))
+
+
+def run(section: Section, command: list[str], left: float, environment: dict[str, str]) -> Record:
+    absent = [package for package in section.needs if importlib.util.find_spec(package) is None]
+    if absent:
+        return skipped(f"not installed: {', '.join(absent)}; carry wheels and name their folder with --wheels")
+    if left < LEAST_SECONDS:
+        return skipped("no time left")
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "results.json", Path(folder) / "log"
+        limit, begin = min(section.limit, left), time.monotonic()
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*command, section.name, str(path)], stdout=errors, stderr=errors, start_new_session=True, env=environment
+            )
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # what it started too
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found = json.loads(path.read_text()) if path.exists() else {"results": {}, "error": None}
+        tail = log.read_text(errors="replace")[-TAIL:]
+    record: Record = {"seconds": round(time.monotonic() - begin, 1), "results": found["results"]}
+    if status is None:
+        return record | {"status": "timed out", "why": f"not done after {limit:.0f} s", "log": tail}
+    if status == 0:
+        return record | {"status": "done"}
+    if status == SKIPPED_STATUS:
+        return record | {"status": "skipped", "why": found["error"]}
+    return record | {"status": "failed", "why": found["error"] or f"ended with {status}", "log": tail}
+
+
+def skipped(why: str) -> Record:
+    return {"status": "skipped", "seconds": 0.0, "results": {}, "why": why}
+
+
+def run_inside(name: str, path: Path) -> int:
+    """In the section's own process: the exit status, with results and a traceback in the file."""
+    section = next(section for section in SECTIONS if section.name == name)
+    output = Output(path)
+    output.save()
+    try:
+        file, function = section.function.split(":")
+        getattr(importlib.import_module(f"gpu.{file}"), function)(output)
+        return 0
+    except Skipped as reason:
+        output.error = str(reason)
+        return SKIPPED_STATUS
+    except BaseException:
+        output.error = traceback.format_exc()
+        print(output.error, file=sys.stderr)
+        return 1
+    finally:
+        output.save()

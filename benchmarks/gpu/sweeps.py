@@ -1,0 +1,75 @@
+"""Sections that time kernels by themselves, and what the device can do at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu import cases
+from gpu.cases import BF16, FP8, Case
+from gpu.sections import Output
+from gpu.shapes import SHAPES
+from gpu.timing import seconds_in_graph, seconds_of
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.launcher import CudaLauncher
+
+COPY_BYTES = 4 << 30
+SIDE = 8192
+DECODES = ((32, 2048), (1, 2048), (1, 32768), (8, 8192), (128, 2048), (256, 1024))
+"""Sequences and tokens of each."""
+PREFILLS = ((1, 2048, 0), (1, 512, 0), (1, 8192, 0), (4, 2048, 0), (1, 1024, 8192))
+"""Prompts, tokens of each, tokens cached before them."""
+
+
+def ceilings(output: Output) -> None:
+    """A copy counts bytes read and written. Random data: zeros are faster."""
+    source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    output.put("copy GB/s", 2 * COPY_BYTES / seconds_of(lambda: target.copy_(source)) / 1e9)
+    a, b = (torch.randn(SIDE, SIDE, device="cuda").to(BF16) for _ in range(2))
+    c = torch.empty_like(a)
+    output.put("matmul TFLOP/s", 2 * SIDE**3 / seconds_of(lambda: torch.mm(a, b, out=c)) / 1e12)
+
+
+def attention(output: Output) -> None:
+    launcher = CudaLauncher()
+    for name in ("qwen3-8b", "qwen3-0.6b", "llama-3.2-1b"):
+        for batch, tokens in DECODES if name == "qwen3-8b" else DECODES[:1]:
+            for dtype in (BF16, FP8):
+                put(output, "decode", cases.decode_case(launcher, name, SHAPES[name], batch, tokens, dtype))
+    for count, tokens, prefix in PREFILLS:
+        put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], count, tokens, prefix, BF16))
+    put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], 1, 2048, 0, FP8))
+
+
+def matmuls(output: Output) -> None:
+    for kind, launcher in (("gemv", CudaLauncher()), ("gemv, programmatic launch", CudaLauncher(programmatic_launch=True))):
+        for case in _gemvs(launcher, (1, 8) if kind == "gemv" else (1,)):
+            put(output, kind, case)
+    for rows in (1, 256):
+        for case in cases.small_cases(CudaLauncher(), "qwen3-0.6b", SHAPES["qwen3-0.6b"], rows):
+            put(output, "small", case)
+
+
+def _gemvs(launcher: Launcher, rows: tuple[int, ...]) -> Iterator[Case]:
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        for count in rows:
+            yield from cases.gemv_cases(launcher, name, SHAPES[name], count)
+
+
+def put(output: Output, kind: str, case: Case) -> None:
+    rows: list[dict[str, Any]] = output.results.setdefault(kind, [])
+    rows.append(timed(case))
+    output.save()
+
+
+def timed(case: Case) -> dict[str, Any]:
+    seconds = seconds_in_graph(case.calls)
+    row: dict[str, Any] = {"case": case.name, "us": 1e6 * seconds, "GB/s": case.num_bytes / seconds / 1e9}
+    if case.flops:
+        row["TFLOP/s"] = case.flops / seconds / 1e12
+    if case.library:
+        row["torch us"] = 1e6 * seconds_in_graph(case.library)
+    return row

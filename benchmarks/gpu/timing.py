@@ -1,0 +1,47 @@
+"""Time on the device: events around the work, medians, and graphs where launches are short."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+
+def seconds_of(call: Call, repeats: int = 20, warm: int = 3) -> float:
+    """Median of one call, timed by events."""
+    for _ in range(warm):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def seconds_in_graph(calls: Sequence[Call], repeats: int = 20, least: int = 20) -> float:
+    """Median of one of the calls, all recorded in one graph, in turn, so that launching them takes no time of the CPU's.
+
+    calls: the same work on inputs of its own each, more bytes in all than the L2 holds.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = -(-least // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return seconds_of(graph.replay, repeats) / (rounds * len(calls))
+
+
+def copies_for(num_bytes: float, at_least: float = 256e6, most: int = 64) -> int:
+    """How many sets of inputs of so many bytes are far more than an L2 (50 MB on an H200)."""
+    return max(2, min(most, -(-int(at_least) // max(1, int(num_bytes)))))
