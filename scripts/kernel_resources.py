@@ -3,16 +3,14 @@
     python scripts/kernel_resources.py            # says what spills, or differs from the table; exit status 1
     python scripts/kernel_resources.py --write    # brings the table up to date
 
-Needs NVRTC, and no GPU. Kernels are the `variants()` of the modules beside `nanovllm_cli/kernels/*.cu` (`variants(capability)`
-where a GPU's shared memory decides), from each one's `min_capability` on. Compiled code comes from the cache that running the
-model uses too, so a second run takes a second.
+Needs NVRTC, and no GPU. Kernels are the `variants()` of the modules beside `nanovllm_cli/kernels/*.cu`, from each one's
+`min_capability` on. Compiled code comes from the cache that running the model uses too, so a second run takes a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -47,9 +45,7 @@ def jobs(capabilities: tuple[int, ...] = CAPABILITIES) -> list[tuple[Kernel, int
         (kernel, capability)
         for module in modules
         for capability in capabilities
-        for kernel in (
-            module.variants(capability) if inspect.signature(module.variants).parameters else module.variants()
-        )
+        for kernel in module.variants()
         if capability >= kernel.min_capability
     ]
 
