@@ -1,0 +1,401 @@
+"""benchmarks/gpu: all that can be tested of it without a GPU. What it measures is not; how it measures, keeps and shows is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from emulation import on_gpu
+from emulation.device import EmulatedDevice
+from emulation.emulator import Emulator, needs_emulation
+from gpu import breakdown, cases, checks, engine_runs, peers, report, sections
+from gpu.engines import decode, load, serve
+from gpu.sections import Output, Section, Skipped
+from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
+from gpu.timing import copies_for
+from gpu.workload import Request, nano_vllm, prompt
+from nanovllm_cli.kernels.kernel import Kernel
+from nanovllm_cli.kernels.launcher import why_unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu" / "all.py"
+TINY = SHAPES["tiny"]
+ROOM = {"num_blocks": 64, "max_num_seqs": 4, "max_model_len": 128}
+without_gpu = pytest.mark.skipif(why_unavailable() is None, reason="this machine has a GPU")
+
+
+def script(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+
+
+# ---- the command ----
+
+
+@without_gpu
+def test_without_a_gpu_it_says_why_in_a_line(tmp_path: Path) -> None:
+    done = script("--output", str(tmp_path / "results.json"))
+    assert done.returncode == 6
+    assert done.stderr.startswith("no GPU run: ")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_sections_are_listed_and_unknown_ones_refused() -> None:
+    listed = script("--list")
+    assert listed.returncode == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [section.name for section in sections.SECTIONS]
+    refused = script("--only", "ceilings,nothing")
+    assert refused.returncode == 2
+    assert "no section 'nothing'; known: environment, kernels" in refused.stderr
+
+
+def test_every_section_has_its_function() -> None:
+    for section in sections.SECTIONS:
+        file, name = section.function.split(":")
+        source = (ROOT / "benchmarks" / "gpu" / f"{file}.py").read_text()
+        assert f"\ndef {name}(output: Output) -> None:" in source
+
+
+# ---- sections in processes ----
+
+CHILD = """
+import json, subprocess, sys, time
+name, path = sys.argv[1:]
+def put(results, error=None): open(path, "w").write(json.dumps({"results": results, "error": error}))
+put({"first": 1})
+if name == "crash": put({"first": 1}, "Traceback\\nValueError: it broke"); sys.exit(1)
+if name == "killed": import os; print("last words", flush=True); os.kill(os.getpid(), 9)
+if name == "skip": put({}, "nothing here"); sys.exit(77)
+if name == "hang":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    put({"first": 1, "child": child.pid}); time.sleep(60)
+put({"first": 1, "second": 2})
+"""
+
+
+def run_section(name: str, limit: float = 20, left: float = 100, needs: tuple[str, ...] = ()) -> sections.Record:
+    return sections.run(Section(name, "", "", limit, needs), [sys.executable, "-c", CHILD], left, dict(os.environ))
+
+
+def test_a_section_gives_its_results() -> None:
+    record = run_section("fine")
+    assert (record["status"], record["results"]) == ("done", {"first": 1, "second": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "why"), [("crash", "failed", "ValueError: it broke"), ("killed", "failed", "ended with -9")]
+)
+def test_a_section_that_fails_leaves_what_it_had(name: str, status: str, why: str) -> None:
+    record = run_section(name)
+    assert (record["status"], record["results"]) == (status, {"first": 1})
+    assert why in record["why"]
+    assert record["log"] == ("last words\n" if name == "killed" else "")
+
+
+def test_a_section_that_hangs_is_ended_with_all_it_started() -> None:
+    begin = time.monotonic()
+    record = run_section("hang", limit=2)
+    assert time.monotonic() - begin < 15
+    assert (record["status"], record["results"]["first"]) == ("timed out", 1)
+    deadline = time.monotonic() + 5
+    while running(record["results"]["child"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_a_section_is_skipped_with_a_reason() -> None:
+    assert run_section("skip")["why"] == "nothing here"
+    assert run_section("fine", left=5)["why"] == "no time left"
+    assert "not installed: no_such_package;" in run_section("fine", needs=("json", "no_such_package"))["why"]
+
+
+def test_what_is_left_of_the_budget_limits_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "LEAST_SECONDS", 1)
+    record = run_section("hang", limit=30, left=2)
+    assert (record["status"], record["why"]) == ("timed out", "not done after 2 s")
+
+
+def test_inside_a_section_results_and_the_traceback_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(output: Output) -> None:
+        output.put("kept", 3)
+        raise ValueError("inside")
+
+    def idle(output: Output) -> None:
+        raise Skipped("not here")
+
+    monkeypatch.setitem(sys.modules, "gpu.made_up", types.SimpleNamespace(broken=broken, idle=idle))
+    made_up = tuple(Section(name, "", f"made_up:{name}", 1, ()) for name in ("broken", "idle"))
+    monkeypatch.setattr(sections, "SECTIONS", made_up)
+    path = tmp_path / "results.json"
+    assert sections.run_inside("broken", path) == 1
+    found = json.loads(path.read_text())
+    assert found["results"] == {"kept": 3}
+    assert found["error"].endswith("ValueError: inside\n")
+    assert sections.run_inside("idle", path) == sections.SKIPPED_STATUS
+    assert json.loads(path.read_text())["error"] == "not here"
+
+
+def test_sections_keep_their_order_and_report_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "SECTIONS", tuple(Section(name, "", "", 20, ()) for name in ("crash", "fine", "skip")))
+    seen: list[tuple[str, str]] = []
+    sections.run_all(
+        ["skip", "crash"], [sys.executable, "-c", CHILD], 100, lambda n, r: seen.append((n, r["status"])), dict(os.environ)
+    )
+    assert seen == [("crash", "failed"), ("skip", "skipped")]
+
+
+# ---- the report ----
+
+
+def done(**results: Any) -> sections.Record:
+    return {"status": "done", "seconds": 1.0, "results": results}
+
+
+RESULTS = {
+    "kernels": done(test_a={"passed": 5, "failed": 0, "skipped": 1, "failures": [], "reasons": {"planted bugs": 1}}),
+    "ceilings": done(**{"copy GB/s": 4000.0, "matmul TFLOP/s": 800.0}),
+    "batch-1": done(
+        **{
+            "qwen3-0.6b": {"tok/s": 1600.0, "CPU ms a step": 0.31, "GB/s": 2000.0},
+            "qwen3-0.6b, eager": {"tok/s": 400.0, "CPU ms a step": 2.0, "GB/s": 500.0},
+            "qwen3-8b": {"tok/s": 249.0, "CPU ms a step": 0.2, "GB/s": 3800.0},
+            "qwen3-0.6b, kernels": {"rows": [{"kernel": "gemv", "grid": "264x1x1", "us a step": 300.1}], "step us": 400.0},
+        }
+    ),
+    "attention": done(decode=[{"case": "qwen3-8b, bf16, 32 x 2048", "us": 80.0, "GB/s": 3300.0}]),
+    "prefill": {"status": "failed", "seconds": 3.0, "results": {}, "why": "Traceback\nKeyError: 'x'\n"},
+}
+
+
+def test_bars_are_met_missed_or_not_measured() -> None:
+    rows = {row["bar"]: (row["found"], row["met"]) for row in report.bars(RESULTS)}
+    assert rows["kernel tests that fail on the device"] == (0, True)
+    assert rows["decode, batch 1, Qwen3-0.6B"] == (1600, True)
+    assert rows["decode, batch 1, Qwen3-8B"] == (249, False)
+    assert rows["decode, batch 1, Qwen3-8B, share of the copy ceiling"] == (0.95, True)
+    assert rows["decode attention, bf16, 32 x 2048, share of the copy ceiling"] == (0.825, False)
+    assert rows["decode attention, fp8, 32 x 2048, share of the copy ceiling"] == (None, None)
+    assert rows["graphs against eager, batch 1, Qwen3-0.6B"] == (4, True)
+    assert rows["CPU time of a step, batch 1, Qwen3-0.6B"] == (0.31, False)
+    assert rows["nano-vllm's workload"] == (None, None)
+    assert all(row["met"] is None for row in report.bars({}))
+    lost = {"kernels": done(test_a={"passed": 5, "failed": 1, "skipped": 0, "lost": "the GPU is lost"})}
+    assert report.bars(lost)[0]["found"] == 2
+
+
+def test_the_report_reads_without_being_rendered() -> None:
+    text = report.markdown(json.loads(json.dumps(RESULTS)))
+    lines = text.splitlines()
+    for expected in (
+        "| prefill   | failed | 3       | KeyError: 'x' |",
+        "| qwen3-8b, bf16, 32 x 2048 | 80  | 3,300 | 82.5%   |",
+        "failed: KeyError: 'x'",
+        "### qwen3-0.6b, kernels",
+        "- test_a, reasons: 1 (planted bugs)",
+    ):
+        assert expected in lines, text
+    blocks = text.split("\n\n")
+    for block in (block for block in blocks if block.startswith("|")):
+        assert len({line.count("|") for line in block.splitlines() if line.startswith("|")}) == 1
+    assert blocks[-2] == "## Bars"
+    assert "MISSED" in blocks[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, ""), (True, "True"), (3, "3"), (1500.0, "1,500"), (0.3456789, "0.3457"), (12345.6, "12,346"), (1e-5, "1e-05"),
+        ("a", "a"), (99.95, "99.95"),
+    ],
+)  # fmt: skip
+def test_numbers_as_a_person_reads_them(value: Any, shown: str) -> None:
+    assert report.number(value) == shown
+
+
+def test_tests_are_counted_from_pytests_own_report() -> None:
+    found = checks.counted(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="assert 1 == 2&#10;more"/></testcase>'
+        '<testcase name="c"><skipped message="planted bugs"/></testcase><testcase name="d"><error message="boom"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["failures"] == ["b: assert 1 == 2", "d: boom"]
+    assert found["reasons"] == {"planted bugs": 1}
+
+
+def test_a_trace_becomes_a_table_of_a_step() -> None:
+    def event(name: str, us: float, grid: list[int], cat: str = "kernel") -> dict[str, Any]:
+        return {"cat": cat, "name": name, "dur": us, "args": {"grid": grid}}
+
+    step = [event("gemv", 5.0, [264, 1, 1])] * 3 + [event("gemv", 50.0, [132, 1, 1]), event("largest_logits", 7.0, [74, 1, 1])]
+    other = [event("void at::add<float, 3>(int)", 2.0, [1, 1, 1]), event("python", 1e6, [], "cpu_op")]
+    found = breakdown.summary(step * 4 + other, 0.1)
+    assert [(row["kernel"], row["grid"], row["a step"]) for row in found["rows"]] == [
+        ("gemv", "132x1x1", 1), ("gemv", "264x1x1", 3), ("largest_logits", "74x1x1", 1), ("at::add", "1x1x1", 0.25)
+    ]  # fmt: skip
+    assert found["rows"][1]["us a step"] == pytest.approx(15)
+    assert found["busy us a step"] == pytest.approx(72.5)
+    assert found["step us"] == pytest.approx(100)
+
+
+# ---- models and requests ----
+
+
+def test_nano_vllms_workload_has_the_tokens_it_is_known_by() -> None:
+    requests = nano_vllm()
+    assert sum(request.answer_len for request in requests) == 133_966
+    assert {len(requests), len({tuple(request.prompt) for request in requests})} == {256}
+    assert all(100 <= len(request.prompt) <= 1024 and max(request.prompt) <= 10000 for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("llama-3.2-1b", 1_235_814_400)]
+)
+def test_shapes_are_those_of_the_published_models(name: str, parameters: int) -> None:
+    assert sum(math.prod(shape) for shape in SHAPES[name].tensors().values()) == parameters
+
+
+def test_bytes_and_operations_of_a_step() -> None:
+    shape = SHAPES["qwen3-8b"]
+    assert shape.decode_bytes(0) == pytest.approx(15.1e9, rel=0.01)
+    assert shape.decode_bytes(1000, batch=3) - shape.decode_bytes(0) == 3 * 1000 * 144 * 1024
+    assert shape.prefill_flops(2048) == pytest.approx(2 * 6.95e9 * 2048 + 36 * 4 * 4096 * 2048**2 / 2, rel=0.01)
+    assert shape.prefill_flops(512, 4) == 4 * shape.prefill_flops(512)
+
+
+def test_random_tensors_are_the_same_however_they_are_sliced() -> None:
+    shape = replace(TINY, vocab=POOL // 32)  # an embedding of twice the pool
+    checkpoint = RandomCheckpoint(shape)
+    whole = checkpoint.tensor("model.embed_tokens.weight")
+    assert whole.shape == (shape.vocab, 64)
+    for rows in ((0, 5), (POOL // 64 - 3, POOL // 64 + 3), (shape.vocab - 2, shape.vocab)):
+        assert torch.equal(checkpoint.tensor("model.embed_tokens.weight", rows=rows), whole[rows[0] : rows[1]])
+    matrix = checkpoint.tensor("model.layers.1.mlp.up_proj.weight").float()
+    assert matrix.std() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(matrix, checkpoint.tensor("model.layers.1.mlp.gate_proj.weight").float())
+    assert checkpoint.tensor("model.norm.weight").float().mean() == pytest.approx(1, abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def untied() -> Shape:
+    return replace(TINY, tied=False)
+
+
+@needs_emulation
+def test_the_gpus_engine_is_measured_and_judged_by_the_cpus(untied: Shape) -> None:
+    cpu, emulated = load(untied, None, **ROOM), load(untied, EmulatedDevice(), **ROOM)
+    run = decode(emulated, 2, 20, 3)
+    assert (run.steps, run.tokens) == (3, 6)
+    assert 0 < run.waited < run.seconds
+    assert [len(output.outputs[0].token_ids) for output in run.outputs] == [22, 22]
+    assert run.outputs[0].outputs[0].text.startswith("t")
+    requests = [Request(prompt(checks.PROMPT_LEN, i, untied.vocab), 6) for i in range(3)]
+    seconds, outputs = serve(emulated, requests, 0.0)
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert seconds > 0
+    assert len({token for answer in answers for token in answer}) > 6, "not one token over and over"
+    found = checks.judged(cpu, answers)
+    assert found["tokens"] == 18
+    assert found["the CPU's first"] >= 0.9
+    assert found["near-ties only"]
+    wrong = [tuple((token + 1) % untied.vocab for token in answer) for answer in answers]
+    found = checks.judged(cpu, wrong)
+    assert found["the CPU's first"] < 0.2
+    assert not found["near-ties only"]
+
+
+@needs_emulation
+def test_rows_of_the_engines_sections() -> None:
+    loaded = load(TINY, EmulatedDevice(), num_blocks=64, max_num_seqs=1, max_model_len=256, max_num_batched_tokens=256)
+    result, last = engine_runs.measure(loaded, TINY, 1, 2, rounds=2)
+    assert set(result) == {"tok/s", "spread", "ms a step", "CPU ms a step", "GB/s"}
+    assert 0 < result["CPU ms a step"] <= result["ms a step"]
+    assert result["tok/s"] == pytest.approx(1e3 / result["ms a step"], rel=0.5)
+    assert last.tokens == 2
+    filled = engine_runs.prefill_of(loaded, TINY, 40, 1, rounds=3)
+    assert filled["TFLOP/s"] == pytest.approx(TINY.prefill_flops(40) / filled["ms"] / 1e9)
+
+
+def test_transformers_is_measured_between_two_lengths() -> None:
+    model = peers.make_model(TINY, "cpu")
+    assert model.dtype == torch.bfloat16
+    for cache in ("dynamic", "static"):
+        assert peers.decode_rate(model, TINY, 2, 1, 3, cache)["warm-up s"] > 0
+
+
+# ---- kernels ----
+
+
+@needs_emulation
+@pytest.mark.parametrize(
+    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemv", "small"]
+)
+def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
+    launcher = Emulator()
+    if kind.startswith("decode"):
+        made = [cases.decode_case(launcher, "tiny", TINY, 2, 40, cases.FP8 if "fp8" in kind else cases.BF16)]
+        assert made[0].num_bytes > 2 * 2 * 40 * 2 * 64
+    elif kind.startswith("prefill"):
+        dtype, prefix = (cases.FP8 if "fp8" in kind else cases.BF16), (20 if "prefix" in kind else 0)
+        made = [cases.prefill_case(launcher, "tiny", TINY, 2, 18, prefix, dtype)]
+        assert made[0].flops == 4 * 2 * (18 * prefix + 18 * 19 / 2) * 4 * 64
+    elif kind == "gemv":
+        made = cases.gemv_cases(launcher, "tiny", TINY, 2)
+    else:
+        made = cases.small_cases(launcher, "tiny", TINY, 3)
+    for case in made:
+        result = case.calls[0]()
+        assert result is None or result.isfinite().all(), case.name
+        if case.library:
+            assert case.library[0]().isfinite().all()
+    assert launcher.launches
+
+
+def test_sets_of_inputs_pass_the_l2() -> None:
+    assert copies_for(8e6) * 8e6 > 200e6
+    assert [copies_for(1e9), copies_for(10)] == [2, 64]
+
+
+def test_a_launch_elsewhere_takes_memory_there_and_back_once() -> None:
+    memory = torch.arange(10, dtype=torch.int32)
+    other = torch.zeros(4, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+
+    class Elsewhere:
+        device, capability, num_multiprocessors = torch.device("cpu"), 90, 1
+
+        def launch(self, kernel: Kernel, grid: object, block: object, args: tuple, shared_bytes: int = 0) -> None:
+            seen.extend(args[:3])
+            assert args[3:] == (None, np.int32(7))
+            args[1][0] = -1
+            args[2].fill_(2)
+
+    column = memory.view(2, 5)[:, 3]
+    on_gpu.launch_there(
+        Elsewhere(), Kernel("x", "x", ()), (1, 1, 1), (1, 1, 1), (column, memory[8:], other, None, np.int32(7)), 0
+    )
+    assert seen[0].untyped_storage().data_ptr() == seen[1].untyped_storage().data_ptr() != memory.data_ptr()
+    assert (seen[0].tolist(), seen[0].stride()) == ([3, -1], (5,))
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1, 9]
+    assert other.tolist() == [2, 2, 2, 2]
