@@ -46,7 +46,7 @@ def jobs(capabilities: tuple[int, ...] = CAPABILITIES) -> list[tuple[Kernel, int
         for module in modules
         for capability in capabilities
         for kernel in module.variants()
-        if capability >= kernel.min_capability
+        if kernel.min_capability <= capability <= kernel.max_capability
     ]
 
 

@@ -180,9 +180,9 @@ RESULTS = {
             "qwen3-0.6b": {"tok/s": 1600.0, "CPU ms a step": 0.31, "GB/s": 2000.0},
             "qwen3-0.6b, eager": {"tok/s": 400.0, "CPU ms a step": 2.0, "GB/s": 500.0},
             "qwen3-8b": {"tok/s": 249.0, "CPU ms a step": 0.2, "GB/s": 3800.0},
-            "qwen3-0.6b, kernels": {"rows": [{"kernel": "gemv", "grid": "264x1x1", "us a step": 300.1}], "step us": 400.0},
         }
     ),
+    "step": done(**{"qwen3-0.6b, batch 1": {"rows": [{"kernel": "gemv", "grid": "264x1x1", "us each": 0.1}], "step us": 400}}),
     "attention": done(decode=[{"case": "qwen3-8b, bf16, 32 x 2048", "us": 80.0, "GB/s": 3300.0}]),
     "prefill": {"status": "failed", "seconds": 3.0, "results": {}, "why": "Traceback\nKeyError: 'x'\n"},
 }
@@ -211,7 +211,8 @@ def test_the_report_reads_without_being_rendered() -> None:
         "| prefill   | failed | 3       | KeyError: 'x' |",
         "| qwen3-8b, bf16, 32 x 2048 | 80  | 3,300 | 82.5%   |",
         "failed: KeyError: 'x'",
-        "### qwen3-0.6b, kernels",
+        "### qwen3-0.6b, batch 1",
+        "step us 400",
         "- test_a, reasons: 1 (planted bugs)",
     ):
         assert expected in lines, text
@@ -262,6 +263,13 @@ def test_a_trace_becomes_a_table_of_a_step() -> None:
 # ---- models and requests ----
 
 
+def test_warming_up_sees_every_size_of_a_step_three_times() -> None:
+    lengths = [request.answer_len for request in engine_runs.warming(256)]
+    alive = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    buckets = [1 << (count - 1).bit_length() for count in alive]
+    assert {bucket: buckets.count(bucket) for bucket in buckets} == dict.fromkeys([256, 128, 64, 32, 16, 8, 4, 2, 1], 4)
+
+
 def test_nano_vllms_workload_has_the_tokens_it_is_known_by() -> None:
     requests = nano_vllm()
     assert sum(request.answer_len for request in requests) == 133_966
@@ -308,7 +316,7 @@ def test_the_gpus_engine_is_measured_and_judged_by_the_cpus(untied: Shape) -> No
     run = decode(emulated, 2, 20, 3)
     assert (run.steps, run.tokens) == (3, 6)
     assert 0 < run.waited < run.seconds
-    assert [len(output.outputs[0].token_ids) for output in run.outputs] == [22, 22]
+    assert [len(output.outputs[0].token_ids) for output in run.outputs] == [36, 36]
     assert run.outputs[0].outputs[0].text.startswith("t")
     requests = [Request(prompt(checks.PROMPT_LEN, i, untied.vocab), 6) for i in range(3)]
     seconds, outputs = serve(emulated, requests, 0.0)

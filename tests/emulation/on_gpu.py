@@ -47,7 +47,16 @@ def launch(
     try:
         launch_there(launcher, kernel, grid, block, args, shared_bytes)
         torch.cuda.synchronize()
-    except RuntimeError as error:  # such as an illegal address: nothing runs in this process any more
+    except RuntimeError as error:
+        _give_up_if_lost(kernel, error)
+        raise
+
+
+def _give_up_if_lost(kernel: Kernel, error: RuntimeError) -> None:
+    """After an illegal address, say, nothing runs in this process any more."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
         pytest.exit(f"the GPU is lost after {kernel}: {str(error).splitlines()[0]}", 1)
 
 

@@ -1,2 +1,2 @@
-"""Kernels. `reference` says what each op means; `cpu` is the CPU's side of it, on compiled code of `cpu_*` and `simd`; the GPU's are
-`x.cu` with `x.py` beside it."""
+"""Kernels. `reference` says what each op means; `cpu` is the CPU's side of it, on compiled code of `cpu_*` and `simd`; the GPU's
+side is `x.cu` with `x.py` beside it."""

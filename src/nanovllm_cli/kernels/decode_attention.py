@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Kernel, Launcher, check, type_name
+from nanovllm_cli.kernels.kernel import NEWEST_CAPABILITY, OLDEST_CAPABILITY, Kernel, Launcher, check, type_name
 
 THREADS = 128
 MAX_SPLITS = 64
@@ -21,6 +21,8 @@ BLOCKS_WANTED = 12
 FIXED_SPLIT, FIXED_SPLITS = 512, 32
 """Deterministic splits: 512 tokens, or what gives 32 splits or fewer; a window may begin inside one more."""
 MAX_TENSOR_CORE_DIM = 256
+LARGE_DIM, LARGE_DIM_CAPABILITY = 192, 90
+"""A 16-bit cache of larger heads takes all registers of a thread; where newer GPUs' compilers want more, it goes to CUDA cores."""
 BF16_CAPABILITY = 80
 """Of tensor cores that multiply bf16."""
 
@@ -124,6 +126,7 @@ def choose(
         dim % 16 == 0
         and dim <= MAX_TENSOR_CORE_DIM
         and (kv_dtype == dtype or kv_dtype.itemsize == 1)
+        and (dim <= LARGE_DIM or kv_dtype.itemsize == 1 or capability <= LARGE_DIM_CAPABILITY)
         and (capability >= BF16_CAPABILITY or kv_dtype != torch.bfloat16)
     )
     if tensor_cores:
@@ -132,7 +135,7 @@ def choose(
     vector = min(8, dim & -dim)
     elements = vector * -(-dim // (32 * vector))  # of a lane, for each query head; 64 in all fit in the registers
     rows = 1
-    while rows < min(8, group) and 2 * rows * elements <= 64:
+    while rows < min(4, group) and 2 * rows * elements <= 64:
         rows *= 2
     return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size), rows
 
@@ -141,7 +144,10 @@ def variant(stem: str, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows
     types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
     constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size))
     bf16_products = stem == "decode_attention" and kv_dtype == torch.bfloat16
-    return Kernel(stem, stem, constants, BF16_CAPABILITY if bf16_products else OLDEST_CAPABILITY)
+    newest = NEWEST_CAPABILITY
+    if stem == "decode_attention" and dim > LARGE_DIM and kv_dtype.itemsize > 1:
+        newest = LARGE_DIM_CAPABILITY
+    return Kernel(stem, stem, constants, BF16_CAPABILITY if bf16_products else OLDEST_CAPABILITY, newest)
 
 
 def variants() -> list[Kernel]:
@@ -154,4 +160,5 @@ def variants() -> list[Kernel]:
     ]
     large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
+    others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
     return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16)]

@@ -17,6 +17,7 @@ SOURCES = Path(__file__).parent
 # Names of the kernels' types in common.cuh. The 8-bit floats are e4m3.
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "half", torch.float8_e4m3fn: "fp8", torch.float32: "float"}
 OLDEST_CAPABILITY = 75
+NEWEST_CAPABILITY = 999
 MAX_THREADS = 1024
 WARP = 32
 
@@ -28,12 +29,14 @@ class Kernel(NamedTuple):
     """An entry point of `<stem>.cu`, compiled with `constants` (macro, value) in this order.
 
     min_capability: the oldest GPU that has its instructions, 10 * major + minor; 75 is the oldest that any kernel runs on.
+    max_capability: the newest that its wrapper launches it on, where newer ones have another kernel.
     """
 
     stem: str
     entry: str
     constants: tuple[tuple[str, str | int], ...]
     min_capability: int = OLDEST_CAPABILITY
+    max_capability: int = NEWEST_CAPABILITY
 
     @property
     def defines(self) -> list[str]:
