@@ -1,4 +1,4 @@
-"""Which kernels a decode step's time goes to, from a trace of the device."""
+"""Which kernels a decode step's time goes to, from a trace of the device. A section of its own: tracing can end a process."""
 
 from __future__ import annotations
 
@@ -6,43 +6,74 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from gpu.engines import Loaded, decode
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gpu.engine_runs import measure, room
+from gpu.engines import Loaded, decode, gpu, load, release
+from gpu.sections import Output
+from gpu.shapes import SHAPES
 from gpu.workload import PROMPT
 
 STEPS = 16
 MOST_ROWS = 24
 ONCE_A_STEP = "largest_logits"
 """The kernel that tells how many steps were traced."""
+CASES = (("qwen3-0.6b", 1), ("qwen3-8b", 1), ("qwen3-0.6b", 256))
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
+def section(output: Output) -> None:
+    """Recorded steps; launch by launch too, where a trace does not look into graphs."""
+    with _Trace():  # so that the tracer is there before the first graph
+        torch.zeros(1, device="cuda")
+    for name, batch in CASES:
+        for eager in (False, True):
+            shape = SHAPES[name]
+            loaded = load(shape, gpu(), **room(batch, 512), max_num_batched_tokens=8192, eager=eager)
+            step_ms = measure(loaded, shape, batch, 64, rounds=1)[0]["ms a step"]
+            found = kernels_of_a_step(loaded, batch, step_ms)
+            del loaded
+            release()
+            if found["rows"]:
+                output.put(f"{name}, batch {batch}{', eager' if eager else ''}", found)
+                break
+
+
 def kernels_of_a_step(loaded: Loaded, batch: int, step_ms: float) -> dict[str, Any]:
-    """Traces steps that replay a graph. step_ms: of a step that nobody traces."""
-    return summary(traced(lambda start: decode(loaded, batch, PROMPT, STEPS, salt=99, middle=start)), step_ms)
+    """step_ms: of a step that nobody traces."""
+    return summary(traced(lambda trace: decode(loaded, batch, PROMPT, STEPS, salt=99, around=trace)), step_ms)
 
 
-def traced(run: Callable[[Callable[[], None]], object]) -> list[dict[str, Any]]:
-    """Events of what `run` does after it has called what it is given."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    trace = profile(activities=[ProfilerActivity.CUDA])
-
-    def start() -> None:
-        torch.cuda.synchronize()
-        trace.start()
-
-    run(start)
-    torch.cuda.synchronize()
-    trace.stop()
+def traced(run: Callable[[AbstractContextManager[Any]], object]) -> list[dict[str, Any]]:
+    """Events on the device while `run` has entered what it is given."""
+    trace = _Trace()
+    run(trace)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(path))
+        trace.profile.export_chrome_trace(str(path))
         found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return found
+
+
+class _Trace:
+    """torch's profiler, over work that is done when it is left."""
+
+    def __init__(self) -> None:
+        self.profile = profile(activities=[ProfilerActivity.CUDA])
+
+    def __enter__(self) -> _Trace:
+        torch.cuda.synchronize()
+        self.profile.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        self.profile.stop()
 
 
 def summary(events: Iterable[dict[str, Any]], step_ms: float) -> dict[str, Any]:

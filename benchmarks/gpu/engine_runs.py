@@ -6,7 +6,6 @@ import statistics
 import time
 from typing import Any
 
-from gpu.breakdown import kernels_of_a_step
 from gpu.engines import Decoded, Loaded, decode, gpu, load, release, serve
 from gpu.sections import Output
 from gpu.shapes import SHAPES, Shape
@@ -49,7 +48,6 @@ def batch_1(output: Output) -> None:
         loaded = load(shape, gpu(), **room(1, 1024))
         result, last = measure(loaded, shape, 1, 256 if shape.hidden < 4096 else 128)
         output.put(name, result)
-        output.put(f"{name}, kernels", kernels_of_a_step(loaded, 1, result["ms a step"]))
         if name == MODELS[0]:
             recorded = last.outputs[0].outputs[0].token_ids
         del loaded
@@ -66,9 +64,6 @@ def batches(output: Output) -> None:
         loaded = load(shape, gpu(), **room(max(BATCHES), 512), max_num_batched_tokens=8192)
         for batch in BATCHES:
             output.put(f"{name}, {batch}", measure(loaded, shape, batch, 64, rounds=2)[0])
-        if name == MODELS[0]:
-            shown = kernels_of_a_step(loaded, max(BATCHES), output.results[f"{name}, {max(BATCHES)}"]["ms a step"])
-            output.put(f"{name}, {max(BATCHES)}, kernels", shown)
         del loaded
         release()
 
@@ -102,6 +97,11 @@ def prefill_of(loaded: Loaded, shape: Shape, tokens: int, count: int, rounds: in
     }
 
 
+def warming(most: int) -> list[Request]:
+    """Sequences of which every four steps half are left: each size of a step is seen, recorded and replayed."""
+    return [Request(prompt(64, i, 10000), 5 + 4 * ((most - 1).bit_length() - i.bit_length())) for i in range(most)]
+
+
 def workload(output: Output) -> None:
     """As nano-vllm's bench.py runs it: all 256 at once, temperature 0.6, tokens of answers over the time of everything."""
     shape, requests = SHAPES["qwen3-0.6b"], nano_vllm()
@@ -109,7 +109,7 @@ def workload(output: Output) -> None:
         loaded = load(
             shape, gpu(), max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=True, **settings
         )
-        serve(loaded, [Request(prompt(64, i, 10000), 8) for i in range(256)], 0.6)
+        serve(loaded, warming(256), 0.6)
         seconds, outputs = serve(loaded, requests, 0.6)
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         stats = loaded.engine.stats()

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +30,8 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 T = TypeVar("T")
 WARM_STEPS = 16
 """Decode steps before the measured ones: the first runs launch by launch, the second is recorded."""
+SPARE_STEPS = 16
+"""After the measured ones, so that the sequences whose prompts came first do not end among them."""
 
 
 class CountingDevice:
@@ -136,11 +139,16 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    loaded: Loaded, batch: int, prompt_len: int, steps: int, salt: int = 0, middle: Callable[[], None] | None = None
+    loaded: Loaded,
+    batch: int,
+    prompt_len: int,
+    steps: int,
+    salt: int = 0,
+    around: AbstractContextManager[object] | None = None,
 ) -> Decoded:
-    """Steps of `batch` greedy sequences that started together. middle: called before the measured steps."""
+    """Steps of `batch` greedy sequences that started together. around: entered for the measured steps alone."""
     engine = loaded.engine
-    params = SamplingParams(temperature=0.0, max_tokens=1 + WARM_STEPS + steps + 2, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=1 + WARM_STEPS + steps + SPARE_STEPS, ignore_eos=True)
     before = engine.stats().generated_tokens
     for i in range(batch):
         engine.add(f"{salt}-{i}", prompt(prompt_len, salt * batch + i, loaded.vocab), params)
@@ -151,13 +159,12 @@ def decode(
 
     while engine.stats().generated_tokens - before < batch * (1 + WARM_STEPS):
         step()
-    if middle is not None:
-        middle()
-    first, waited, begin = engine.stats().generated_tokens, _waited(loaded), time.perf_counter()
-    for _ in range(steps):
-        step()
-    seconds = time.perf_counter() - begin
-    waited, tokens = _waited(loaded) - waited, engine.stats().generated_tokens - first
+    with around or nullcontext():
+        first, waited, begin = engine.stats().generated_tokens, _waited(loaded), time.perf_counter()
+        for _ in range(steps):
+            step()
+        seconds = time.perf_counter() - begin
+        waited, tokens = _waited(loaded) - waited, engine.stats().generated_tokens - first
     while engine.has_unfinished():
         step()
     return Decoded(steps, tokens, seconds, waited, [done[f"{salt}-{i}"] for i in range(batch)])

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+import torch
+
 from gpu.sections import Output
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import PROMPT, prompt
@@ -22,11 +24,11 @@ def transformers_section(output: Output) -> None:
     for batch in BATCHES:
         output.put(f"eager, {batch}", decode_rate(model, shape, batch, SHORT, 3 * SHORT, cache="dynamic"))
     for batch in BATCHES:
+        torch._dynamo.reset()  # else the second size is compiled for any size, and slower
         output.put(f"compiled, {batch}", decode_rate(model, shape, batch, SHORT, LONG, cache="static"))
 
 
 def make_model(shape: Shape, device: str) -> Any:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {k: v for k, v in shape.config.items() if k not in ("architectures", "model_type")}
@@ -41,8 +43,6 @@ def make_model(shape: Shape, device: str) -> Any:
 
 def decode_rate(model: Any, shape: Shape, batch: int, short: int, long: int, cache: str) -> dict[str, Any]:
     """Tokens a second between the short and the long answer. The first calls, which compile, are not counted."""
-    import torch
-
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ids = torch.tensor([prompt(PROMPT, i, shape.vocab) for i in range(batch)], device=model.device)
 
