@@ -22,7 +22,7 @@ FIXED_SPLIT, FIXED_SPLITS = 512, 32
 """Deterministic splits: 512 tokens, or what gives 32 splits or fewer; a window may begin inside one more."""
 MAX_TENSOR_CORE_DIM = 256
 LARGE_DIM, LARGE_DIM_CAPABILITY = 192, 90
-"""A 16-bit cache of larger heads takes all registers of a thread; where newer GPUs' compilers want more, it goes to CUDA cores."""
+"""A 16-bit cache of larger heads fills a thread's registers. Newer GPUs' compilers want more: there it goes to CUDA cores."""
 BF16_CAPABILITY = 80
 """Of tensor cores that multiply bf16."""
 
