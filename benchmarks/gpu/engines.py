@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import tempfile
@@ -116,6 +117,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+@functools.cache
 def tokenizer(vocab: int) -> Tokenizer:
     """Made-up words, one for each id."""
     words = {f"t{i}": i for i in range(vocab)}

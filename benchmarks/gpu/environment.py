@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ QUERY = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.li
 def section(output: Output) -> None:
     import torch
 
+    output.put("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
     output.put("machine", machine())
     output.put("packages", {name: version for name in PACKAGES if (version := version_of(name))})
     output.put("missing", [name for name in (*ENGINE, "pytest", "transformers") if importlib.util.find_spec(name) is None])

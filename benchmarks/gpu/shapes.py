@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from dataclasses import dataclass
@@ -116,6 +117,11 @@ SHAPES = {
 }  # fmt: skip
 
 
+@functools.cache
+def _pool(seed: int) -> torch.Tensor:
+    return torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
+
+
 class RandomCheckpoint:
     """A Checkpoint whose tensors are made when they are asked for, on `device`: slices of one pool of normal numbers, which is
     the same on every device. Matrices have a standard deviation of STD, norms lie around 1."""
@@ -127,7 +133,7 @@ class RandomCheckpoint:
         self.config = shape.config
         self.generation_config: dict[str, Any] = {}
         self._shapes = shape.tensors()
-        pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
+        pool = _pool(seed)
         self._matrices = (pool * STD).to(torch.bfloat16).to(device)
         self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)
 
