@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
+from gpu import all as command_line
 from gpu import breakdown, cases, checks, engine_runs, peers, report, sections
 from gpu.engines import decode, load, serve
 from gpu.sections import Output, Section, Skipped
@@ -61,6 +62,26 @@ def test_sections_are_listed_and_unknown_ones_refused() -> None:
     refused = script("--only", "ceilings,nothing")
     assert refused.returncode == 2
     assert "no section 'nothing'; known: environment, kernels" in refused.stderr
+
+
+def test_a_call_resumes_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
+        for name in names:
+            ran.append(name)
+            report(name, done(found=1) if name != "matmul" else sections.skipped("no time left"))
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", run_all)
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert command_line.main(["--only", "ceilings,matmul", "--output", str(first)]) == 0
+    words = ["--resume", str(first), "--output", str(second), "--table", str(tmp_path / "table.md")]
+    assert command_line.main([*words, "--only", "ceilings,matmul,prefill"]) == 0
+    assert ran == ["ceilings", "matmul", "matmul", "prefill"]
+    assert list(json.loads(second.read_text())["sections"]) == ["ceilings", "matmul", "prefill"]
+    assert "| ceilings | done, by an earlier call |" in (tmp_path / "table.md").read_text()
 
 
 def test_every_section_has_its_function() -> None:
@@ -206,8 +227,21 @@ def test_bars_are_met_missed_or_not_measured() -> None:
     assert rows["CPU time of a step, batch 1, Qwen3-0.6B"] == (0.31, False)
     assert rows["nano-vllm's workload"] == (None, None)
     assert all(row["met"] is None for row in report.bars({}))
-    lost = {"kernels": done(test_a={"passed": 5, "failed": 1, "skipped": 0, "lost": "the GPU is lost"})}
-    assert report.bars(lost)[0]["found"] == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "status", "wrong"),
+    [
+        ({"passed": 5, "failed": 1, "skipped": 0}, "done", 1),
+        ({"passed": 5, "failed": 1, "skipped": 0, "lost": "the GPU is lost"}, "done", 2),
+        ({"passed": 0, "failed": 0, "skipped": 9}, "done", 1),
+        ({"passed": 9, "failed": 0, "skipped": 0}, "timed out", 1),
+    ],
+)
+def test_kernels_that_were_not_tested_are_not_right(file: dict[str, Any], status: str, wrong: int) -> None:
+    right = {"passed": 3, "failed": 0, "skipped": 2}
+    results = {"kernels": done(test_a=file, test_b=right) | {"status": status}}
+    assert report.bars(results)[0]["found"] == wrong
 
 
 def test_the_report_reads_without_being_rendered() -> None:

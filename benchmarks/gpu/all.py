@@ -3,6 +3,7 @@ and how near is that to what the device can do.
 
     python benchmarks/gpu/all.py --output results.json --table results.md
     python benchmarks/gpu/all.py --wheels .whl --only batch-1,attention
+    python benchmarks/gpu/all.py --resume results.json --output more.json
     python benchmarks/gpu/all.py --list
 
 Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
@@ -14,6 +15,7 @@ own. Without a GPU it says why and ends with status 6.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -37,6 +39,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="the table, which is printed too")
     parser.add_argument("--budget", type=float, default=DEFAULT_BUDGET, help="seconds for everything (%(default)s)")
     parser.add_argument("--only", type=known_sections, help="NAME[,NAME]: these sections")
+    parser.add_argument("--resume", type=Path, help="results of an earlier call: what is done there is kept, and not run")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to install for this run")
     parser.add_argument("--list", action="store_true", help="name the sections and leave")
     parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)
@@ -63,7 +66,7 @@ def main(words: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, budget: float, environment: dict[str, str]) -> int:
     """0 where every section is done or has a reason to be skipped, else 1."""
-    results: dict[str, sections.Record] = {}
+    results = earlier(options.resume) if options.resume else {}
 
     def keep(name: str, record: sections.Record) -> None:
         results[name] = record
@@ -72,7 +75,7 @@ def measure(options: argparse.Namespace, budget: float, environment: dict[str, s
         if options.table:
             options.table.write_text(report.markdown(results))
 
-    names = options.only or [section.name for section in sections.SECTIONS]
+    names = [name for name in options.only or known_names() if name not in results]
     command = [sys.executable, __file__, "--section"]
     sections.run_all(names, command, budget, keep, environment)
     print("\n" + report.markdown(results))
@@ -94,12 +97,21 @@ def install(wheels: Path, site: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "install", *flags, *files], check=True)
 
 
+def earlier(path: Path) -> dict[str, sections.Record]:
+    """What another call has done, marked as that call's."""
+    found = json.loads(path.read_text())["sections"]
+    return {name: record | {"earlier": True} for name, record in found.items() if record["status"] == "done"}
+
+
+def known_names() -> list[str]:
+    return [section.name for section in sections.SECTIONS]
+
+
 def known_sections(text: str) -> list[str]:
     names = text.split(",")
-    known = [section.name for section in sections.SECTIONS]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known_names()]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"no section {unknown[0]!r}; known: {', '.join(known_names())}")
     return names
 
 

@@ -45,9 +45,15 @@ def _copy_share(results: Results, kind: str) -> float | None:
     return _ratio(min(rates), ceiling) if rates else None
 
 
-def _correct(results: Results) -> float | None:
-    found = [record for record in (results.get("kernels", {}).get("results") or {}).values() if isinstance(record, Mapping)]
-    return float(sum(record["failed"] + ("lost" in record) + ("log" in record) for record in found)) if found else None
+def _wrong(results: Results) -> float | None:
+    """Tests that failed; a file of which none passed, or that took the GPU with it, counts as one, and so does a section that
+    did not get to its end."""
+    record = results.get("kernels")
+    if record is None or not record["results"]:
+        return None
+    files = record["results"].values()
+    failed = sum(file["failed"] + ("lost" in file or not file["passed"]) for file in files)
+    return float(failed + (record["status"] != "done"))
 
 
 def _not_near(results: Results) -> float | None:
@@ -61,7 +67,7 @@ def _decode(model: str, key: str = "tok/s") -> Callable[[Results], float | None]
 
 
 BARS = (
-    Bar("kernel tests that fail on the device", 0, "", _correct, most=True),
+    Bar("kernel tests that fail on the device", 0, "", _wrong, most=True),
     Bar("log-probability by which a GPU token is behind the CPU's first", 0.1, "", _not_near, most=True),
     Bar("decode, batch 1, Qwen3-0.6B", 1500, "tok/s", _decode("qwen3-0.6b")),
     Bar("decode, batch 1, Qwen3-8B", 250, "tok/s", _decode("qwen3-8b")),
@@ -121,7 +127,13 @@ def markdown(results: Results) -> str:
 
 def sections_table(results: Results) -> str:
     rows = [
-        (name, record["status"], number(record["seconds"]), last_line(record.get("why"))) for name, record in results.items()
+        (
+            name,
+            record["status"] + (", by an earlier call" if record.get("earlier") else ""),
+            number(record["seconds"]),
+            last_line(record.get("why")),
+        )
+        for name, record in results.items()
     ]
     return table(("section", "status", "seconds", "why not"), rows)
 
