@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from engines import SMALL, random_model, save
 from nanovllm_cli import LLM, EngineConfig
 from nanovllm_cli.cli import app, output, signals
-from nanovllm_cli.engine import worker
+from nanovllm_cli.engine import cpu_platform
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, NanovllmError, UnsupportedError
 from test_llm import VOCAB, write_byte_tokenizer
 
@@ -565,6 +565,6 @@ def test_weights_larger_than_free_memory(folder: Path, doors: Doors, monkeypatch
         file.truncate(8 + len(header) + 2 * rows * width)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows, "hidden_size": width}))
-    monkeypatch.setattr(worker, "available_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(cpu_platform, "available_bytes", lambda: 3 << 30)
     expected = Expected(DoesNotFitError, ("the weights need 4.0 GiB", "3.0 GiB of memory are free", "smaller model"))
     assert doors.refuse(folder, expected).exit_code == 5
