@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm_cli.attention.backend import QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.kernel import Launcher
@@ -31,6 +32,7 @@ from nanovllm_cli.kernels.rope_cache import rope_and_cache
 from nanovllm_cli.model_spec import AttentionSpec
 
 HOPPER = 90
+GIB = 1 << 30
 Shape = tuple[int, int, int, int]
 """Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
 
@@ -86,7 +88,14 @@ class CudaAttention:
         return shape, shape
 
     def empty_cache(self, numel: int) -> torch.Tensor:
-        zeros = torch.zeros(numel * self.cache_dtype.itemsize, dtype=torch.uint8, device=self.launcher.device)
+        num_bytes = numel * self.cache_dtype.itemsize
+        try:
+            zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=self.launcher.device)
+        except torch.OutOfMemoryError:
+            raise DoesNotFitError(
+                f"a KV cache of {num_bytes / GIB:.1f} GiB does not fit the GPU beside the weights",
+                "leave --kv-cache away to take what fits, or shorten the context with --ctx-size",
+            ) from None
         return zeros.view(self.cache_dtype)
 
     def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:

@@ -21,7 +21,7 @@ from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.dense_cuda import CudaDense
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,11 +36,12 @@ GRAPH_BYTES = 256 << 20
 class CudaPlatform:
     """See `platform.Platform`."""
 
-    def __init__(self, config: EngineConfig, device: Device) -> None:
+    def __init__(self, config: EngineConfig, device: Device, progress: LoadProgress | None = None) -> None:
         if config.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise UnsupportedError(f"a KV cache with blocks of {config.block_size} tokens on a GPU", f"known: {sizes}")
         self.config = config
+        self.progress = progress or NullProgress()
         self.device = device
         self.launcher = device.launcher
         self.ops = CudaOps(self.launcher, config.deterministic)
@@ -60,7 +61,7 @@ class CudaPlatform:
         self.device.enter()
 
     def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
-        """Nothing: a kernel is compiled, or found compiled, when it is first launched."""
+        """Nothing yet: which kernels a model needs is known when it runs, in `cache_budget` and `make_runner`."""
 
     def available_bytes(self) -> int:
         return self.device.memory().free
@@ -81,10 +82,13 @@ class CudaPlatform:
 
     def cache_budget(self, model: Decoder) -> int:
         """What is left of the GPU's share beside the weights, the largest step, and what sampling and graphs take."""
+        self.progress.stage("preparing kernels for this GPU", None, "tensors")
         try:
             step = self._profile(model)
         except torch.OutOfMemoryError:
             raise self._too_large(f"a step of {self.config.max_num_batched_tokens} tokens does not fit") from None
+        finally:
+            self.progress.done()
         memory = self.device.memory()
         used = memory.total - memory.free
         sampling = self.config.max_num_seqs * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
@@ -104,6 +108,10 @@ class CudaPlatform:
         on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn)
         if decode is not None and on_device.knows_vocabulary:
             on_device.buffers.rows = decode.sampling_rows
+            self.progress.stage("preparing decode kernels for this GPU", None, "tensors")
+            with torch.inference_mode():
+                decode.warm_up(on_device)
+            self.progress.done()
         return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
 
     def runs_ahead(self, runner: PlanRunner) -> CudaRunner | None:

@@ -85,6 +85,14 @@ class DecodeStep:
         else:
             graph.replay()
 
+    def warm_up(self, sampler: DeviceSampler) -> None:
+        """Launches every kernel once, on a row of padding, so that the first answer does not wait for the compiler."""
+        self._upload([], {}, [])
+        for only_greedy in (True, False):
+            key = (1, only_greedy, False)
+            self._launch(key, sampler)
+            self._seen.add(key)
+
     def _record(self, key: Key, sampler: DeviceSampler) -> Graph | None:
         try:
             graph, _ = self._device.capture(lambda: self._launch(key, sampler))
@@ -141,7 +149,8 @@ class DecodeStep:
         sampling_rows[:] = -1
         sampling_rows[:count] = slots
         self._state[self._max_rows :].copy_(upload, non_blocking=True)
-        self._upload_tables([share.block_table for share in scheduled])
+        if scheduled:
+            self._upload_tables([share.block_table for share in scheduled])
 
     def _upload_tables(self, tables: list[list[int]]) -> None:
         if tables == self._last_tables:

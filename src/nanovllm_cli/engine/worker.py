@@ -22,6 +22,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import load_weights, read_spec
 
@@ -80,8 +81,9 @@ class Worker:
 
     @property
     def ahead(self) -> RunsAhead | None:
-        """What runs a step before the last one's tokens are read, where the platform does."""
-        return self.platform.runs_ahead(self.runner)
+        """This worker as one that starts a step before the last one's tokens are read, where its platform can."""
+        runner = self.platform.runs_ahead(self.runner)
+        return None if runner is None else _Ahead(self.platform, runner)
 
     def execute(self, plan: Plan) -> StepOutput:
         """See PlanRunner.run. May be called from any one thread at a time."""
@@ -103,6 +105,22 @@ class Worker:
         return sum(torch.Size(checkpoint.info(n).shape).numel() for n in checkpoint.names()) * self.dtype.itemsize
 
 
+class _Ahead:
+    """See RunsAhead. The runner, in the surroundings that `Worker.execute` gives it."""
+
+    def __init__(self, platform: Platform, runner: RunsAhead) -> None:
+        self._platform = platform
+        self._runner = runner
+
+    def draws_unseen(self, params: SamplingParams) -> bool:
+        return self._runner.draws_unseen(params)
+
+    def submit(self, plan: Plan) -> Callable[[], StepOutput]:
+        self._platform.enter()
+        with torch.inference_mode():
+            return self._runner.submit(plan)
+
+
 def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Platform:
     """The platform behind `config.device`: cpu, cuda, cuda:N, or auto, which is a GPU where one can be used.
 
@@ -114,7 +132,7 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     index = int(number or 0)
     reason = why_unavailable(index)
     if reason is None:
-        return CudaPlatform(config, CudaDevice(index, config.programmatic_launch))
+        return CudaPlatform(config, CudaDevice(index, config.programmatic_launch), progress)
     if kind != "auto":
         raise reason
     return CpuPlatform(config, progress)
