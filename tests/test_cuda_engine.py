@@ -12,8 +12,10 @@ from transformers import Qwen3Config
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import SMALL, greedy, random_model, run, save
+from nanovllm_cli import LLM
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
@@ -221,3 +223,16 @@ def test_a_cache_is_sized_by_what_is_left(folder: Path) -> None:
     assert 0 < blocks((512 << 20) + (10 << 20)) < 64 * 8
     with pytest.raises(DoesNotFitError, match="no room for the KV cache"):
         blocks(1 << 30, 0.25)
+
+
+def test_the_bundled_model_tells_the_same_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stories(device: str) -> list[str]:
+        llm = LLM("tiny", config=EngineConfig(device=device, max_model_len=128, max_num_seqs=4, num_blocks=32))
+        outputs = llm.generate(["Once upon a time", "One day a"], SamplingParams(temperature=0.0, max_tokens=12))
+        return [output.outputs[0].text for output in outputs]
+
+    expected = stories("cpu")
+    device = EmulatedDevice()
+    monkeypatch.setattr(workers, "select_platform", lambda config, progress: CudaPlatform(config, device, progress))
+    assert stories("cuda") == expected
+    assert device.graphs
