@@ -57,10 +57,11 @@ class Gpu:
         self.attributes: list[tuple[int, int, int]] = []
         self.made_current: list[tuple[str, int]] = []
         self.configs = 0
+        self.static_shared = 0
 
     def compile(self, kernel: Kernel, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
         self.compiled.append((kernel.entry, arch, extra))
-        return Compiled(b"\x7fELF", Resources(32, 0, 0, 0))
+        return Compiled(b"\x7fELF", Resources(32, self.static_shared, 0, 0))
 
 
 def fake_cupy(gpu: Gpu) -> ModuleType:
@@ -214,6 +215,14 @@ def test_more_shared_memory_than_granted_is_asked_for_once(gpu: Gpu) -> None:
     assert [launch.shared for launch in gpu.launches][:3] == [0, 48 << 10, 100 << 10]
     with pytest.raises(UnsupportedError, match="232449 bytes of shared memory"):
         cuda.launch(KERNEL, GRID, BLOCK, (), SHARED_OF_BLOCK + 1)
+
+
+def test_static_shared_memory_counts_too(gpu: Gpu) -> None:
+    gpu.static_shared = 8 << 10
+    cuda = CudaLauncher()
+    for shared in (40 << 10, (40 << 10) + 16, 48 << 10):
+        cuda.launch(KERNEL, GRID, BLOCK, (), shared)
+    assert gpu.attributes == [(1001, 8, (40 << 10) + 16), (1001, 8, 48 << 10)]
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

@@ -19,7 +19,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Arg, Kernel
 
-FREE_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel has without asking
+FREE_SHARED_BYTES = 48 << 10  # shared memory, static and dynamic, that a kernel has without asking
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 MAX_CONFIGS = 4096
@@ -118,11 +118,12 @@ class CudaLauncher:
             raise UnsupportedError(
                 f"{kernel} needs a GPU of compute capability {needed}", "use --dtype float16, or --device cpu"
             )
-        cubin = compiler.compile(kernel, compiler.architecture(self.capability), self._options).cubin
+        compiled = compiler.compile(kernel, compiler.architecture(self.capability), self._options)
         module = Module()
-        module.load(cubin)
+        module.load(compiled.cubin)
         function = module.get_function(kernel.entry)
-        loaded = self._loaded[kernel] = _Loaded(function, self._backend.handle(function))
+        free = FREE_SHARED_BYTES - compiled.resources.shared
+        loaded = self._loaded[kernel] = _Loaded(function, self._backend.handle(function), free)
         return loaded
 
     def _allow_shared(self, kernel: Kernel, loaded: _Loaded, shared_bytes: int) -> None:
@@ -143,14 +144,14 @@ class _Thread(threading.local):
 
 
 class _Loaded:
-    """function: CuPy's, which keeps its module loaded; handle: the same for the backend. shared_bytes: allowed so far."""
+    """function: CuPy's, which keeps its module loaded; handle: the same for the backend. shared_bytes: dynamic ones allowed."""
 
     __slots__ = ("function", "handle", "shared_bytes")
 
-    def __init__(self, function: Any, handle: Any) -> None:
+    def __init__(self, function: Any, handle: Any, shared_bytes: int) -> None:
         self.function = function
         self.handle = handle
-        self.shared_bytes = FREE_SHARED_BYTES
+        self.shared_bytes = shared_bytes
 
 
 class _Backend(Protocol):
