@@ -109,6 +109,23 @@ def test_a_step_that_cannot_be_started_ahead_is_started_later() -> None:
     assert not model.violations
 
 
+def test_nothing_is_started_behind_a_step_that_could_not_start() -> None:
+    """Its tokens are drawn only when it is tried again, and those of the step before must not be taken for them."""
+    engine, model = make_engine(ahead=True)
+    engine.add("a", [1], replace(GREEDY, max_tokens=10))
+    refused = []
+
+    def refuse_twice(plan) -> None:
+        if len(model.plans) >= 4 and len(refused) < 2:
+            refused.append(plan)
+            raise MemoryError("no room for the step, be it ahead or not")
+
+    model.before = refuse_twice
+    assert drain(engine)["a"].outputs[0].token_ids == expected_tokens([1], 10)
+    assert len(refused) == 2
+    assert not model.violations
+
+
 def test_a_row_that_fails_ends_its_own_request_only() -> None:
     engine, model = make_engine(ahead=True)
     engine.add("a", [1], replace(GREEDY, max_tokens=10))

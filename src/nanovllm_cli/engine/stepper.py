@@ -22,10 +22,11 @@ Outcome = tuple[StepOutput, dict[int, str]]
 
 
 class _Flight(NamedTuple):
-    """A step that has been started."""
+    """A step. is_started: before `outcome` is called, so that another one may be started behind it."""
 
     num_tokens: int
     outcome: Callable[[], Outcome]
+    is_started: bool
 
 
 class Stepper:
@@ -47,7 +48,7 @@ class Stepper:
                 return None
             flight = self._start(plan)
         try:
-            if self._ahead is not None:
+            if self._ahead is not None and flight.is_started:
                 self._flight = self._start_next(self._ahead)
             output, failures = flight.outcome()
         except BaseException:
@@ -59,13 +60,13 @@ class Stepper:
 
     def _start(self, plan: Plan) -> _Flight:
         num_tokens = sum(len(scheduled.token_ids) for scheduled in plan.scheduled)
-        if self._ahead is None:
-            return _Flight(num_tokens, lambda: self._execute(plan))
-        try:
-            result = self._ahead.submit(plan)
-        except Exception:
-            return _Flight(num_tokens, lambda: self._execute(plan))
-        return _Flight(num_tokens, lambda: (result(), {}))
+        if self._ahead is not None:
+            try:
+                result = self._ahead.submit(plan)
+                return _Flight(num_tokens, lambda: (result(), {}), True)
+            except Exception:
+                logger.warning("a step could not be started", exc_info=True)
+        return _Flight(num_tokens, lambda: self._execute(plan), False)
 
     def _start_next(self, ahead: RunsAhead) -> _Flight | None:
         plan = self._scheduler.plan_ahead()
@@ -77,7 +78,7 @@ class Stepper:
             logger.warning("a step could not be started ahead", exc_info=True)
             self._scheduler.forget_ahead()
             return None
-        return _Flight(len(plan.scheduled), lambda: (result(), {}))
+        return _Flight(len(plan.scheduled), lambda: (result(), {}), True)
 
     def _execute(self, plan: Plan) -> Outcome:
         """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
