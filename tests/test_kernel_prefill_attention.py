@@ -268,6 +268,17 @@ def test_each_row_and_key_has_one_item_and_the_longest_come_first() -> None:
         assert (items[items[:, 9] > 1, 10].max(initial=-1) + 1) * 2 <= kernel.new_counters(emulator).numel()
 
 
+def test_windows_that_begin_anywhere_leave_room_in_the_counters() -> None:
+    emulator = Emulator(num_multiprocessors=46)
+    room = kernel.new_counters(emulator).numel()
+    for tokens, window, first in itertools.product((1, 3), range(129, 1100, 97), range(1, 64, 7)):
+        heads = room // tokens + 1  # tiles for a little more than one round
+        starts, lens = np.array([0, 128 * tokens]), np.array([2048 + first + 128 * tokens])
+        work = kernel.prefill_tiles(emulator, starts, lens, heads, heads, 64, BF16, BF16, window=window)
+        items = work.items.numpy()
+        assert (items[items[:, 9] > 1, 10].max(initial=-1) + 1) * heads <= room
+
+
 @pytest.mark.parametrize("bug", ["NO_BARRIER", "NO_WAIT", "NEXT_PAGE", "NO_MASK", "NO_TAIL", "NO_RESET"])
 def test_a_planted_bug_is_found(bug: str) -> None:
     sequences = case((1, 35), (400, 90), 2, 1, 64, BF16)

@@ -115,8 +115,8 @@ def prefill_tiles(
     end = np.maximum(0, position + (first_row + rows - 1) // group + 1)
     begin = np.maximum(0, position + first_row // group + 1 - window) if window else np.zeros_like(end)
 
-    longest = _longest_range(end - begin, kv_heads, slots)
     if deterministic:
+        longest = _longest_range(end - begin, kv_heads, slots)
         size = np.full_like(end, split_keys)
         origin = begin // size * size
         splits = np.maximum(1, -(-(end - origin) // size))
@@ -124,6 +124,7 @@ def prefill_tiles(
         folded = (splits > 1) & (end - begin <= longest * np.where(rows > 16 * WARPS, 2, 1))
     else:
         origin = begin // KEY_ALIGNMENT * KEY_ALIGNMENT
+        longest = _longest_range(end - origin, kv_heads, slots)
         splits = np.clip(-(-(end - origin) // longest), 1, MAX_SPLITS)
         size = -(-(end - origin) // (splits * KEY_ALIGNMENT)) * KEY_ALIGNMENT
         splits = np.maximum(1, -(-(end - origin) // np.maximum(1, size)))
