@@ -149,6 +149,16 @@ def test_several_answers_to_a_prompt_and_preemption(folder: Path) -> None:
     assert pressed.stats().used_blocks == 0
 
 
+def test_more_answers_to_a_prompt_than_seats(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=5, max_tokens=4, ignore_eos=True)
+
+    def answers(seats: int) -> list[tuple[int, ...]]:
+        (output,) = run(engine_on(folder, EmulatedDevice(), max_num_seqs=seats, deterministic=True), [(PROMPTS[0], params)])
+        return [answer.token_ids for answer in output.outputs]
+
+    assert answers(2) == answers(5)
+
+
 def test_a_step_is_under_way_while_the_last_one_is_read(folder: Path) -> None:
     engine = engine_on(folder, EmulatedDevice())
     engine.add("a", [3, 4, 5], greedy(6))

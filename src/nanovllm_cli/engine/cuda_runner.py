@@ -80,32 +80,43 @@ class CudaRunner:
 
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
+        draws = [
+            (seq_id, first + num_logit_rows(share) - 1) for share, first in owners for seq_id in share.draws
+        ]
+        here = [draw for draw in draws if draw[0] not in self.on_device]
+        there = [draw for draw in draws if draw[0] in self.on_device]
+        # One part, but where a prompt has more answers than there are seats.
+        most = self.on_device.max_rows
+        parts = [there[first : first + most] for first in range(0, len(there), most)]
+        if parts:
+            self._seat(parts[0])  # its copies wait for the device, which has nothing to do yet
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {
             share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
             for share, first in owners
             if share.prompt_logprobs is not None
         }
-        draws = [
-            (seq_id, first + num_logit_rows(share) - 1) for share, first in owners for seq_id in share.draws
-        ]
-        here = [draw for draw in draws if draw[0] not in self.on_device]
-        read = self._draw([draw for draw in draws if draw[0] in self.on_device], hidden)
-        drawn = self.sampler.sample([seq_id for seq_id, _ in here], self._logits(hidden, here)) if here else []
+        logits = self._logits(hidden, here) if here else None  # if there is no room for them, nothing has been drawn
+        self._rows_before = {}
+        drawn: list[Drawn] = []
+        read: Read = list
+        for part in parts:
+            if part is not parts[0]:
+                drawn += read()
+                self._seat(part)
+            seq_ids = [seq_id for seq_id, _ in part]
+            self.on_device.draw(self._logits(hidden, part), *self.on_device.needs(seq_ids))
+            read = self._read(seq_ids)
+        if logits is not None:
+            drawn += self.sampler.sample([seq_id for seq_id, _ in here], logits)
         return lambda: StepOutput(drawn + read(), prompt_logprobs)
 
     def _logits(self, hidden: Hidden, draws: list[tuple[int, int]]) -> torch.Tensor:
         return self.model.logits(take_rows(hidden, [row for _, row in draws]))
 
-    def _draw(self, draws: list[tuple[int, int]], hidden: Hidden) -> Read:
-        self._rows_before = {}
-        if not draws:
-            return list
-        seq_ids = [seq_id for seq_id, _ in draws]
-        slots = torch.tensor(self.on_device.seat(seq_ids), dtype=torch.int32)
+    def _seat(self, draws: list[tuple[int, int]]) -> None:
+        slots = torch.tensor(self.on_device.seat([seq_id for seq_id, _ in draws]), dtype=torch.int32)
         self.on_device.buffers.rows[: len(draws)].copy_(slots)
-        self.on_device.draw(self._logits(hidden, draws), *self.on_device.needs(seq_ids))
-        return self._read(seq_ids)
 
     def _read(self, seq_ids: list[int]) -> Read:
         self._rows_before = {seq_id: row for row, seq_id in enumerate(seq_ids)}

@@ -61,6 +61,7 @@ class DeviceSampler:
         self._launcher = device.launcher
         self._states: dict[int, _State] = {}
         self._free = list(range(max_rows))
+        self.max_rows = max_rows
         self.knows_vocabulary = vocab_size <= MAX_VOCABULARY
         if not self.knows_vocabulary:
             return

@@ -21,7 +21,10 @@ Hidden = torch.Tensor | Normed
 
 
 def take_rows(hidden: Hidden, index: slice | list[int]) -> Hidden:
-    """Some of the rows."""
+    """Some of the rows. All of them in their order are `hidden` itself: an index would be copied to the device, which waits."""
+    rows = hidden.rows if isinstance(hidden, Normed) else hidden
+    if isinstance(index, list) and index == list(range(rows.shape[0])):
+        return hidden
     if isinstance(hidden, Normed):
         return hidden._replace(rows=hidden.rows[index])
     return hidden[index]
