@@ -79,6 +79,16 @@ def test_eager_steps_and_failed_captures_give_the_same(
     ]
 
 
+def test_angles_that_depend_on_the_length_are_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = Qwen3Config(**SHAPE | {"max_position_embeddings": 16, "rope_parameters": scaling})
+    model = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    device = EmulatedDevice()
+    assert tokens(engine_on(model, device), greedy(4), PROMPTS[:2]) == tokens(engine_on(model, None), greedy(4), PROMPTS[:2])
+    assert not device.graphs
+    assert not caplog.records
+
+
 def test_a_decode_step_has_six_launches_a_layer_and_six(folder: Path) -> None:
     device = EmulatedDevice()
     engine = engine_on(folder, device)

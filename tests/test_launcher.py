@@ -22,6 +22,7 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler, launcher, norm
 from nanovllm_cli.kernels.compiler import Compiled, Resources
+from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.kernel import Kernel
 from nanovllm_cli.kernels.launcher import CudaLauncher, why_unavailable
 
@@ -223,6 +224,27 @@ def test_static_shared_memory_counts_too(gpu: Gpu) -> None:
     for shared in (40 << 10, (40 << 10) + 16, 48 << 10):
         cuda.launch(KERNEL, GRID, BLOCK, (), shared)
     assert gpu.attributes == [(1001, 8, (40 << 10) + 16), (1001, 8, 48 << 10)]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Capture:  # what torch.cuda.graph does: the stream is set back only where ending the capture succeeds
+        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None: ...
+
+        def __enter__(self) -> None:
+            gpu.stream = 9
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(gpu, "stream", stream))
+    gpu.stream = 5
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaDevice().capture(lambda: None)
+    assert gpu.stream == 5
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

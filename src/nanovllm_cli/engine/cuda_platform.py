@@ -102,7 +102,8 @@ class CudaPlatform:
         decode = None
         drawn = torch.zeros(rows, dtype=torch.int64, device=self.launcher.device)
         if not self.config.deterministic:
-            recordable = recordable and model.recordable and not self.config.eager
+            reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
+            recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
             decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
             drawn = decode.drawn_tokens
         on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn)

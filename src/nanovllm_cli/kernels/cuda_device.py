@@ -29,9 +29,13 @@ class CudaDevice:
 
     def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: only what this one does wrong counts.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step()
+        stream = torch.cuda.current_stream()
+        try:
+            # Other threads may allocate meanwhile: only what this one does wrong counts.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = step()
+        finally:
+            torch.cuda.set_stream(stream)  # where the capture fails at its end, torch stays on the one it captured on
         return graph, output
 
     def memory(self) -> Memory:
