@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,15 @@ def test_more_answers_to_a_prompt_than_seats(folder: Path) -> None:
         return [answer.token_ids for answer in output.outputs]
 
     assert answers(2) == answers(5)
+
+
+def test_a_closed_engine_holds_no_memory_of_the_device(folder: Path) -> None:
+    engine = engine_on(folder, EmulatedDevice())
+    tokens(engine, greedy(2), PROMPTS[:1])
+    runner = weakref.ref(engine._executor._worker.runner)
+    engine.close()
+    gc.collect()
+    assert runner() is None
 
 
 def test_a_step_is_under_way_while_the_last_one_is_read(folder: Path) -> None:

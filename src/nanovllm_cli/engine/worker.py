@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -83,7 +84,7 @@ class Worker:
     def ahead(self) -> RunsAhead | None:
         """This worker as one that starts a step before the last one's tokens are read, where its platform can."""
         runner = self.platform.runs_ahead(self.runner)
-        return None if runner is None else _Ahead(self.platform, runner)
+        return None if runner is None else _Ahead(self.platform, weakref.proxy(runner))
 
     def execute(self, plan: Plan) -> StepOutput:
         """See PlanRunner.run. May be called from any one thread at a time."""
@@ -106,7 +107,8 @@ class Worker:
 
 
 class _Ahead:
-    """See RunsAhead. The runner, in the surroundings that `Worker.execute` gives it."""
+    """See RunsAhead. The runner, in the surroundings that `Worker.execute` gives it; a proxy of it, as `Worker.close` lets go of
+    the memory."""
 
     def __init__(self, platform: Platform, runner: RunsAhead) -> None:
         self._platform = platform
