@@ -155,7 +155,6 @@ class DecodeStep:
     def _upload_tables(self, tables: list[list[int]]) -> None:
         if tables == self._last_tables:
             return
-        self._last_tables = [list(table) for table in tables]
         self._table_uploads.append(self._table_uploads.pop(0))
         width = max(map(len, tables))
         upload = self._table_uploads[-1][: len(tables) * width].view(len(tables), width)
@@ -163,6 +162,7 @@ class DecodeStep:
         for row, table in zip(host, tables, strict=True):
             row[: len(table)] = table
         self._tables[: len(tables), :width].copy_(upload, non_blocking=True)
+        self._last_tables = [list(table) for table in tables]
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())
