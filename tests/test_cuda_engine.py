@@ -208,10 +208,20 @@ def test_whole_prompts_on_hopper_go_to_torch(folder: Path, monkeypatch: pytest.M
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     hopper, ampere = EmulatedDevice(capability=90), EmulatedDevice(capability=80)
     settings = {"max_num_batched_tokens": 64}
-    found = tokens(engine_on(folder, hopper, **settings), greedy(4), prompts)
+    engine = engine_on(folder, hopper, **settings)
+    warm = hopper.launcher.launches["prefill_attention"]
+    assert warm == SHAPE["num_hidden_layers"], "chunks are to come"
+    found = tokens(engine, greedy(4), prompts)
     assert found == tokens(engine_on(folder, ampere, **settings), greedy(4), prompts)
-    assert "prefill_attention" not in hopper.launcher.launches
-    assert "prefill_attention" in ampere.launcher.launches
+    assert hopper.launcher.launches["prefill_attention"] == warm
+    assert ampere.launcher.launches["prefill_attention"] > 2 * warm
+
+
+def test_a_short_context_in_large_blocks(folder: Path) -> None:
+    """One token a sequence, drawn on the host: a step that is no decode step but has its attention."""
+    params = greedy(3, repetition_penalty=1.5, penalty_last_n=3)
+    large = tokens(engine_on(folder, EmulatedDevice(), block_size=64, max_model_len=64, num_blocks=8), params, PROMPTS[:2])
+    assert large == tokens(engine_on(folder, EmulatedDevice()), params, PROMPTS[:2])
 
 
 def test_an_fp8_cache_and_half_precision_answer_close_by(folder: Path, expected: list[tuple[int, ...]]) -> None:

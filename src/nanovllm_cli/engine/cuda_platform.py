@@ -14,7 +14,7 @@ from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.platform import PlanRunner
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.engine.step_batch import build_batch
+from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
@@ -119,9 +119,9 @@ class CudaPlatform:
         return runner if isinstance(runner, CudaRunner) else None
 
     def _table_width(self, max_position: int) -> int:
-        """Blocks of the longest sequence, and as many more as make a power of two."""
+        """Blocks of the longest sequence, and as many more as make a power of two; no fewer than `build_batch` gives a table."""
         longest = min(max_position, self.config.max_model_len or max_position)
-        return 1 << (-(-longest // self.config.block_size) - 1).bit_length()
+        return max(MIN_TABLE, 1 << (-(-longest // self.config.block_size) - 1).bit_length())
 
     def _profile(self, model: Decoder) -> int:
         """Bytes that the largest prefill of a step takes beside weights and cache, by running it."""
@@ -129,11 +129,14 @@ class CudaPlatform:
         tokens = min(self.config.max_num_batched_tokens, model.spec.max_position)
         blocks = -(-tokens // size)
         cache = KVCache(blocks, model.spec.kv_heads_and_dims, model.backend)
-        batch, _ = build_batch([Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)], size)
+        prompt = Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)
         self.device.forget_peak()
         before = self.device.memory().allocated
-        with torch.inference_mode():
-            model.logits(model.run(model.prepare(batch), cache))
+        # A chunk too, whose attention has other kernels than a whole prompt's: nobody is to wait for the compiler later.
+        for share in (Scheduled(0, [0, 0], 1, [0], (0,), prompt_len=3), prompt):
+            batch, _ = build_batch([share], size)
+            with torch.inference_mode():
+                model.logits(model.run(model.prepare(batch), cache))
         return max(0, self.device.memory().peak - before)
 
     def _too_large(self, what: str) -> DoesNotFitError:
