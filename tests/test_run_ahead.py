@@ -80,6 +80,21 @@ def test_a_request_that_comes_in_is_let_in_by_the_next_free_plan() -> None:
     assert not model.violations
 
 
+def test_steps_run_ahead_of_a_request_that_has_no_room() -> None:
+    engine, model = make_engine(ahead=True, num_blocks=10, enable_prefix_caching=False)
+    engine.add("a", [1], replace(GREEDY, max_tokens=19))
+    engine.step()
+    engine.add("b", list(range(33)), replace(GREEDY, max_tokens=4))
+    under_way = []
+    while engine.stats().waiting:
+        engine.step()
+        under_way.append(engine._stepper._flight is not None)
+    assert len(under_way) > 15
+    assert under_way.count(False) <= 3, "as b comes, and as it enters"
+    assert drain(engine)["b"].outputs[0].token_ids == expected_tokens(list(range(33)), 4)
+    assert not model.violations
+
+
 def test_an_aborted_request_leaves_the_others_as_they_are() -> None:
     engine, model = make_engine(ahead=True)
     engine.add("a", [1], replace(GREEDY, max_tokens=30))

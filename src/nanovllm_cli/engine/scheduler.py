@@ -312,21 +312,28 @@ class Scheduler:
         self.running.append(first)
 
     def _admit(self, sequence: Sequence) -> bool:
-        headroom = (len(self.running) + len(sequence.pending) + 1) // 2 if self.running else 0
-        spare = self._blocks.num_available - headroom
-        if self._refused_at is not None and self.running:
-            refused, had = self._refused_at
-            if refused is sequence and spare <= had:
-                return False
-        request = sequence.request
+        if self._is_refused(sequence):
+            return False
+        request, headroom = sequence.request, self._headroom(sequence)
         if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_prompt_logprobs):
-            self._refused_at = (sequence, spare)
+            self._refused_at = (sequence, self._blocks.num_available - headroom)
             return False
         self._refused_at = None
         if request.first_scheduled is None:
             request.first_scheduled = self._clock()
         self._count_hits(sequence, sequence.num_computed)
         return True
+
+    def _headroom(self, sequence: Sequence) -> int:
+        """Blocks that are to be left when this one has entered."""
+        return (len(self.running) + len(sequence.pending) + 1) // 2 if self.running else 0
+
+    def _is_refused(self, sequence: Sequence) -> bool:
+        """Whether there was no room for it, and there are no more blocks now."""
+        if self._refused_at is None or not self.running:
+            return False
+        refused, had = self._refused_at
+        return refused is sequence and self._blocks.num_available - self._headroom(sequence) <= had
 
     def _count_hits(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_hit_tokens += num_tokens
@@ -338,8 +345,8 @@ class Scheduler:
         return self._config.max_num_seqs - sum(1 + len(each.pending) for each in self.running)
 
     def _could_enter(self) -> bool:
-        """Whether somebody who waits might be let in by the next `plan`."""
-        return self._free_seats() > 0 or self._config.policy == "priority"
+        """Whether the first of those who wait might be let in by the next `plan`."""
+        return self._config.policy == "priority" or (self._free_seats() > 0 and not self._is_refused(self.waiting[0]))
 
     def _let_others_go_first_next_time(self) -> None:
         if len(self._scheduled) < len(self.running):
