@@ -58,6 +58,7 @@ class DecodeStep:
         self._logit_rows = torch.arange(max_rows, dtype=torch.int64, device=where)
         self._uploads = [device.host_buffer(NUM_LINES * max_rows, torch.int64) for _ in range(STEPS_IN_FLIGHT)]
         self._table_uploads = [device.host_buffer(max_rows * table_width, torch.int32) for _ in range(STEPS_IN_FLIGHT)]
+        self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
         self._graphs: dict[Key, Graph] = {}
         self._seen: set[Key] = set()
@@ -155,14 +156,17 @@ class DecodeStep:
     def _upload_tables(self, tables: list[list[int]]) -> None:
         if tables == self._last_tables:
             return
+        last, self._last_tables = self._last_tables, []
+        for row, table in enumerate(tables):  # numpy takes its time for lists: of most, only what is behind the last step's
+            known = last[row] if row < len(last) else []
+            same = len(known) if table[: len(known)] == known else 0
+            self._host_tables[row, same : len(table)] = table[same:]
         self._table_uploads.append(self._table_uploads.pop(0))
         width = max(map(len, tables))
         upload = self._table_uploads[-1][: len(tables) * width].view(len(tables), width)
-        host = upload.numpy()
-        for row, table in zip(host, tables, strict=True):
-            row[: len(table)] = table
+        upload.numpy()[:] = self._host_tables[: len(tables), :width]
         self._tables[: len(tables), :width].copy_(upload, non_blocking=True)
-        self._last_tables = [list(table) for table in tables]
+        self._last_tables = tables
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())
