@@ -18,11 +18,13 @@ from nanovllm_cli import LLM
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import worker as workers
+from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
@@ -277,3 +279,22 @@ def test_the_bundled_model_tells_the_same_story(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(workers, "select_platform", lambda config, progress: CudaPlatform(config, device, progress))
     assert stories("cuda") == expected
     assert device.graphs
+
+
+class Notes(NullProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_auto_says_why_a_gpu_that_is_there_is_not_used(has_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "why_unavailable", lambda index: UnsupportedError("no CuPy", "install it"))
+    monkeypatch.setattr(workers, "has_driver", lambda: has_driver)
+    progress = Notes()
+    assert isinstance(workers.select_platform(EngineConfig(), progress), CpuPlatform)
+    assert progress.notes == (["the GPU is not used: no CuPy (install it)"] if has_driver else [])
+    with pytest.raises(UnsupportedError, match="no CuPy"):
+        workers.select_platform(EngineConfig(device="cuda"), progress)

@@ -17,7 +17,7 @@ from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.cuda_device import CudaDevice
-from nanovllm_cli.kernels.launcher import why_unavailable
+from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
@@ -137,4 +137,6 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
         return CudaPlatform(config, CudaDevice(index, config.programmatic_launch), progress)
     if kind != "auto":
         raise reason
+    if progress is not None and has_driver():
+        progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
     return CpuPlatform(config, progress)

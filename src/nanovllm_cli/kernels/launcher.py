@@ -27,11 +27,18 @@ MAX_CONFIGS = 4096
 Dims = tuple[int, int, int]
 
 
-def why_unavailable(device_index: int = 0) -> UnsupportedError | None:
-    """What keeps kernels from running on this device, with what to do about it; or None. Loads CuPy only if all else is there."""
+def has_driver() -> bool:
+    """Whether this machine has NVIDIA's driver, and so most likely a GPU."""
     try:
         ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
+        return False
+    return True
+
+
+def why_unavailable(device_index: int = 0) -> UnsupportedError | None:
+    """What keeps kernels from running on this device, with what to do about it; or None. Loads CuPy only if all else is there."""
+    if not has_driver():
         return UnsupportedError(
             "no NVIDIA driver on this machine (libcuda.so.1)", "install the driver, or use --device cpu"
         )
