@@ -52,7 +52,7 @@ def load(name: str, options: ModelOptions, config: EngineConfig, console: Consol
         progress=ProgressLine(console),
     )
     signals.check()
-    gc.freeze()  # libraries and model stay: with hundreds of sequences, looking through them again took half of a step's Python
+    gc.freeze()  # libraries and model stay; going through them again took a fifth of a step's Python
     console.say(f"{name}: {llm.resolved}", "dim")
     return Loaded(llm, time.monotonic() - began)
 

@@ -33,6 +33,7 @@ class CpuPlatform:
         if config.kv_cache_dtype != "auto":
             raise UnsupportedError(f"a KV cache of {config.kv_cache_dtype} on a CPU", "leave --kv-cache-dtype away")
         self.config = config
+        self.progress = progress
         self.ops = CpuOps()
         self.threads = _num_threads(config, progress)
         self._thread: int | None = None
@@ -52,13 +53,13 @@ class CpuPlatform:
             cpu.set_num_threads(self.threads)
             self._thread = threading.get_ident()
 
-    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
-        if progress is None or warm.is_compiled(dtype):
+    def compile(self, dtype: torch.dtype) -> None:
+        if self.progress is None or warm.is_compiled(dtype):
             warm.warm_up(dtype)
             return
-        progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
+        self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
         warm.warm_up(dtype)
-        progress.done()
+        self.progress.done()
 
     def available_bytes(self) -> int:
         return available_bytes()

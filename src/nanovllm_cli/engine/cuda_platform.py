@@ -60,7 +60,7 @@ class CudaPlatform:
     def enter(self) -> None:
         self.device.enter()
 
-    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
+    def compile(self, dtype: torch.dtype) -> None:
         """Nothing yet: which kernels a model needs is known when it runs, in `cache_budget` and `make_runner`."""
 
     def available_bytes(self) -> int:
@@ -100,8 +100,9 @@ class CudaPlatform:
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         decode = None
-        drawn = torch.zeros(rows, dtype=torch.int64, device=self.launcher.device)
-        if not self.config.deterministic:
+        if self.config.deterministic:
+            drawn = torch.zeros(rows, dtype=torch.int64, device=self.launcher.device)
+        else:
             reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
             recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
             decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)

@@ -14,7 +14,6 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.storage import WeightStorage
 
 
@@ -39,8 +38,8 @@ class Platform(Protocol):
     def enter(self) -> None:
         """Called by the thread that is going to use the device, before it does; often."""
 
-    def compile(self, dtype: torch.dtype, progress: LoadProgress | None) -> None:
-        """What takes a while on a first run, with a word about it."""
+    def compile(self, dtype: torch.dtype) -> None:
+        """What can be compiled before the model is known, with a word about it where it takes a while."""
 
     def available_bytes(self) -> int:
         """Memory that weights may take now."""

@@ -55,7 +55,7 @@ class Worker:
         )
         platform.enter()
         check_weights_fit(self._estimate_bytes(checkpoint), platform.available_bytes())
-        platform.compile(self.dtype, progress)
+        platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
