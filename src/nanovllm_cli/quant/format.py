@@ -76,8 +76,8 @@ class Integer:
 
     @property
     def name(self) -> str:
-        weight_only = "-weight-only" if self.bits == 8 and self.activation == "none" else ""
-        group = f":group={self.group}" if self.group else ""
+        weight_only = "-weight-only" if self.activation == "none" else ""
+        group = f":group={self.group}" if self.group or self.bits < 8 else ""
         return f"int{self.bits}{weight_only}{group}{':zeros' if self.zeros else ''}"
 
     @property

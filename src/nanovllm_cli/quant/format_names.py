@@ -1,0 +1,92 @@
+"""Formats by name: what `--quant`, `--to` and their kin take.
+
+    int8[:group=N][:zeros]           int8 weights and activations; without a group one scale a row
+    int8-weight-only, fp8-weight-only, int4-weight-only …     activations as they are
+    int4[:group=N][:zeros]           4 bits, groups of 128; likewise int2 and int3. group=0: one scale a row
+    fp8[:block=128]                  e4m3, a scale a row, or a block of 128 x 128
+    nf4[:group=N]                    16 quantiles of the normal distribution, groups of 64
+    q8_0, q4_0, q4_k, …              GGUF's block types
+
+Not covered: GGUF's mixes of several types (q4_k_m), which say which tensor gets what; `quantization/mixes.py` has those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, NamedTuple
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
+
+DEFAULT_GROUP = 128
+GROUPS = (32, 64, 128, 256)
+BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+FORMAT_NAMES = (
+    *("int8", "int8-weight-only", "fp8", "fp8-weight-only", "int4", "int4-weight-only", "int3", "int2", "nf4"),
+    *(name.lower() for name in BLOCK_TYPES),
+)
+
+
+class _Options(NamedTuple):
+    """What stood behind a name's colons. group and block: None where nothing was said."""
+
+    group: int | None
+    block: int | None
+    zeros: bool
+
+
+def parse_format(spec: str) -> Format:
+    """The format that `spec` names, such as "int4:group=32:zeros". UsageError lists what there is, the nearest first."""
+    name, *words = spec.strip().lower().split(":")
+    base = name.removesuffix("-weight-only")
+    activation: Any = "none" if base != name else None
+    if name.upper() in BLOCK_TYPES:
+        _options(spec, words, ())
+        return Blocks(name.upper())
+    if match := re.fullmatch(r"int([2348])", base):
+        given = _options(spec, words, ("group", "zeros"))
+        bits: Any = int(match[1])
+        default = 0 if bits == 8 else DEFAULT_GROUP
+        return Integer(bits, default if given.group is None else given.group, given.zeros, activation or "int8")
+    if base == "fp8":
+        return Fp8(128 if _options(spec, words, ("block",)).block else 0, activation or "dynamic")
+    if name == "nf4":
+        group = _options(spec, words, ("group",)).group
+        return Nf4() if group is None else Nf4(group)
+    raise unknown_format(spec, FORMAT_NAMES)
+
+
+def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
+    """For a spec that none of `names` fits."""
+    near = difflib.get_close_matches(spec.lower().split(":")[0], names, n=1, cutoff=0.6)
+    suggestion = f"did you mean {near[0]}? " if near else ""
+    return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")
+
+
+def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> _Options:
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in allowed:
+            known = (
+                f"{spec.split(':')[0]} takes {', '.join(allowed)}" if allowed else f"{spec.split(':')[0]} takes none"
+            )
+            raise UsageError(f"unknown option {word[:40]!r} in the format {spec[:80]!r}", known)
+        if key in found:
+            raise UsageError(f"{key} stands twice in the format {spec[:80]!r}")
+        found[key] = value
+    if found.get("zeros"):
+        raise UsageError(f"zeros takes no value in the format {spec[:80]!r}", "write :zeros")
+    sizes = {"group": (0, *GROUPS), "block": (128,)}
+    numbers: dict[str, int] = {}
+    for key in found.keys() & sizes.keys():
+        if not found[key].isascii() or not found[key].isdigit() or int(found[key][:9]) not in sizes[key]:
+            raise UsageError(
+                f"{key}={found[key][:20]} has no meaning in the format {spec[:80]!r}",
+                f"known: {', '.join(map(str, sizes[key]))}",
+            )
+        numbers[key] = int(found[key])
+    if numbers.get("group") == 0 and spec.lower().startswith("nf4"):
+        raise UsageError("nf4 needs a group", f"known: {', '.join(map(str, GROUPS))}")
+    return _Options(numbers.get("group"), numbers.get("block"), "zeros" in found)
