@@ -1,0 +1,269 @@
+"""The layout of integer codes on a CPU: one for every format that has codes of 2 to 8 bits and a scale a group.
+
+    weight[n, k] = scale[n, g] * (code[n, k] - offset) - low[n, g]                 g = k // group
+
+A weight [N, K] is cut into tiles of 64 rows (columns of the output) and chunks of 256 along k (the last one shorter: K rounded up
+to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile, chunk) is one record:
+
+    codes    [k / 32, bits, 64, 4] bytes   32 k's of 64 columns, as bit planes
+    supers   [64] f16, [64] f16            one a column: of sub scales, of sub mins; where there are any
+    scales   [groups, 64]                  f32, f16, bf16, e8m0 (a power of two), or u8 / i8 times the super
+    lows     [groups, 64]                  u8 zero points, f16 mins (added), u8 times the second super; where there are any
+
+Of 32 k's, four that follow each other are a unit: what `vpdpbusd` multiplies at once for one column, four bytes. Eight units are
+split into planes, the widest first and with the lowest bits: 8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4}, 3 = {2, 1},
+2 = {2}. A plane of b bits takes b of the `bits` rows of 64 x 4 bytes; a row holds 8 / b units that follow each other, the first
+in the lowest bits. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none.
+
+Scales are as small as in the file. A scale a channel is one a chunk, repeated: under 2 % of an 8-bit weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm_cli.kernels import record_kinds as kinds
+from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE
+
+GROUPS = (16, 32, 64, 128, 256)
+SCALE_DTYPES = {
+    kinds.F32: torch.float32,
+    kinds.F16: torch.float16,
+    kinds.BF16: torch.bfloat16,
+    kinds.E8M0: torch.uint8,
+    kinds.SUB_U8: torch.uint8,
+    kinds.SUB_I8: torch.int8,
+}
+LOW_DTYPES = {kinds.ZERO: torch.uint8, kinds.MIN: torch.float16, kinds.SUB_MIN: torch.uint8}
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+@dataclass(frozen=True)
+class RecordRows:
+    """Rows in plain arrays: what a record is packed from. G groups, S = ceil(K / 256).
+
+    codes u8 [n, K]; scales [n, G] in the layout's type; lows [n, G] (None where the layout has none or nibbles);
+    supers, super_lows f16 [n, S] or None. kinds.NIBBLE: a scale's byte is sub scale | sub min << 4.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    lows: torch.Tensor | None = None
+    supers: torch.Tensor | None = None
+    super_lows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Sizes and places of everything in a packed [num_rows, width] weight. scale, low: kinds of `kernels.record_kinds`."""
+
+    num_rows: int
+    width: int
+    bits: int
+    group: int
+    scale: int
+    low: int = kinds.NO_LOW
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.bits in PLANES
+        assert self.group in GROUPS
+        assert (self.low in (kinds.SUB_MIN, kinds.NIBBLE)) <= (self.scale == kinds.SUB_U8)
+        assert self.low == kinds.NO_LOW or self.offset == 0
+
+    @property
+    def padded_width(self) -> int:
+        return -(-self.width // STEP) * STEP
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.width // self.group)
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.width // CHUNK)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_rows // TILE)
+
+    @property
+    def has_supers(self) -> bool:
+        return self.scale in (kinds.SUB_U8, kinds.SUB_I8)
+
+    @property
+    def has_super_lows(self) -> bool:
+        return self.low in (kinds.SUB_MIN, kinds.NIBBLE)
+
+    def chunk_width(self, chunk: int) -> int:
+        return min(CHUNK, self.padded_width - chunk * CHUNK)
+
+    def record_bytes(self, width: int) -> int:
+        """Bytes of a record of `width` codes along k."""
+        groups = -(-width // self.group)
+        supers = 2 * (self.has_supers + self.has_super_lows)
+        scale = SCALE_DTYPES[self.scale].itemsize
+        low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
+        return TILE * (width * self.bits // 8 + supers + groups * (scale + low))
+
+    @property
+    def tile_bytes(self) -> int:
+        last = self.num_chunks - 1
+        return last * self.record_bytes(CHUNK) + self.record_bytes(self.chunk_width(last))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tiles * self.tile_bytes
+
+
+def pack_rows(layout: RecordLayout, packed: torch.Tensor, first_row: int, rows: RecordRows) -> None:
+    """rows become rows first_row … of packed, [layout.num_bytes] u8."""
+    n = rows.codes.shape[0]
+    codes = np.zeros((n, layout.padded_width), np.uint8)
+    codes[:, : layout.width] = rows.codes.numpy()
+    tiles = packed.numpy().reshape(layout.num_tiles, layout.tile_bytes)
+    for tile in range(first_row // TILE, -(-(first_row + n) // TILE)):
+        begin, end = max(first_row, tile * TILE), min(first_row + n, (tile + 1) * TILE)
+        columns = slice(begin - tile * TILE, end - tile * TILE)
+        mine = slice(begin - first_row, end - first_row)
+        for chunk in range(layout.num_chunks):
+            record = _record(layout, tiles[tile], chunk)
+            k = slice(chunk * CHUNK, chunk * CHUNK + layout.chunk_width(chunk))
+            record.codes[:, :, columns] = _to_planes(codes[mine, k], layout.bits)
+            groups = slice(chunk * CHUNK // layout.group, chunk * CHUNK // layout.group + record.scales.shape[0])
+            for target, source, which in (
+                (record.scales, rows.scales, groups),
+                (record.lows, rows.lows, groups),
+                (record.supers, rows.supers, slice(chunk, chunk + 1)),
+                (record.super_lows, rows.super_lows, slice(chunk, chunk + 1)),
+            ):
+                if target is not None:
+                    assert source is not None
+                    target[:, columns] = _bytes(source[mine, which]).swapaxes(0, 1)
+
+
+def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
+    """The plain arrays again, [num_rows, …]: slow and straight, what tests compare the kernels with."""
+    tiles = packed.numpy().reshape(layout.num_tiles, layout.tile_bytes)
+    records = [[_record(layout, tile, chunk) for chunk in range(layout.num_chunks)] for tile in tiles]
+
+    def whole(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        if getattr(records[0][0], name) is None:
+            return None
+        tiles = [np.concatenate([getattr(r, name) for r in chunks]).swapaxes(0, 1) for chunks in records]
+        return torch.from_numpy(np.concatenate(tiles).copy()).view(dtype).squeeze(-1)[: layout.num_rows]
+
+    codes = [np.concatenate([_from_planes(r.codes, layout.bits) for r in chunks], 1) for chunks in records]
+    scales = whole("scales", SCALE_DTYPES[layout.scale])
+    assert scales is not None
+    return RecordRows(
+        torch.from_numpy(np.concatenate(codes)[: layout.num_rows, : layout.width].copy()),
+        scales,
+        whole("lows", LOW_DTYPES.get(layout.low, torch.uint8)),
+        whole("supers", torch.float16),
+        whole("super_lows", torch.float16),
+    )
+
+
+def dequantize(layout: RecordLayout, rows: RecordRows) -> torch.Tensor:
+    """fp32 [n, width], each step rounded as the formula at the top reads; a zero point is taken off the code, exactly."""
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(layout.group, 1)[:, : layout.width]
+
+    def per_group(supers: torch.Tensor) -> torch.Tensor:
+        return supers.float().repeat_interleave(CHUNK // layout.group, 1)[:, : layout.num_groups]
+
+    codes = rows.codes.int() - layout.offset
+    scales, lows = rows.scales, rows.lows
+    if layout.low == kinds.NIBBLE:
+        scales, lows = scales & 15, scales >> 4
+    if layout.scale == kinds.E8M0:
+        scale = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 128)
+    else:
+        scale = scales.float()
+    if rows.supers is not None:
+        scale = per_group(rows.supers) * scale
+    if layout.low == kinds.ZERO:
+        assert lows is not None
+        codes = codes - spread(lows).int()
+    weight = spread(scale) * codes.float()
+    if layout.low == kinds.MIN:
+        assert lows is not None
+        weight += spread(lows.float())
+    elif rows.super_lows is not None:
+        assert lows is not None
+        weight -= spread(per_group(rows.super_lows) * lows.float())
+    return weight
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Views into one record. All but codes: [groups or 1, 64, bytes of an element]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    lows: np.ndarray | None
+    supers: np.ndarray | None
+    super_lows: np.ndarray | None
+
+
+def _record(layout: RecordLayout, tile: np.ndarray, chunk: int) -> _Record:
+    width = layout.chunk_width(chunk)
+    groups = -(-width // layout.group)
+    at = chunk * layout.record_bytes(CHUNK)
+
+    def take(there: bool, *shape: int) -> np.ndarray | None:
+        nonlocal at
+        if not there:
+            return None
+        begin, at = at, at + int(np.prod(shape))
+        return tile[begin:at].reshape(shape)
+
+    codes = take(True, width // STEP, layout.bits, TILE, 4)
+    supers = take(layout.has_supers, 1, TILE, 2)
+    super_lows = take(layout.has_super_lows, 1, TILE, 2)
+    scales = take(True, groups, TILE, SCALE_DTYPES[layout.scale].itemsize)
+    lows = take(layout.low in LOW_DTYPES, groups, TILE, LOW_DTYPES.get(layout.low, torch.uint8).itemsize)
+    assert codes is not None
+    assert scales is not None
+    return _Record(codes, scales, lows, supers, super_lows)
+
+
+def _bytes(values: torch.Tensor) -> np.ndarray:
+    """[n, G] -> [n, G, bytes of an element]."""
+    raw: np.ndarray = values.contiguous().view(torch.uint8).numpy().reshape(*values.shape, values.itemsize)
+    return raw
+
+
+def _to_planes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """[n, k] codes, one a byte -> [k / 32, bits, n, 4]."""
+    units = codes.reshape(codes.shape[0], -1, 8, 4).transpose(1, 2, 0, 3)
+    planes, shift = [], 0
+    for plane in PLANES[bits]:
+        per_row = 8 // plane
+        part = (units >> shift) & ((1 << plane) - 1)
+        for row in range(plane):
+            first = row * per_row
+            packed = np.zeros_like(part[:, 0])
+            for j in range(per_row):
+                packed |= part[:, first + j] << (j * plane)
+            planes.append(packed)
+        shift += plane
+    return np.stack(planes, 1)
+
+
+def _from_planes(planes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse: [k / 32, bits, 64, 4] -> [64, k]."""
+    units = np.zeros((planes.shape[0], 8, TILE, 4), np.uint8)
+    first_row = shift = 0
+    for plane in PLANES[bits]:
+        per_row = 8 // plane
+        for unit in range(8):
+            row = planes[:, first_row + unit // per_row]
+            units[:, unit] |= ((row >> (unit % per_row * plane)) & ((1 << plane) - 1)) << shift
+        first_row, shift = first_row + plane, shift + plane
+    return units.transpose(2, 0, 1, 3).reshape(TILE, -1)
