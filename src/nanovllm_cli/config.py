@@ -30,6 +30,7 @@ class EngineConfig:
     num_blocks: size of the KV cache in blocks; None sizes it from kv_cache_bytes, or from free memory.
     kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows (on a GPU what
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
+    quant: format that plain weights are rounded to when they are loaded ("int8", "int4:group=64"); None keeps them.
     kv_cache_dtype: "auto" is the compute type; "fp8" (e4m3, unscaled) halves the cache, on a GPU.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (compute capability 9.0, with cuda.core).
@@ -40,6 +41,7 @@ class EngineConfig:
 
     dtype: DTypeName = "auto"
     device: str = "auto"
+    quant: str | None = None
     max_model_len: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None

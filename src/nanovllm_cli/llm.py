@@ -31,6 +31,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.reasoning import reasoning_format
@@ -38,6 +39,7 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.source import ResolvedModel, resolve
+from nanovllm_cli.weights.weight_reader import open_reader
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -70,11 +72,13 @@ class LLM:
     ) -> None:
         config = config or EngineConfig()
         progress = progress or NullProgress()
+        if config.quant is not None:
+            parse_format(config.quant)  # before anything is downloaded
         self.resolved: ResolvedModel = resolve(str(model), offline=offline, revision=revision, progress=progress)
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self.tokenizer = _load_tokenizer(checkpoint)
-            _check_vocabulary(self.tokenizer, read_spec(checkpoint))
+            _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
             self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
             generation_config = dict(checkpoint.generation_config)
         self.chat_template = self._choose_template(chat_template)

@@ -74,6 +74,14 @@ class ModelOptions:
             "--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"
         ),
     ] = "auto"
+    quant: Annotated[
+        str | None,
+        option(
+            "--quant",
+            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
+            panel=MODEL, metavar="FORMAT",
+        ),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,7 @@ class EngineOptions:
         return EngineConfig(
             dtype=model.dtype,
             device=model.device,
+            quant=model.quant,
             deterministic=self.deterministic,
             eager=self.eager,
             programmatic_launch=self.programmatic_launch,

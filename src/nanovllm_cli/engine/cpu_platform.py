@@ -19,7 +19,11 @@ from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.cpu_formats import make_storage
+from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.storage import WeightStorage
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,8 +68,11 @@ class CpuPlatform:
     def available_bytes(self) -> int:
         return available_bytes()
 
-    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> DenseStorage:
-        return DenseStorage(num_rows, width, dtype)
+    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
+        return DenseStorage(num_rows, width, dtype) if form is None else make_storage(form, num_rows, width, dtype)
+
+    def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
+        return CpuStacked(parts, dtype)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         attentions = (block.attention for block in spec.blocks)

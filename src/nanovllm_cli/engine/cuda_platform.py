@@ -23,6 +23,8 @@ from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.dense_cuda import CudaDense
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.storage import WeightStorage
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
@@ -66,11 +68,16 @@ class CudaPlatform:
     def available_bytes(self) -> int:
         return self.device.memory().free
 
-    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> CudaDense:
+    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> CudaDense:
+        if form is not None:
+            raise UnsupportedError(f"{form.name} weights on a GPU are not supported yet", "use --device cpu, or plain weights")
         try:
             return CudaDense(num_rows, width, dtype, self.launcher, self.config.deterministic)
         except torch.OutOfMemoryError:
             raise self._too_large("the weights do not fit") from None
+
+    def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
+        raise AssertionError("all weights of a GPU have one format")
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]

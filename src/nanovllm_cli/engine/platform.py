@@ -14,6 +14,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.storage import WeightStorage
 
 
@@ -44,7 +45,11 @@ class Platform(Protocol):
     def available_bytes(self) -> int:
         """Memory that weights may take now."""
 
-    def make_storage(self, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage: ...
+    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
+        """An empty weight; form None is the compute type. UnsupportedError for formats that this device has nothing for."""
+
+    def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
+        """Weights that read the same input, as one with all their rows."""
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...
 

@@ -22,10 +22,13 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.format import Format, Integer
+from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.loader import load_weights, read_spec
+from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
+from nanovllm_cli.weights.weight_reader import open_reader
 
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
@@ -49,17 +52,19 @@ class Worker:
         platform: Platform | None = None,
     ) -> None:
         self.platform = platform = platform or select_platform(config, progress)
-        self.spec: ModelSpec = read_spec(checkpoint)
+        reader = open_reader(checkpoint)
+        self.spec: ModelSpec = read_spec(checkpoint, reader)
         self.dtype = platform.resolve_dtype(
             {checkpoint.info(n).dtype_name for n in checkpoint.names() if len(checkpoint.info(n).shape) > 1}
         )
         platform.enter()
-        check_weights_fit(self._estimate_bytes(checkpoint), platform.available_bytes())
+        self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
+        check_weights_fit(self._formats.num_bytes(self.dtype), platform.available_bytes())
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
-        load_weights(self.model, checkpoint, progress)
+        load_weights(self.model, checkpoint, reader, progress)
         heads = self.spec.kv_heads_and_dims
         self.block_bytes = block_bytes(heads, backend)
         self.num_blocks, self.max_model_len = size_cache(
@@ -97,13 +102,25 @@ class Worker:
         self._storages = []
         del self.model, self.runner
 
-    def _make_storage(self, num_rows: int, width: int) -> WeightStorage:
-        storage = self.platform.make_storage(num_rows, width, self.dtype)
-        self._storages.append(storage)
-        return storage
+    def _make_storage(self, parts: dict[str, int], width: int) -> WeightStorage:
+        """Parts in the same format are one storage."""
+        runs: list[tuple[Format | None, int]] = []
+        for name, num_rows in parts.items():
+            form = self._formats.of(name)
+            if form is not None:
+                form.check_width(width)
+            if runs and runs[-1][0] == form and not _stays_apart(form):
+                runs[-1] = (form, runs[-1][1] + num_rows)
+            else:
+                runs.append((form, num_rows))
+        storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
+        self._storages += storages
+        return storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
 
-    def _estimate_bytes(self, checkpoint: Checkpoint) -> int:
-        return sum(torch.Size(checkpoint.info(n).shape).numel() for n in checkpoint.names()) * self.dtype.itemsize
+
+def _stays_apart(form: Format | None) -> bool:
+    """Parts of one storage share the order of their columns."""
+    return isinstance(form, Integer) and form.ordered
 
 
 class _Ahead:

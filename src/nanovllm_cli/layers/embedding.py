@@ -28,7 +28,7 @@ class Head:
     """hidden rows -> logits [R, vocab] fp32. Tied: no slot of its own."""
 
     def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool) -> None:
-        self.weight = kit.make(vocab_size, width)
+        self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width)
         self.tied = tied
 
     def __call__(self, x: Hidden) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class Linear:
@@ -21,7 +22,7 @@ class Linear:
         self.width = width
         self.parts = parts
         self.dtype = kit.dtype
-        self.weight = kit.make(sum(parts.values()), width)
+        self.weight = kit.weight(parts, width)
         self.bias = kit.zeros(self.weight.num_rows) if bias else None
 
     def __call__(self, x: Hidden) -> torch.Tensor:
@@ -45,5 +46,5 @@ class Linear:
             first += rows
         return slots
 
-    def _loader(self, offset: int) -> Callable[[torch.Tensor, int], None]:
+    def _loader(self, offset: int) -> Callable[[torch.Tensor | QuantizedRows, int], None]:
         return lambda rows, first: self.weight.load_rows(offset + first, rows)

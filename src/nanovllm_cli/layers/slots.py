@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm_cli.quant.rows import QuantizedRows
+
 
 class WeightSlot(NamedTuple):
-    """shape: what the checkpoint's tensor must have. load(rows, first): rows of it, of any float type, from row `first` on;
-    a matrix may come in several slices, so that nobody holds it twice."""
+    """shape: what the checkpoint's tensor must have. load(rows, first): rows of it, of any float type or in the matrix's own
+    format, from row `first` on; a matrix may come in several slices, so that nobody holds it twice."""
 
     shape: tuple[int, ...]
-    load: Callable[[torch.Tensor, int], None]
+    load: Callable[[torch.Tensor | QuantizedRows, int], None]
 
 
 Slots = dict[str, WeightSlot]
@@ -22,7 +24,8 @@ Slots = dict[str, WeightSlot]
 def table_slot(table: torch.Tensor) -> WeightSlot:
     """A slot for a plain tensor, converted to its type."""
 
-    def load(rows: torch.Tensor, first: int) -> None:
+    def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
         table[first : first + rows.shape[0]].copy_(rows)
 
     return WeightSlot(tuple(table.shape), load)

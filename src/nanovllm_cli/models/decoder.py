@@ -84,9 +84,9 @@ class Decoder:
         self.backend = kit.backend
         self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
         self.embedding = Embedding(
-            self.head.weight if spec.tied_head else kit.make(spec.vocab_size, spec.hidden_size)
+            self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
         )
-        self.blocks = [Block(block, spec, kit) for block in spec.blocks]
+        self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         ropes = {_rope_of(block) for block in spec.blocks}
         self.ropes = {rope: Rope(rope, kit.ops) for rope in ropes if rope is not None}

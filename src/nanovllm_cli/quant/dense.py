@@ -6,6 +6,7 @@ import torch
 
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class DenseStorage:
@@ -24,7 +25,8 @@ class DenseStorage:
     def recordable(self) -> bool:
         return cpu.recordable(self.width, self._packed.dtype)
 
-    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        assert isinstance(rows, torch.Tensor), "plain weights"
         cpu.pack_rows(self._packed, first_row, rows.to(self._packed.dtype).contiguous())
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import embedding, gemm, gemv, library, norm
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class CudaDense:
@@ -29,7 +30,8 @@ class CudaDense:
     def num_bytes(self) -> int:
         return self._weight.nbytes
 
-    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        assert isinstance(rows, torch.Tensor), "plain weights"
         self._weight[first_row : first_row + rows.shape[0]].copy_(rows)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:

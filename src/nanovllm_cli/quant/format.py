@@ -33,6 +33,9 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
+BLOCKS = {kind.name for kind in GGMLQuantizationType if GGML_QUANT_SIZES[kind][0] > 1}
+"""GGUF's types that are blocks of several numbers."""
+
 ScaleType = Literal["float16", "bfloat16", "float32"]
 SCALE_TYPES: dict[ScaleType, torch.dtype] = {
     "float16": torch.float16,

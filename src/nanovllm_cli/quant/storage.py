@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class WeightStorage(Protocol):
@@ -23,8 +24,9 @@ class WeightStorage(Protocol):
     def recordable(self) -> bool:
         """True if `matmul` and `rows` are kernels alone, so that a step may be recorded and replayed."""
 
-    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
-        """rows [n, width] of any float type become rows first_row … first_row + n - 1."""
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        """rows [n, width] become rows first_row … first_row + n - 1: of any float type, rounded to nearest, or already in the
+        format. Slices of floats begin at multiples of 128 rows."""
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, width] @ weight.T + bias: [T, num_rows] in out_dtype. A row's bits don't depend on the other rows."""

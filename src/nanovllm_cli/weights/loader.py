@@ -6,20 +6,19 @@ Tensors come in slices of a few megabytes and their file pages are let go at onc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.layers.slots import Slots
+from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.weight_reader import WeightReader
 
-SLICE_BYTES = 16 << 20
 MAX_NAMED = 5
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
@@ -27,10 +26,10 @@ MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
-def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
     spec = _hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
-    _check_scale(spec, checkpoint)
+    _check_scale(spec, checkpoint, reader)
     return spec
 
 
@@ -54,7 +53,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     return spec_from_gguf(checkpoint.config, gguf_family(checkpoint.config), vocab_size, names, values)
 
 
-def _check_scale(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
     wanted = spec.vocab_size * spec.hidden_size
     for block in spec.blocks:
@@ -63,7 +62,7 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint) -> None:
             wanted += spec.hidden_size * heads * attention.head_dim
         if isinstance(block.mlp, MLPSpec):
             wanted += spec.hidden_size * 3 * block.mlp.intermediate_size
-    there = sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())
+    there = sum(math.prod(reader.shape(name)) for name in reader.names())
     if wanted > MAX_EXCESS * there + SMALL_EXCESS:
         raise CheckpointError(
             f"{checkpoint.path}: the config describes a model of {wanted:.2g} parameters, the tensors have {there:.2g}",
@@ -71,52 +70,80 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_plain(checkpoint: Checkpoint) -> None:
-    """Weights that somebody quantized say so in config.json."""
-    quantization = checkpoint.config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedError(
-            f"{checkpoint.path}: quantized checkpoints ({str(method)[:40]}) are not supported yet",
-            "use the original weights, or a GGUF file",
-        )
+class WeightFormats:
+    """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
+
+    Below eight bits, embedding and head get int8: they are a small part of most models, and much depends on them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
+        self._checkpoint = checkpoint
+        self._reader = reader
+        self._names = _names_of(checkpoint)
+        self._wanted = wanted
+        self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
+
+    def of(self, ours: str) -> Format | None:
+        """By our name; None for the compute type. UsageError where stored and wanted contradict each other."""
+        return self._of(_checkpoint_name(ours, self._names))
+
+    def _of(self, name: str) -> Format | None:
+        stored = self._reader.format(name) if name in self._reader.names() else None
+        if stored is not None and self._wanted is not None:
+            raise UsageError(
+                f"{self._checkpoint.path}: its weights are {stored.name} already", "leave --quant away, or take the original"
+            )
+        if stored is not None:
+            return stored
+        return self._outer_wanted if name in (self._names["embedding.weight"], self._names["head.weight"]) else self._wanted
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """What the weights will take, those without a format in dtype."""
+        total = 0.0
+        for name in self._reader.names():
+            shape = self._reader.shape(name)
+            form = self._of(name) if len(shape) == 2 else None
+            total += math.prod(shape) * dtype.itemsize if form is None else shape[0] * form.row_bytes(shape[1])
+        return int(total)
 
 
-def load_weights(model: Decoder, checkpoint: Checkpoint, progress: LoadProgress | None = None) -> None:
+def load_weights(
+    model: Decoder, checkpoint: Checkpoint, reader: WeightReader, progress: LoadProgress | None = None
+) -> None:
     """Fill every slot of the model. CheckpointError names missing, extra and misshapen tensors, and those with NaN."""
     progress = progress or NullProgress()
     slots = model.slots()
-    names = _checkpoint_names(slots, HF_NAMES if checkpoint.format == "hf" else GGUF_NAMES)
-    _compare(checkpoint, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec)
-    progress.stage("loading weights", checkpoint.total_bytes, "B")
+    table = _names_of(checkpoint)
+    names = {ours: _checkpoint_name(ours, table) for ours in slots}
+    _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec)
+    progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
         for ours, slot in slots.items():
-            name = names[ours]
-            for rows, first in _slices(checkpoint, name):
-                _check_finite(checkpoint, name, rows)
+            for rows, first in reader.slices(names[ours]):
                 slot.load(rows, first)
-                checkpoint.release(name)
-            progress.advance(checkpoint.info(name).num_bytes)
+            progress.advance(reader.num_bytes(names[ours]))
     finally:
         progress.done()
 
 
-def _checkpoint_names(slots: Slots, table: dict[str, str]) -> dict[str, str]:
-    """Our slot names -> the checkpoint's, by a table of patterns with {i} for the layer."""
-    names = {}
-    for ours in slots:
-        parts = ours.split(".")
-        if parts[0] == "blocks":
-            number, parts[1] = parts[1], "{i}"
-            names[ours] = table[".".join(parts)].replace("{i}", number)
-        else:
-            names[ours] = table[ours]
-    return names
+def _names_of(checkpoint: Checkpoint) -> dict[str, str]:
+    return HF_NAMES if checkpoint.format == "hf" else GGUF_NAMES
 
 
-def _compare(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:
+def _checkpoint_name(ours: str, table: dict[str, str]) -> str:
+    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer."""
+    parts = ours.split(".")
+    if parts[0] != "blocks":
+        return table[ours]
+    number, parts[1] = parts[1], "{i}"
+    return table[".".join(parts)].replace("{i}", number)
+
+
+def _compare(
+    checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec
+) -> None:
     """Names and shapes of the checkpoint against those of the model, all differences at once."""
-    there = set(checkpoint.names())
+    there = reader.names()
     ignored = {name for name in there if name in GGUF_EXTRAS or name.endswith(HF_IGNORED)}
     if spec.tied_head:
         ignored.add(HF_NAMES["head.weight"])
@@ -124,7 +151,7 @@ def _compare(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
         ("missing", sorted(wanted.keys() - there)),
         ("not part of the model", sorted(there - wanted.keys() - ignored)),
     ]
-    shapes = {name: checkpoint.info(name).shape for name in there & wanted.keys()}
+    shapes = {name: reader.shape(name) for name in there & wanted.keys()}
     problems.append(
         (
             "of the wrong shape",
@@ -142,32 +169,3 @@ def _compare(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
-
-
-def _slices(checkpoint: Checkpoint, name: str) -> Iterator[tuple[torch.Tensor, int]]:
-    """(rows, index of the first) of one tensor, in order."""
-    info = checkpoint.info(name)
-    if len(info.shape) < 2:
-        yield checkpoint.tensor(name), 0
-        return
-    step = max(1, SLICE_BYTES // (4 * math.prod(info.shape[1:])))
-    for first in range(0, info.shape[0], step):
-        yield checkpoint.tensor(name, rows=(first, min(first + step, info.shape[0]))), first
-
-
-def _check_finite(checkpoint: Checkpoint, name: str, rows: torch.Tensor) -> None:
-    if not rows.is_floating_point():
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, not numbers that a layer can use", OTHER_MODEL
-        )
-    if rows.dtype.itemsize < 2:
-        raise UnsupportedError(
-            f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, and scaled 8-bit numbers are not supported yet",
-            "take the model in bfloat16, or a GGUF of it",
-        )
-    low, high = torch.aminmax(rows)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name!r} has values that are NaN or infinite",
-            "the file is damaged; get it again",
-        )
