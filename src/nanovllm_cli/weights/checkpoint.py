@@ -227,6 +227,7 @@ class GGUFCheckpoint(_Closing):
             self.close()
             raise
         self.config: Mapping[str, Any] = self._parts[0].metadata
+        self.metadata_types: Mapping[str, tuple[int, int | None]] = self._parts[0].metadata_types
         self.generation_config: Mapping[str, Any] = {
             _SAMPLING_KEYS[key.rpartition(".")[2]]: value
             for key, value in self.config.items()

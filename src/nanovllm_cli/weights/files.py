@@ -147,6 +147,11 @@ def stays_inside(name: str) -> bool:
     )
 
 
+def is_setting(name: str) -> bool:
+    """Whether a file of this name is one of those that a Hugging Face model has beside its weights."""
+    return name in _SETTINGS
+
+
 def some(names: list[str], limit: int = 5) -> str:
     """The first few of `names` for a message, and how many more there are."""
     listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:limit])

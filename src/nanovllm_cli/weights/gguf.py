@@ -86,7 +86,8 @@ class GGUFEntry(NamedTuple):
 
 
 class GGUFFile:
-    """One `.gguf` file. `metadata`: key -> bool, int, float, str, or a list of those; `entries`: name -> GGUFEntry."""
+    """One `.gguf` file. `metadata`: key -> bool, int, float, str, or a list of those; `metadata_types`: key -> its type and,
+    for an array, that of its items, as numbers of GGUFValueType; `entries`: name -> GGUFEntry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,6 +95,7 @@ class GGUFFile:
         try:
             header = _HeaderReader(self.file)
             self.version, self.metadata, self.alignment, self.entries = header.read()
+            self.metadata_types = header.types
         except NanovllmError:
             self.file.close()
             raise
@@ -172,6 +174,7 @@ class _HeaderReader:
         self.data = file.data
         self.position = 0
         self.elements_left = MAX_ARRAY_ELEMENTS
+        self.types: dict[str, tuple[int, int | None]] = {}
 
     def read(self) -> tuple[int, dict[str, Any], int, dict[str, GGUFEntry]]:
         self._magic()
@@ -185,7 +188,10 @@ class _HeaderReader:
             if key in metadata:
                 raise self._broken(f"the metadata key {key!r} occurs twice")
             value_type = self._number(_U32)
+            items_at = self.position
             metadata[key] = self._value(key, value_type, depth=0)
+            is_array = value_type == GGUFValueType.ARRAY
+            self.types[key] = (value_type, _U32.unpack_from(self.data, items_at)[0] if is_array else None)
             if key == "general.alignment":
                 alignment = self._alignment(value_type, metadata[key])
         entries = self._tensors(num_tensors, alignment)

@@ -1,0 +1,353 @@
+"""Models on the disk, whole or not at all: a file or a folder beside its target, flushed, renamed; and safetensors in pieces.
+
+    with OutputFile(path) as output:             output.file is written; commit() gives it its name
+    with OutputFolder(path) as output:           output.path is filled; commit() gives it its name
+
+Without `commit` nothing stays. What a killed process left behind is found by its name and taken over by the next run to
+the same target; a run that is still alive holds a lock on it, and a second one is refused. `gguf_writer.py` has the other
+format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+
+from nanovllm_cli.errors import DoesNotFitError, OutputError, UsageError
+from nanovllm_cli.weights.files import PICKLES, is_setting, some
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""torch's dtypes under the names of a safetensors header."""
+
+_MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".md", ".txt", *PICKLES)
+_MODEL_FILES = {"LICENSE", "NOTICE", ".gitattributes", "additional_chat_templates"}
+
+
+class _Output:
+    """What files and folders share: a hidden neighbour of the target, a lock on it, and the ways out."""
+
+    def __init__(self, target: Path, *, replace: bool) -> None:
+        self.target = Path(os.path.realpath(target))
+        self.replace = replace
+        self.temporary = self.target.with_name(f".{self.target.name}.partial")
+        self._shown = target
+        self._lock = -1
+
+    def commit(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Takes away what has not been committed, and lets the lock go."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self._holds(self.temporary):
+                shutil.rmtree(self.temporary) if self.temporary.is_dir() else self.temporary.unlink()
+        os.close(self._lock)
+        self._lock = -1
+
+    def _take(self, flags: int) -> None:
+        """Opens the neighbour and locks it. It may be gone, or be another one, by the time that the lock is here."""
+        while self._lock < 0:
+            handle = os.open(self.temporary, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as failure:
+                os.close(handle)
+                if failure.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise OutputError(
+                    f"{self._shown}: another process is writing it", "wait for it, or choose another output"
+                ) from failure
+            self._lock = handle
+            if not self._holds(self.temporary):
+                os.close(handle)
+                self._lock = -1
+
+    def _holds(self, path: Path) -> bool:
+        try:
+            there = path.lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._lock), there)
+
+    def _check_target(self) -> None:
+        if not self.replace and os.path.lexists(self.target):
+            raise exists_already(self._shown)
+
+    def _failed(self, failure: OSError) -> OutputError:
+        hint = {
+            errno.ENOSPC: "free some space, or write to another disk",
+            errno.EDQUOT: "your quota is used up: free some space, or write to another disk",
+            errno.EFBIG: "the file is larger than the system lets you write; --split-max-size writes smaller ones",
+            errno.ENOENT: "create its folder first",
+            errno.EACCES: "choose a place that you may write to",
+            errno.EROFS: "choose a place that you may write to",
+        }.get(failure.errno or 0)
+        return OutputError(f"cannot write {self._shown}: {failure.strerror or failure}", hint)
+
+
+class OutputFile(_Output):
+    """A binary file. `file` is unbuffered enough for large slices. Raises OutputError at once where nothing could be written."""
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        super().__init__(target, replace=replace)
+        self._check_target()
+        if replace and self.target.exists() and not self.target.is_file():
+            raise UsageError(f"{target}: not a file, and so not replaced", "choose another output")
+        try:
+            self._take(os.O_RDWR | os.O_CREAT)
+            os.ftruncate(self._lock, 0)
+            self.file: BinaryIO = os.fdopen(os.dup(self._lock), "wb")
+        except OSError as failure:
+            self.close()
+            raise self._failed(failure) from failure
+
+    def commit(self) -> None:
+        """Everything written so far is the file, on the disk, under its name."""
+        try:
+            self.file.flush()
+            os.fsync(self._lock)
+            self.file.close()
+            self._check_target()
+            self.temporary.rename(self.target)
+            sync_folder(self.target.parent)
+        except OSError as failure:
+            raise self._failed(failure) from failure
+
+    def close(self) -> None:
+        if self._lock >= 0 and hasattr(self, "file"):
+            with contextlib.suppress(OSError, ValueError):
+                self.file.close()
+        super().close()
+
+
+class OutputFolder(_Output):
+    """A folder. `path` is where its files go meanwhile. One that exists is replaced only if it holds nothing but a model."""
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        super().__init__(target, replace=replace)
+        self._old = self.target.with_name(f".{self.target.name}.replaced")
+        try:
+            self._recover()
+            self._check_target()
+            if os.path.lexists(self.target):
+                check_replaceable(self.target)
+            with contextlib.suppress(FileExistsError):
+                self.temporary.mkdir()
+            self._take(os.O_RDONLY | os.O_DIRECTORY)
+            _empty(self.temporary)
+        except OSError as failure:
+            self.close()
+            raise self._failed(failure) from failure
+
+    @property
+    def path(self) -> Path:
+        return self.temporary
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, whole."""
+        (self.path / name).parent.mkdir(exist_ok=True)
+        with (self.path / name).open("wb") as file:
+            file.write(data)
+
+    def commit(self) -> None:
+        """Everything in `path` is the folder, on the disk, under its name."""
+        try:
+            for file in sorted(self.path.rglob("*")):
+                _sync(file)
+            sync_folder(self.path)
+            self._check_target()
+            if self.target.exists():
+                self.target.rename(self._old)
+            try:
+                self.temporary.rename(self.target)
+            except BaseException:
+                self._recover()
+                raise
+            sync_folder(self.target.parent)
+            shutil.rmtree(self._old, ignore_errors=True)
+        except OSError as failure:
+            raise self._failed(failure) from failure
+
+    def _recover(self) -> None:
+        """Finishes what a run that was killed between the two renames left: the old folder is back, or is not needed."""
+        if self._old.is_dir():
+            if self.target.exists():
+                shutil.rmtree(self._old)
+            else:
+                self._old.rename(self.target)
+
+
+def exists_already(path: Path) -> UsageError:
+    return UsageError(f"{path} exists already", "--force replaces it; -o names another output")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises UsageError where `folder` is no model, or holds anything else: replacing it would delete that."""
+    if not folder.is_dir() or folder.is_symlink():
+        raise UsageError(f"{folder}: not a folder, and so not replaced by one", "choose another output")
+    names = sorted(entry.name for entry in folder.iterdir())
+    others = [
+        name for name in names if not (is_setting(name) or name in _MODEL_FILES or name.endswith(_MODEL_SUFFIXES))
+    ]
+    is_model = "config.json" in names or any(name.endswith(".gguf") for name in names)
+    if names and (others or not is_model):
+        raise UsageError(
+            f"{folder}: not replaced, because there is more in it than a model: {some(others or names)}",
+            "choose another output",
+        )
+
+
+def check_room(target: Path, num_bytes: int) -> None:
+    """Raises DoesNotFitError where the disk of `target` has less than `num_bytes` left."""
+    folder = Path(os.path.realpath(target)).parent
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # no such folder: the output says so
+    if num_bytes > free:
+        raise DoesNotFitError(
+            f"{target} will have {num_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB left",
+            "free some space, or write to another disk",
+        )
+
+
+class _Sized(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+SizedT = TypeVar("SizedT", bound=_Sized)
+
+
+class TensorOut(NamedTuple):
+    """A tensor that will be written. `shape` in torch order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """One `.safetensors` file whose tensors arrive in order, in slices. The header is written at once.
+
+    Format: https://github.com/huggingface/safetensors#format; the header is padded with spaces to a multiple of 8 bytes.
+    """
+
+    def __init__(self, file: BinaryIO, tensors: Iterable[TensorOut]) -> None:
+        self._file = file
+        self._left: list[tuple[str, int]] = []
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in tensors:
+            header[tensor.name] = {
+                "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.num_bytes],
+            }
+            end += tensor.num_bytes
+            self._left.append((tensor.name, tensor.num_bytes))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, slices: Iterable[torch.Tensor]) -> None:
+        """The next tensor of the header, which must be `name`."""
+        expected, num_bytes = self._left.pop(0)
+        assert name == expected, f"{name} out of turn: {expected} is next"
+        written = sum(write_tensor(self._file, piece) for piece in slices)
+        assert written == num_bytes, f"{name}: {written} bytes of {num_bytes}"
+
+    def finish(self) -> None:
+        assert not self._left, f"not written: {self._left}"
+
+
+def shards(tensors: Iterable[SizedT], max_bytes: int) -> list[list[SizedT]]:
+    """Tensors in order, in groups of at most `max_bytes`; a larger one is alone."""
+    groups: list[list[SizedT]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.num_bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.num_bytes
+    return groups
+
+
+def shard_names(count: int) -> list[str]:
+    """What the files of a model in `count` shards are called in a Hugging Face folder."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_file(groups: list[list[TensorOut]]) -> bytes:
+    """model.safetensors.index.json of these shards."""
+    weight_map = {
+        tensor.name: name for name, group in zip(shard_names(len(groups)), groups, strict=True) for tensor in group
+    }
+    total = sum(tensor.num_bytes for group in groups for tensor in group)
+    return as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def as_json(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
+    """The tensor's bytes in row order; how many there were."""
+    data = tensor.contiguous().reshape(-1)
+    if data.numel():
+        file.write(data.view(torch.uint8).numpy().data)
+    return data.numel() * data.dtype.itemsize
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename in `folder` is on the disk. Some file systems cannot say so of a folder."""
+    with contextlib.suppress(OSError):
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _empty(folder: Path) -> None:
+    for entry in list(folder.iterdir()):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
