@@ -1,0 +1,66 @@
+"""A model opened for measuring: hidden rows and logits of every token of a text, from the engine's own model.
+
+Legend: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.config import DTypeName, EngineConfig
+from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.step_batch import build_batch
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.weights.checkpoint import Checkpoint
+
+
+class MeasuredModel:
+    """A checkpoint, loaded as the engine loads it, that runs texts of up to max_len tokens one at a time.
+
+    Raises what loading raises.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        max_len: int,
+        *,
+        dtype: DTypeName = "auto",
+        device: str = "cpu",
+        progress: LoadProgress | None = None,
+    ) -> None:
+        config = EngineConfig(dtype=dtype, device=device, num_blocks=1, max_num_seqs=1)
+        self._worker = Worker(checkpoint, config, progress=progress)
+        self._platform = self._worker.platform
+        self._block_size = config.block_size
+        self.dtype = self._worker.dtype
+        self.model: Decoder = self._worker.model
+        num_blocks = -(-max_len // config.block_size)
+        self._cache = KVCache(num_blocks, self._worker.spec.kv_heads_and_dims, self.model.backend)
+
+    def hidden(self, ids: Sequence[int]) -> Hidden:
+        """Rows [T, hidden] of all tokens, after the last norm."""
+        blocks = list(range(-(-len(ids) // self._block_size)))
+        share = Scheduled(0, list(ids), 0, blocks, (), prompt_logprobs=0, prompt_len=len(ids))
+        batch, _ = build_batch([share], self._block_size)
+        self._platform.enter()
+        with torch.inference_mode():
+            return self.model.run(self.model.prepare(batch), self._cache)
+
+    def logits(self, hidden: Hidden) -> torch.Tensor:
+        """[R, V] float32 of hidden rows, on the host."""
+        self._platform.enter()
+        with torch.inference_mode():
+            return self.model.logits(hidden).cpu()
+
+    def forget_layers(self) -> None:
+        """Gives back all memory but that of the head: `logits` of rows that were computed before still works."""
+        self._worker.close()
+        self.model.blocks.clear()
+        del self._cache, self.model.embedding

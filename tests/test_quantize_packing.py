@@ -1,0 +1,97 @@
+"""The tensors of a compressed-tensors folder, against the package that defines them, and against its layout worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quantization.compressed_tensors import check_writable, encode, quantization_config, tensors_of
+
+SPECS = (
+    *(
+        "int8",
+        "int8-weight-only",
+        "int8:group=32",
+        "int8:zeros",
+        "int4:group=32",
+        "int4:group=64:zeros",
+        "int4:group=0",
+    ),
+    *("fp8", "fp8-weight-only", "fp8:block=128"),
+)
+
+
+def weight_of(form: Format, rows: int = 136, width: int = 192) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(len(form.name))) * 0.1
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(136, 192), (1, 128), (33, 64)])
+def test_the_package_reads_the_numbers_that_were_chosen(spec: str, shape: tuple[int, int]) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    form = parse_format(spec)
+    if spec == "fp8:block=128" and shape[1] % 128:
+        shape = (shape[0], 256)
+    rows = form.quantize(weight_of(form, *shape))
+    config: Any = QuantizationConfig.model_validate(quantization_config({"layer": form}))
+    scheme = config.config_groups["group_0"]
+    names = [out.name.removeprefix("layer.") for out in tensors_of(form, "layer.weight", shape)]
+    state = dict(zip(names, encode(form, rows), strict=True))
+    got = BaseCompressor.get_value_from_registry(str(scheme.format)).decompress(state, scheme)["weight"]
+    wanted = form.dequantize(rows)
+    rounding = 2**-8 if got.dtype == torch.bfloat16 else 1e-6  # the package multiplies in the type of the scales
+    assert torch.allclose(got.float(), wanted, rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(136, 256), (3, 256)])
+def test_tensors_are_as_they_were_announced(spec: str, shape: tuple[int, int]) -> None:
+    form = parse_format(spec)
+    outs = tensors_of(form, "a.weight", shape)
+    encoded = encode(form, form.quantize(weight_of(form, *shape)))
+    assert [(out.shape, out.dtype) for out in outs] == [(tuple(t.shape), t.dtype) for t in encoded]
+
+
+def test_nibbles_are_packed_from_the_lowest_bits_up() -> None:
+    from nanovllm_cli.quant.format import Integer
+    from nanovllm_cli.quant.rows import IntegerRows
+
+    codes = torch.arange(16, dtype=torch.uint8).view(1, 16)
+    zeros = torch.tensor([[1], [2], [15]], dtype=torch.uint8)
+    rows = IntegerRows(codes.repeat(3, 1), torch.ones(3, 1, dtype=torch.bfloat16), zeros)
+    packed, _, shape, packed_zeros = encode(Integer(4, 0, zeros=True), rows)
+    assert packed[0].tolist() == [0x76543210, 0xFEDCBA98 - 2**32]
+    assert packed_zeros.tolist() == [[0xF21]]
+    assert shape.tolist() == [3, 16]
+
+
+@pytest.mark.parametrize("spec", ["nf4", "int2", "int3", "q4_0", "q4_k"])
+def test_formats_without_a_place_are_refused_by_name(spec: str) -> None:
+    with pytest.raises(UnsupportedError, match=spec):
+        check_writable(parse_format(spec))
+
+
+def test_a_mixed_model_says_which_layer_has_which_format() -> None:
+    int4, int8 = parse_format("int4:group=32"), parse_format("int8")
+    config = quantization_config({"a": int4, "b": int8, "c": int4, "lm_head": None})
+    assert config["format"] == "mixed-precision"
+    groups = config["config_groups"].values()
+    assert [(group["targets"], group["format"]) for group in groups] == [
+        (["a", "c"], "pack-quantized"),
+        (["b"], "int-quantized"),
+    ]
+    assert config["ignore"] == ["lm_head"]
+
+
+def test_a_model_in_one_format_targets_its_linear_layers() -> None:
+    config = quantization_config({"a": parse_format("fp8"), "lm_head": None})
+    assert config["format"] == "float-quantized"
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
