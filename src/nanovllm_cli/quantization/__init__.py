@@ -1,1 +1,4 @@
-"""Quantizing whole models: what becomes what, calibration, files, and how much was lost. The numbers themselves are chosen in `quant/`."""
+"""Quantizing whole models: what becomes what, calibration, files, and how much was lost.
+
+Which numbers are best is chosen in `quant/`.
+"""

@@ -69,7 +69,9 @@ def encode(form: Format, rows: QuantizedRows) -> list[torch.Tensor]:
     if isinstance(form, Fp8):
         assert isinstance(rows, Fp8Rows)
         return [rows.codes.view(torch.float8_e4m3fn), rows.scales[::FP8_BLOCK] if form.block else rows.scales]
-    assert isinstance(form, Integer) and isinstance(rows, IntegerRows) and rows.order is None
+    assert isinstance(form, Integer)
+    assert isinstance(rows, IntegerRows)
+    assert rows.order is None, "there is no place for an order of columns"
     if not _packed(form):
         return [(rows.codes ^ 0x80).view(torch.int8), rows.scales]
     packed = [_pack(rows.codes, form.bits), rows.scales, torch.tensor(rows.codes.shape, dtype=torch.int64)]
@@ -110,7 +112,7 @@ def quantization_config(formats: dict[str, Format | None]) -> dict[str, Any]:
 def _scheme(form: Format) -> _Scheme:
     if isinstance(form, Fp8):
         strategy: dict[str, Any] = {"strategy": "channel"}
-        activations: dict[str, Any] | None = {"strategy": "token"}
+        activations: dict[str, Any] = {"strategy": "token"}
         if form.block:
             strategy = {"strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}
             activations = {"strategy": "group", "group_size": FP8_BLOCK}
