@@ -1,0 +1,236 @@
+"""A Hugging Face folder's tokenizer as the `tokenizer.*` keys of a GGUF file, under the names that llama.cpp's converter gives.
+
+Byte-level BPE becomes `gpt2` with the name of its pre-tokenizer, SentencePiece-like BPE becomes `llama` with scores. What was
+made is read again and compared on varied text: a vocabulary that would mean something else in GGUF is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.text.gguf_tokenizer import load_gguf
+from nanovllm_cli.text.pre_tokenizers import names_cutting_like, pre_tokenization
+from nanovllm_cli.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_model
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.tokenizer_files import MAX_VOCABULARY_BYTES, load_folder
+from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, looks_like_control
+
+PROBES = (
+    "Once upon a time, there was a little girl named Lily. She couldn't believe it!",
+    "def f(x):\n    return {'a': x[1:-1], \"b\": 3.14e-10}  # comment\n\n\tdone\r\n",
+    "  leading and  double   spaces, tabs\t\tand trailing  \n\n\n ",
+    "12345 6,789.01 0x1F 1st 2nd 3rd \u0661\u0662\u0663 \u00bd",
+    "I'M here, you'LL see; it's WE'RE they'd \u2019tis",
+    "Stra\u00dfe, na\u00efve caf\u00e9, \u0130stanbul, \u0421\u043b\u043e\u0432\u043e, \u03bb\u03cc\u03b3\u03bf\u03c2, \u10d0\u10d1",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \uc548\ub155 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947 \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 $100 50% a/b\\c <b>x</b> \u2026\u201cq\u201d ~^|`",
+    "<0x0A> <unk> \u2581x [PAD1] \x00\x01 \ufffd",
+    "camelCase HTTPServer snake_case __init__ //// ---- ====",
+)
+"""Texts whose tokens must be the same in both forms of a vocabulary."""
+
+_MAX_CANDIDATES = 4
+_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0  # llama.cpp's converter gives these
+_ROLES = {"bos_id": "bos", "eos_id": "eos", "unk_id": "unknown", "pad_id": "padding"}
+
+
+class GGUFVocabulary(NamedTuple):
+    """`fields`: metadata keys with plain values. `notes`: what could not be carried, a line each."""
+
+    fields: dict[str, Any]
+    notes: list[str]
+
+
+def gguf_vocabulary(folder: Path, vocab_size: int, end_ids: Sequence[int] = ()) -> GGUFVocabulary:
+    """The tokenizer of `folder` for a model of `vocab_size` rows; `end_ids` are what generation_config.json ends with.
+
+    Raises CheckpointError (broken, or more tokens than rows), UnsupportedError (no such vocabulary in GGUF).
+    """
+    parts = load_folder(folder)
+    source = Tokenizer(parts)
+    if source.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {source.vocab_size} tokens and the model {vocab_size}",
+            "the folder mixes files of different models",
+        )
+    state = json.loads(parts.backend.to_str())
+    kind = byte_rule(parts.backend).kind
+    if state["model"]["type"] != "BPE" or kind not in ("byte_level", "sentencepiece"):
+        raise UnsupportedError(
+            f"a {state['model']['type']} vocabulary has no place in the GGUF of this architecture",
+            "known: byte-level BPE, SentencePiece BPE",
+        )
+    notes: list[str] = []
+    common = _tokens(parts, vocab_size) | _around(parts, source) | _templates(parts)
+    if kind == "byte_level":
+        fields = _byte_level(common, parts, state, source, notes)
+    else:
+        fields = _pieces(common, folder, state, source)
+        _check(source, fields, PROBES)
+        if _differs(source, Tokenizer(load_gguf(fields)), [f"{text}x y" for text in source.control_tokens]):
+            notes.append("tokenizer: text right after a control token gets a space before it, as everywhere in GGUF")
+    _add_ends(fields, source, end_ids, notes)
+    return GGUFVocabulary(fields, notes)
+
+
+def vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:
+    """Texts out of a vocabulary's own tokens, about two thousand of them."""
+    step = max(1, tokenizer.vocab_size // 2000)
+    ids = range(0, tokenizer.vocab_size, step)
+    for first in range(0, len(ids), 100):
+        yield tokenizer.decode(ids[first : first + 100])
+
+
+def same_tokens(source: Tokenizer, other: Tokenizer, texts: Sequence[str] = PROBES) -> str | None:
+    """None where both make the same ids of these texts and of their own vocabulary; else a text that they differ on."""
+    return _differs(source, other, [*texts, *vocabulary_texts(source)])
+
+
+def _differs(source: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> str | None:
+    pairs = zip(texts, source.encode_batch(texts), other.encode_batch(texts), strict=True)
+    return next((text for text, wanted, found in pairs if wanted != found), None)
+
+
+def _check(source: Tokenizer, fields: dict[str, Any], texts: Sequence[str]) -> None:
+    text = same_tokens(source, Tokenizer(load_gguf(fields)), texts)
+    if text is not None:
+        raise UnsupportedError(
+            f"the tokenizer has no equal in GGUF: {text[:60]!r} would become other tokens",
+            "keep the model as a Hugging Face folder",
+        )
+
+
+def _tokens(parts: TokenizerParts, vocab_size: int) -> dict[str, Any]:
+    """Tokens and their types in id order; ids without a token get one that no text becomes."""
+    backend = parts.backend
+    added = backend.get_added_tokens_decoder()
+    tokens: list[str] = []
+    types: list[int] = []
+    for token_id in range(vocab_size):
+        token = backend.id_to_token(token_id)
+        tokens.append(f"[PAD{token_id}]" if token is None else token)
+        if token is None:
+            types.append(UNUSED)
+        elif token_id in added:
+            control = added[token_id].special or looks_like_control(token)
+            types.append(CONTROL if control else USER_DEFINED)
+        else:
+            types.append(NORMAL)
+    return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+
+
+def _around(parts: TokenizerParts, source: Tokenizer) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for attribute, name in _ROLES.items():
+        token_id = getattr(parts, attribute)
+        if token_id is not None:
+            fields[f"tokenizer.ggml.{name}_token_id"] = token_id
+    before, after = list(parts.prefix_ids), list(parts.suffix_ids)
+    if before not in ([], [parts.bos_id]) or after not in ([], [parts.eos_id]):
+        raise UnsupportedError(
+            f"the tokenizer puts {before} before and {after} after a text; GGUF knows one BOS and one EOS only"
+        )
+    fields["tokenizer.ggml.add_bos_token"] = bool(before)
+    if after:
+        fields["tokenizer.ggml.add_eos_token"] = True
+    return fields
+
+
+def _templates(parts: TokenizerParts) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, template in parts.chat_templates.items():
+        fields["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = template
+    named = [name for name in parts.chat_templates if name != "default"]
+    if named:
+        fields["tokenizer.chat_templates"] = named
+    return fields
+
+
+def _byte_level(
+    common: dict[str, Any], parts: TokenizerParts, state: dict[str, Any], source: Tokenizer, notes: list[str]
+) -> dict[str, Any]:
+    """`gpt2`: merges, and the pre-tokenizer's name. Of several names the one whose other rules fit comes first."""
+    model, normalizer = state["model"], state.get("normalizer")
+    if normalizer not in (None, {"type": "NFC"}):
+        raise UnsupportedError(f"the tokenizer's normalizer has no place in GGUF: {json.dumps(normalizer)[:120]}")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    wanted = (normalizer is not None, bool(model.get("ignore_merges")))
+    names = names_cutting_like(parts.backend.pre_tokenizer)
+    rules = {name: pre_tokenization(name) for name in names}
+    ranked = sorted(names, key=lambda name: (rules[name].nfc != wanted[0]) + 2 * (rules[name].ignore_merges != wanted[1]))
+    failure: UnsupportedError | None = None
+    for name in ranked[:_MAX_CANDIDATES]:
+        fields = {
+            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, **common, "tokenizer.ggml.merges": merges
+        }  # fmt: skip
+        lost_nfc = wanted[0] and not rules[name].nfc
+        try:
+            _check(source, fields, PROBES)
+        except UnsupportedError as error:
+            failure = failure or error
+            continue
+        if lost_nfc:
+            notes.append("tokenizer: Unicode text is not put into NFC before it is cut")
+        return fields
+    raise failure or UnsupportedError(
+        "the tokenizer cuts text as no pre-tokenizer that llama.cpp has a name for",
+        "keep the model as a Hugging Face folder",
+    )
+
+
+def _pieces(common: dict[str, Any], folder: Path, state: dict[str, Any], source: Tokenizer) -> dict[str, Any]:
+    """`llama`: a score for each token. They come from tokenizer.model, or say the order of the merges."""
+    tokens, types = common["tokenizer.ggml.tokens"], common["tokenizer.ggml.token_type"]
+    scores = _model_scores(folder, tokens) or _merge_scores(tokens, state["model"]["merges"])
+    unknown = common.get("tokenizer.ggml.unknown_token_id")
+    for position, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if position == unknown:
+            types[position] = UNKNOWN
+        elif kind == NORMAL and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[position] = BYTE
+        elif kind == UNUSED:
+            scores[position] = _UNUSED_SCORE
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", **common, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": source.strips_leading_space,
+    }  # fmt: skip
+
+
+def _model_scores(folder: Path, tokens: list[str]) -> list[float] | None:
+    """Scores of tokenizer.model, where there is one of the same pieces; tokens added to it get what llama.cpp gives them."""
+    path = folder / "tokenizer.model"
+    if not path.is_file() or path.stat().st_size > MAX_VOCABULARY_BYTES:
+        return None
+    try:
+        vocabulary = read_model(path.read_bytes())
+    except (CheckpointError, UnsupportedError):  # tekken and tiktoken vocabularies have the same file name
+        return None
+    if vocabulary.unigram or vocabulary.pieces != tokens[: len(vocabulary.pieces)]:
+        return None
+    return vocabulary.scores + [_ADDED_SCORE] * (len(tokens) - len(vocabulary.pieces))
+
+
+def _merge_scores(tokens: list[str], merges: list[Any]) -> list[float]:
+    """The earlier a token is merged, the better its score. Tokens that no merge makes are never compared."""
+    rank: dict[str, int] = {}
+    for merge in merges:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        rank.setdefault(left + right, len(rank))
+    return [-float(rank.get(token, len(rank))) for token in tokens]
+
+
+def _add_ends(fields: dict[str, Any], source: Tokenizer, end_ids: Sequence[int], notes: list[str]) -> None:
+    """Ends of an answer that only generation_config.json declares, in the two keys that GGUF has for them."""
+    if "tokenizer.ggml.eos_token_id" not in fields and end_ids:
+        fields["tokenizer.ggml.eos_token_id"] = end_ids[0]
+    known = Tokenizer(load_gguf(fields)).eos_ids
+    lost = [token_id for token_id in end_ids if token_id not in known]
+    for key in ("eot", "eom"):
+        if lost:
+            fields[f"tokenizer.ggml.{key}_token_id"] = lost.pop(0)
+    if lost:
+        notes.append(f"generation_config.json: eos_token_id {', '.join(map(str, lost))}")
