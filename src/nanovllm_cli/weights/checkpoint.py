@@ -34,7 +34,7 @@ from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
 MAX_CONFIG_BYTES = 10_000_000
 
 # GGUF's general.sampling.* under the names of generation_config.json
-_SAMPLING_KEYS = {
+SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -135,7 +135,7 @@ def _open_path(path: Path) -> Checkpoint:
     )
 
 
-class _Closing:
+class Closing:
     """The context manager of both formats."""
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class _Closing:
         self.close()
 
 
-class SafetensorsCheckpoint(_Closing):
+class SafetensorsCheckpoint(Closing):
     """A Hugging Face folder. `files` maps each tensor's name to the open file that holds it."""
 
     format: Literal["hf", "gguf"] = "hf"
@@ -203,7 +203,7 @@ class SafetensorsCheckpoint(_Closing):
         return self._files[name]
 
 
-class GGUFCheckpoint(_Closing):
+class GGUFCheckpoint(Closing):
     """A GGUF file, or all parts of a split one, of which any may be named. The first part's metadata count."""
 
     format: Literal["hf", "gguf"] = "gguf"
@@ -229,9 +229,9 @@ class GGUFCheckpoint(_Closing):
         self.config: Mapping[str, Any] = self._parts[0].metadata
         self.metadata_types: Mapping[str, tuple[int, int | None]] = self._parts[0].metadata_types
         self.generation_config: Mapping[str, Any] = {
-            _SAMPLING_KEYS[key.rpartition(".")[2]]: value
+            SAMPLING_KEYS[key.rpartition(".")[2]]: value
             for key, value in self.config.items()
-            if key.startswith("general.sampling.") and key.rpartition(".")[2] in _SAMPLING_KEYS
+            if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS
         }
 
     @property

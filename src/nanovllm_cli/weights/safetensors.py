@@ -26,7 +26,7 @@ _MAX_DIMS = 32
 _MAX_ELEMENTS = 2**60
 
 # dtype -> bits of an element, and the torch dtype where torch has one of whole bytes
-_DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
+DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (8, torch.bool),
     "U8": (8, torch.uint8),
     "I8": (8, torch.int8),
@@ -76,7 +76,7 @@ class SafetensorsFile:
     def tensor(self, name: str) -> torch.Tensor:
         """A read-only view over the file; UnsupportedError for dtypes that are not whole bytes."""
         entry = self.entries[name]
-        dtype = _DTYPES[entry.dtype_name][1]
+        dtype = DTYPES[entry.dtype_name][1]
         if dtype is None:
             raise UnsupportedError(f"{self.path}: tensor {name!r} has the dtype {entry.dtype_name}, less than a byte")
         return self.file.tensor(entry.start, entry.shape, dtype)
@@ -170,7 +170,7 @@ def _read_entry(path: Path, name: str, fields: Any, data_start: int) -> Safetens
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise broken("expected dtype, shape and data_offsets")
     dtype_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name!r} has the unknown dtype {dtype_name!r}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
         raise broken("its shape is not a list of sizes")
@@ -178,7 +178,7 @@ def _read_entry(path: Path, name: str, fields: Any, data_start: int) -> Safetens
         raise broken("data_offsets are not a begin and an end")
     if math.prod(max(dim, 1) for dim in shape) > _MAX_ELEMENTS:
         raise broken(f"shape {shape} has more elements than any file")
-    num_bytes, rest = divmod(math.prod(shape) * _DTYPES[dtype_name][0], 8)
+    num_bytes, rest = divmod(math.prod(shape) * DTYPES[dtype_name][0], 8)
     if rest or num_bytes != offsets[1] - offsets[0]:
         raise broken(
             f"{dtype_name} of shape {shape} takes {num_bytes + bool(rest)} bytes, "

@@ -1,0 +1,396 @@
+"""Conversions between formats: what will be written (`plan`), and writing it (`write`).
+
+    Hugging Face folder -> GGUF         names, row order, header and tokenizer as llama.cpp's converter writes them
+    GGUF -> Hugging Face folder         the way back: config, tokenizer and templates out of the header
+    GGUF -> GGUF                        other types, parts into one file, one file into parts
+    folder or pickles -> folder         other dtypes, shards into one, .bin into safetensors; any architecture
+
+Reading is `checkpoint.py` and `pickled.py`, writing `writer.py` and `gguf_writer.py`. What cannot be carried is in `Plan.notes`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from gguf.constants import GGUFValueType, Keys, LlamaFileType
+from gguf.gguf_writer import GGUFValue
+
+from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.families import HF_IGNORED, Family
+from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.text.gguf_export import same_tokens
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
+from nanovllm_cli.weights.convert_gguf import gguf_header
+from nanovllm_cli.weights.convert_hf import hf_files
+from nanovllm_cli.weights.convert_names import (
+    attention_of,
+    expected_shapes,
+    gguf_name,
+    halves_to_pairs,
+    hf_name,
+    pairs_to_halves,
+    rotary_heads,
+)
+from nanovllm_cli.weights.convert_tensors import (
+    Step,
+    gguf_bytes,
+    gguf_type,
+    narrowed_vectors,
+    safetensors_type,
+    slices,
+)
+from nanovllm_cli.weights.files import is_setting, some
+from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, part_names
+from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
+from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
+from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.writer import (
+    OutputFile,
+    OutputFolder,
+    SafetensorsWriter,
+    as_json,
+    check_replaceable,
+    check_room,
+    exists_already,
+    index_file,
+    shard_names,
+    shards,
+)
+
+Target = Literal["gguf", "hf"]
+
+SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
+_MORE_FILES = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+_HEADER_BYTES = 1 << 20
+_FILE_TYPES = {
+    "F32": "ALL_F32", "Q2_K": "MOSTLY_Q2_K", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}  # fmt: skip
+
+
+@dataclass
+class Plan:
+    """What a conversion will write. `files`: small ones of a folder, by name. `copies`: taken over as they are.
+
+    `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each.
+    """
+
+    target: Target
+    steps: list[Step]
+    notes: list[str] = field(default_factory=list)
+    header: Header = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    copies: list[tuple[Path, str]] = field(default_factory=list)
+    split_bytes: int | None = None
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the output, without what a header adds."""
+        copied = sum(source.stat().st_size for source, _ in self.copies)
+        return sum(step.num_bytes for step in self.steps) + sum(map(len, self.files.values())) + copied
+
+    @property
+    def type_name(self) -> str:
+        """The type that most bytes of the output have."""
+        return main_type(self.steps)
+
+    @property
+    def is_folder(self) -> bool:
+        return self.target == "hf" or self.split_bytes is not None
+
+
+def open_source(path: Path) -> Checkpoint:
+    """What `open_checkpoint` opens, and pickled weights."""
+    if path.exists() and is_pickled(path):
+        return PickledCheckpoint(path)
+    return open_checkpoint(path)
+
+
+def plan(source: Checkpoint, target: Target, outtype: str = "auto", split_bytes: int | None = None) -> Plan:
+    """How `source` becomes a model in `target`'s format, its matrices in `outtype` (auto: as they are).
+
+    Raises UnsupportedError for what the format cannot say, CheckpointError for what contradicts itself.
+    """
+    if source.format == "hf" and target == "hf":
+        result = _folder_to_folder(source, outtype)
+    elif source.format == "hf":
+        result = _folder_to_gguf(source, outtype)
+    elif target == "hf":
+        result = _gguf_to_folder(source, outtype)
+    else:
+        result = _gguf_to_gguf(source, outtype)
+    result.split_bytes = split_bytes
+    return result
+
+
+def check_output(source: Checkpoint, made: Plan, output: Path, *, replace: bool) -> None:
+    """Raises UsageError where `output` exists, is the input or would take it along, DoesNotFitError where it has no room."""
+    inside = Path(os.path.realpath(source.path))
+    target = Path(os.path.realpath(output))
+    if target == inside or (made.is_folder and target in inside.parents) or _is_input_file(source, target):
+        raise UsageError(f"{output} is the input", "-o names another output")
+    if os.path.lexists(target) and not replace:
+        raise exists_already(output)
+    if made.is_folder and os.path.lexists(target):
+        check_replaceable(target)
+    if not target.parent.is_dir():
+        raise OutputError(f"cannot write {output}: {target.parent} is no folder", "create it first")
+    check_room(output, made.num_bytes + _HEADER_BYTES)
+
+
+def write(
+    source: Checkpoint, made: Plan, output: Path, *, replace: bool = False, progress: LoadProgress | None = None
+) -> None:
+    """Writes the plan to `output`, which appears whole or not at all, and has been read again before it does."""
+    progress = progress or NullProgress()
+    progress.stage("converting", sum(step.num_bytes for step in made.steps), "B")
+    try:
+        if made.target == "hf":
+            with OutputFolder(output, replace=replace) as folder:
+                _write_folder(source, made, folder, progress)
+                _read_again(made, folder.path)
+                folder.commit()
+        elif made.split_bytes is not None:
+            with OutputFolder(output, replace=replace) as folder:
+                _write_parts(source, made, folder, output.name, progress)
+                _read_again(made, folder.path)
+                folder.commit()
+        else:
+            with OutputFile(output, replace=replace) as file:
+                _write_gguf(source, made, file, progress)
+                file.file.flush()
+                _read_again(made, file.temporary)
+                file.commit()
+    finally:
+        progress.done()
+
+
+def main_type(steps: list[Step]) -> str:
+    sizes: Counter[str] = Counter()
+    for step in steps:
+        sizes[step.after] += step.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "F32"
+
+
+def _folder_to_gguf(source: Checkpoint, outtype: str) -> Plan:
+    if source.config.get("quantization_config"):
+        raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
+    family, spec = hf_family(source.config), read_spec(source)
+    wanted = expected_shapes(spec)
+    notes = _check_names(source, wanted, spec)
+    steps = []
+    for name, shape in wanted.items():
+        info, theirs = source.info(name), gguf_name(name)
+        assert theirs is not None
+        after = gguf_type(theirs, shape, info.dtype_name, outtype)
+        steps.append(_turned(Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after)),
+                             spec, family, to_gguf=True))  # fmt: skip
+    names = {step.name for step in steps}
+    header = gguf_header(source, folder_of(source), spec, family, names, file_type(main_type(steps)))
+    for name, tensor in header.tensors.items():
+        size = tensor.numel() * tensor.dtype.itemsize
+        steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
+    return Plan("gguf", steps, notes + header.notes, header.header)
+
+
+def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
+    family, spec = gguf_family(source.config), read_spec(source)
+    wanted = expected_shapes(spec)
+    named = {theirs: name for name in wanted if (theirs := gguf_name(name)) is not None}
+    notes = _check_names(source, {theirs: wanted[name] for theirs, name in named.items()}, spec)
+    vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None
+    steps = []
+    for theirs, name in named.items():
+        info = source.info(theirs)
+        after = safetensors_type(info.dtype_name, outtype)
+        if vectors is not None and len(info.shape) < 2:
+            after = vectors
+        num_bytes = torch.Size(info.shape).numel() * _dtype(after).itemsize
+        step = Step(name, theirs, info.shape, info.dtype_name, info.num_bytes, after, num_bytes)
+        steps.append(_turned(step, spec, family, to_gguf=False))
+    blocks = sorted(
+        {step.before for step in steps if not step.copied and step.after == "F32" and step.before not in DTYPES}
+    )
+    if blocks and outtype == "auto":
+        notes.append(f"{', '.join(blocks)} becomes float32, which loses nothing; --outtype bf16 takes half the room")
+    files = hf_files(source, spec, family, _dtype(main_type(steps)))
+    return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer)
+
+
+def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
+    assert isinstance(source, GGUFCheckpoint)
+    steps = []
+    for name in source.names():
+        info = source.info(name)
+        keeps = outtype == "auto" or len(info.shape) < 2 or name in GGUF_EXTRAS
+        after = info.dtype_name if keeps else gguf_type(name, info.shape, info.dtype_name, outtype)
+        steps.append(
+            Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, gguf_bytes(info.shape, after))
+        )
+    header = header_of(source.config, source.metadata_types)
+    if outtype != "auto":
+        header[Keys.General.FILE_TYPE] = GGUFValue(int(file_type(main_type(steps))), GGUFValueType.UINT32)
+    return Plan("gguf", steps, [], header)
+
+
+def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
+    """Tensor by tensor, whatever the architecture is."""
+    if source.config.get("quantization_config") and outtype != "auto":
+        raise UnsupportedError(
+            f"{source.path}: its weights are quantized, and so have no other dtype", "leave --outtype out"
+        )
+    steps = []
+    for name in source.names():
+        info = source.info(name)
+        after = safetensors_type(info.dtype_name, outtype)
+        size = torch.Size(info.shape).numel() * _dtype(after).itemsize
+        steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
+    config = dict(source.config)
+    if outtype != "auto":
+        config.pop("dtype", None)
+        config["torch_dtype"] = str(_dtype(outtype.upper())).removeprefix("torch.")
+    return Plan("hf", steps, files={"config.json": as_json(config)}, copies=_settings(folder_of(source)))
+
+
+def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> list[str]:
+    """Names and shapes against those of the model, all differences at once; a line for tensors that are left out."""
+    there = set(source.names())
+    head = {"lm_head.weight", "output.weight"} if spec.tied_head else set()
+    dropped = sorted(there & head)
+    ignored = {name for name in there if name in GGUF_EXTRAS or name.endswith(HF_IGNORED)} | head
+    shapes = [name for name in sorted(there & wanted.keys()) if source.info(name).shape != wanted[name]]
+    problems = [
+        (sorted(wanted.keys() - there), "missing"),
+        (sorted(there - wanted.keys() - ignored), "not part of the model"),
+        (
+            [f"{name} (expected {list(wanted[name])}, found {list(source.info(name).shape)})" for name in shapes],
+            "misshapen",
+        ),
+    ]
+    lines = [f"{len(names)} {what}: {some(names)}" for names, what in problems if names]
+    if lines:
+        raise CheckpointError(
+            f"{source.path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}",
+            "the checkpoint is incomplete, or its config belongs to another model",
+        )
+    return [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in dropped]
+
+
+def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:
+    """`step`, with the rows of q and k in the order of the other side."""
+    heads = rotary_heads(step.name if to_gguf else step.source or "", spec) if family.interleaved_gguf else None
+    rope = attention_of(spec).rope
+    if heads is None or rope is None or step.name.endswith("_norm.weight"):
+        return step
+    head_dim = attention_of(spec).head_dim
+    turn = partial(halves_to_pairs if to_gguf else pairs_to_halves, head_dim=head_dim, rotary_dim=rope.dim)
+    return step._replace(reorder=turn, rows_together=head_dim)
+
+
+def _write_folder(source: Checkpoint, made: Plan, folder: OutputFolder, progress: LoadProgress) -> None:
+    for name, data in made.files.items():
+        folder.write(name, data)
+    for path, name in made.copies:
+        (folder.path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder.path / name)
+    if made.tokenizer is not None:
+        text = same_tokens(made.tokenizer, Tokenizer.from_folder(folder.path))
+        if text is not None:
+            raise UnsupportedError(
+                f"the tokenizer has no equal in tokenizer.json: {text[:60]!r} would become other tokens",
+                "keep the model as GGUF",
+            )
+    groups = shards((step.safetensors(DTYPES_BY_NAME) for step in made.steps), made.split_bytes or SHARD_BYTES)
+    by_name = {step.name: step for step in made.steps}
+    for file_name, group in zip(shard_names(len(groups)), groups, strict=True):
+        with (folder.path / file_name).open("wb") as file:
+            writer = SafetensorsWriter(file, group)
+            for tensor in group:
+                writer.write(tensor.name, slices(source, by_name[tensor.name]))
+                progress.advance(tensor.num_bytes)
+            writer.finish()
+    if len(groups) > 1:
+        folder.write("model.safetensors.index.json", index_file(groups))
+
+
+def _write_parts(source: Checkpoint, made: Plan, folder: OutputFolder, stem: str, progress: LoadProgress) -> None:
+    assert made.split_bytes is not None
+    groups = shards(made.steps, made.split_bytes)
+    for number, (name, group) in enumerate(zip(part_names(stem, len(groups)), groups, strict=True)):
+        with (folder.path / name).open("wb") as file:
+            writer = GGUFPartWriter(
+                file, made.header, [step.gguf() for step in group], number, len(groups), len(made.steps)
+            )
+            _write_steps(source, group, writer, progress)
+
+
+def _write_gguf(source: Checkpoint, made: Plan, output: OutputFile, progress: LoadProgress) -> None:
+    writer = GGUFPartWriter(output.file, made.header, [step.gguf() for step in made.steps])
+    _write_steps(source, made.steps, writer, progress)
+
+
+def _write_steps(source: Checkpoint, steps: list[Step], writer: GGUFPartWriter, progress: LoadProgress) -> None:
+    for step in steps:
+        writer.write(step.name, slices(source, step))
+        progress.advance(step.num_bytes)
+    writer.finish()
+
+
+def _read_again(made: Plan, path: Path) -> None:
+    """What was written is read as anybody will read it. A failure here is a fault of the writing, or of the disk."""
+    with open_checkpoint(path) as written:
+        found = {name: (written.info(name).shape, written.info(name).dtype_name) for name in written.names()}
+        if found != {step.name: (step.shape, step.after) for step in made.steps}:
+            raise OutputError(f"{path}: what was written is not what was meant", "check the disk, and report this")
+        if made.header or made.tokenizer is not None:
+            read_spec(written)
+
+
+def folder_of(source: Checkpoint) -> Path:
+    return source.path if source.path.is_dir() else source.path.parent
+
+
+def file_type(kind: str) -> LlamaFileType:
+    """general.file_type of a file most of which has this type."""
+    return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
+
+
+def _settings(folder: Path) -> list[tuple[Path, str]]:
+    """Small files of a folder that stay as they are: tokenizer, templates, generation config, licence, card."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    kept = [name for name in names if (is_setting(name) and name != "config.json") or name in _MORE_FILES]
+    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates]
+
+
+def _is_input_file(source: Checkpoint, target: Path) -> bool:
+    """Whether `target` is the input under another name (a hard link), or lies among a folder's own files."""
+    if not target.exists() or not target.is_file():
+        return False
+    inputs = folder_of(source).iterdir() if source.format == "hf" or source.path.is_dir() else [source.path]
+    return any(
+        entry.is_file() and entry.samefile(target)
+        for entry in inputs
+        if entry.suffix != ".gguf" or source.format == "gguf"
+    )
+
+
+def _dtype(kind: str) -> torch.dtype:
+    dtype = DTYPES[kind][1] if kind in DTYPES else None
+    if dtype is None:
+        raise UnsupportedError(f"the type {kind} cannot be written", "leave the model as it is")
+    return dtype
+
+
+DTYPES_BY_NAME = {kind: dtype for kind, (_, dtype) in DTYPES.items() if dtype is not None}

@@ -1,0 +1,205 @@
+"""The header of a GGUF file for a Hugging Face model: keys as llama.cpp's converter writes them (gguf-py, docs/gguf.md).
+
+What a model's files say and GGUF has no place for is named in `notes`. What would make another model of it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gguf import RopeScalingType
+from gguf.constants import GGUFValueType, LlamaFileType
+from gguf.gguf_writer import GGUFValue
+from gguf.metadata import Metadata
+from gguf.utility import size_label
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
+from nanovllm_cli.text.gguf_export import gguf_vocabulary
+from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
+from nanovllm_cli.weights.convert_names import attention_of, differences
+from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf
+from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
+
+MAX_CARD_BYTES = 1 << 20
+QUANTIZATION_VERSION = 2  # of the block types' layout
+
+_CARRIED = {
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "partial_rotary_factor", "tie_word_embeddings", "vocab_size", "attention_bias", "mlp_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "original_max_position_embeddings",
+}  # fmt: skip
+# Of training, or of the library that wrote them: nothing that runs a model reads them.
+_OF_NO_USE = {
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
+    "pretraining_tp", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
+}  # fmt: skip
+
+
+class GGUFHeader(NamedTuple):
+    """`tensors`: those that the header asks for and the model does not have (rope divisors), float32."""
+
+    header: Header
+    tensors: dict[str, torch.Tensor]
+    notes: list[str]
+
+
+def gguf_header(
+    checkpoint: Checkpoint, folder: Path, spec: ModelSpec, family: Family, names: set[str], file_type: LlamaFileType
+) -> GGUFHeader:
+    """`names`: what the file's tensors will be called. Raises UnsupportedError for what GGUF cannot say of this family."""
+    architecture = "llama" if family is MISTRAL else family.name  # llama.cpp has one for both
+    builder = HeaderBuilder(architecture)
+    context_length = checkpoint.config.get("max_position_embeddings", 2048)
+    rope = attention_of(spec).rope
+    assert rope is not None
+    sayable = sayable_in_gguf(replace(rope, interleaved=family.interleaved_gguf), context_length)
+    tensors = divisor_tensors(sayable.spec)
+    notes = [*sayable.notes, *_unused_keys(checkpoint)]
+    builder.add_type("model")
+    notes += _add_card(builder, checkpoint, folder)
+    _add_sampling(builder, checkpoint.generation_config)
+    notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
+    _add_model(builder, spec, context_length)
+    _add_rope(builder, sayable.spec, context_length)
+    builder.add_file_type(file_type)
+    builder.add_quantization_version(QUANTIZATION_VERSION)
+    vocabulary = gguf_vocabulary(folder, spec.vocab_size, _end_ids(checkpoint.generation_config, spec.vocab_size))
+    header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
+    _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
+    if attention_of(spec).window is not None:
+        notes.append("sliding_window is written, but llama.cpp does not read it for this architecture")
+    return GGUFHeader(header, tensors, notes + vocabulary.notes)
+
+
+def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> None:
+    attention, mlp = attention_of(spec), spec.blocks[0].mlp
+    assert isinstance(mlp, MLPSpec)
+    if mlp.activation != "silu":
+        raise UnsupportedError(
+            f"the activation {mlp.activation} has no place in GGUF, which knows silu only here",
+            "keep the model as a Hugging Face folder",
+        )
+    builder.add_vocab_size(spec.vocab_size)
+    builder.add_block_count(spec.num_layers)
+    builder.add_context_length(context_length)
+    builder.add_embedding_length(spec.hidden_size)
+    builder.add_feed_forward_length(mlp.intermediate_size)
+    builder.add_head_count(attention.num_heads)
+    builder.add_head_count_kv(attention.num_kv_heads)
+    builder.add_key_length(attention.head_dim)
+    builder.add_value_length(attention.head_dim)
+    builder.add_layer_norm_rms_eps(spec.norm.eps)
+    if attention.window is not None:
+        builder.add_sliding_window(attention.window)
+
+
+def _add_rope(builder: HeaderBuilder, rope: Any, context_length: int) -> None:
+    builder.add_rope_dimension_count(rope.dim)
+    builder.add_rope_freq_base(rope.theta)
+    kinds = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN, "longrope": RopeScalingType.LONGROPE}
+    if rope.scaling not in kinds:
+        return
+    builder.add_rope_scaling_type(kinds[rope.scaling])
+    if rope.scaling == "longrope":
+        builder.add_rope_scaling_attn_factors(rope.attention_factor)
+    else:
+        builder.add_rope_scaling_factor(rope.factor)
+    if rope.scaling != "linear" or rope.original_len != context_length:
+        builder.add_rope_scaling_orig_ctx_len(rope.original_len)
+
+
+def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Name, licence, tags and the like, from the model card and the folder's name, by the package's own rules."""
+    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
+    card_path = folder / "README.md"
+    notes = []
+    card: dict[str, Any] = {}
+    try:
+        if card_path.is_file() and card_path.stat().st_size <= MAX_CARD_BYTES:
+            card = Metadata.load_model_card(folder)
+        metadata = Metadata.apply_metadata_heuristic(
+            Metadata(), card, dict(checkpoint.config), folder.resolve(), parameters
+        )
+    except Exception as error:  # the package trusts what it reads; a card that breaks it is left out
+        notes.append(f"the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200])
+        metadata = Metadata()
+    metadata.name = metadata.name or Metadata.id_to_title(folder.resolve().name) or "model"
+    metadata.size_label = metadata.size_label or size_label(parameters, parameters, 0, 0)
+    try:
+        metadata.set_gguf_meta_model(builder)
+    except Exception as error:
+        notes.append(
+            f"the rest of the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200]
+        )
+    return notes
+
+
+def _add_sampling(builder: HeaderBuilder, generation_config: Mapping[str, Any]) -> None:
+    add = {
+        "temp": builder.add_sampling_temp, "top_k": builder.add_sampling_top_k, "top_p": builder.add_sampling_top_p,
+        "min_p": builder.add_sampling_min_p, "penalty_repeat": builder.add_sampling_penalty_repeat,
+    }  # fmt: skip
+    for key, name in SAMPLING_KEYS.items():
+        if generation_config.get(name) is not None:
+            add[key](generation_config[name])
+    if generation_config.get("do_sample") is False:
+        builder.add_sampling_temp(0.0)
+
+
+def _end_ids(generation_config: Mapping[str, Any], vocab_size: int) -> list[int]:
+    declared = generation_config.get("eos_token_id")
+    listed = declared if isinstance(declared, list) else [declared]
+    return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size]
+
+
+def _unused_keys(checkpoint: Checkpoint) -> list[str]:
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    files = {
+        "config.json": (checkpoint.config, _CARRIED),
+        "generation_config.json": (checkpoint.generation_config, ids | set(SAMPLING_KEYS.values())),
+    }
+    return [
+        f"{file}: {', '.join(unknown)}"[:500]
+        for file, (values, known) in files.items()
+        if (
+            unknown := sorted(
+                k for k, v in values.items() if k not in known | _OF_NO_USE and v not in (None, False, [], {})
+            )
+        )
+    ]
+
+
+def _typed(value: Any) -> GGUFValue:
+    """A tokenizer key with the type that llama.cpp reads: ids are uint32, token types int32, scores float32."""
+    if isinstance(value, list):
+        items = {str: GGUFValueType.STRING, int: GGUFValueType.INT32, float: GGUFValueType.FLOAT32}
+        return GGUFValue(value, GGUFValueType.ARRAY, items[type(value[0])])
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, str: GGUFValueType.STRING}
+    return GGUFValue(value, kinds[type(value)])
+
+
+def _check(
+    header: Header, spec: ModelSpec, family: Family, names: set[str], tensors: dict[str, torch.Tensor], rope: Any
+) -> None:
+    """Reads the header as it will be read, and refuses where that is another model."""
+    metadata = {key: field.value for key, field in header.items()}
+
+    def values(name: str) -> tuple[float, ...] | None:
+        return tuple(tensors[name].tolist()) if name in tensors else None
+
+    found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
+    blocks = tuple(replace(block, attention=replace(block.attention, rope=rope)) for block in spec.blocks)
+    lost = differences(replace(spec, blocks=blocks), found)
+    if lost:
+        raise UnsupportedError(
+            f"GGUF cannot say this of a {family.name} model: {', '.join(lost)}",
+            "keep the model as a Hugging Face folder",
+        )

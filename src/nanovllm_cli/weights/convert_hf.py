@@ -1,0 +1,156 @@
+"""The small files of a Hugging Face folder for a GGUF model: config.json, generation_config.json and the tokenizer's.
+
+What the file says and a folder has no place for is named in `notes`. What would make another model of it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family, spec_from_hf
+from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.convert_names import attention_of, differences
+from nanovllm_cli.weights.convert_rope import scaling_for_config
+from nanovllm_cli.weights.writer import as_json
+
+_MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN2: "qwen2", QWEN3: "qwen3"}
+# What has no meaning outside of a GGUF file, or is what the file holds anyway.
+_OF_THE_FILE = {
+    "general.architecture", "general.type", "general.file_type", "general.quantization_version", "general.size_label",
+    "general.alignment", "tokenizer.chat_templates", "tokenizer.ggml.pre", "split.no", "split.count", "split.tensors.count",
+}  # fmt: skip
+_READ = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear",
+}  # fmt: skip
+_READ_TOKENIZER = {
+    "model", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
+    *(f"{role}_token_id" for role in ("bos", "eos", "unknown", "padding", "eot", "eom")),
+}  # fmt: skip
+
+
+class HFFiles(NamedTuple):
+    """`files`: name -> content."""
+
+    files: dict[str, bytes]
+    tokenizer: HFTokenizer
+    notes: list[str]
+
+
+def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: torch.dtype) -> HFFiles:
+    """Everything of the folder but the weights, which will be of `dtype`."""
+    metadata = checkpoint.config
+    context_length = _integer(metadata.get(f"{metadata['general.architecture']}.context_length", 2048))
+    tokenizer = hf_tokenizer(metadata, context_length)
+    config = _config(spec, family, context_length, dtype)
+    ids = {"bos_token_id": tokenizer.tokenizer.bos_id, "eos_token_id": tokenizer.tokenizer.eos_id}
+    config |= {key: value for key, value in ids.items() if value is not None}
+    _check(config, spec)
+    files = {
+        "config.json": as_json(config),
+        "generation_config.json": as_json(_generation(checkpoint, tokenizer)),
+        **tokenizer.files,
+    }
+    notes = [f"GGUF metadata: {', '.join(unused)}"[:1000]] if (unused := _unused_keys(metadata)) else []
+    return HFFiles(files, tokenizer, notes + tokenizer.notes)
+
+
+def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.dtype) -> dict[str, Any]:
+    attention, mlp = attention_of(spec), spec.blocks[0].mlp
+    assert isinstance(mlp, MLPSpec)
+    assert attention.rope is not None
+    if family is LLAMA and attention.window is not None:
+        family = MISTRAL  # llama.cpp has one architecture for both
+    rope = attention.rope
+    config: dict[str, Any] = {
+        "architectures": [next(name for name, each in HF_ARCHITECTURES.items() if each is family)],
+        "model_type": _MODEL_TYPES[family],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": mlp.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": mlp.activation,
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": shortest(spec.norm.eps),
+        "rope_theta": shortest(rope.theta),
+        "rope_scaling": scaling_for_config(rope, context_length),
+        "tie_word_embeddings": spec.tied_head,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if rope.dim != attention.head_dim:
+        config["partial_rotary_factor"] = rope.dim / attention.head_dim
+    if family.qkv_bias is None:
+        config["attention_bias"] = attention.out_bias
+    if family is LLAMA:
+        config["mlp_bias"] = mlp.bias
+    if family.has_window:
+        config["sliding_window"] = attention.window
+    if family.window_switch is not None:
+        config |= {family.window_switch: attention.window is not None, "max_window_layers": 0}
+    return config
+
+
+def _check(config: dict[str, Any], spec: ModelSpec) -> None:
+    """Reads the config as it will be read, and refuses where that is another model."""
+    found = spec_from_hf(config, HF_ARCHITECTURES[config["architectures"][0]])
+    theirs, ours = attention_of(found).rope, attention_of(spec).rope
+    assert theirs is not None
+    if (
+        ours is not None and ours.scaling == "divisors" and theirs.scaling in ("llama3", "longrope")
+    ):  # verified when chosen
+        spec = replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, rope=theirs)) for b in spec.blocks))
+    lost = differences(spec, found)
+    if lost:
+        raise UnsupportedError(
+            f"config.json cannot say this of {config['architectures'][0]}: {', '.join(lost)}", "keep the model as GGUF"
+        )
+
+
+def _generation(checkpoint: Checkpoint, tokenizer: HFTokenizer) -> dict[str, Any]:
+    ours = tokenizer.tokenizer
+    ids = {"bos_token_id": ours.bos_id, "eos_token_id": list(ours.eos_ids) or None, "pad_token_id": ours.pad_id}
+    sampling = {
+        name: shortest(value) if isinstance(value, float) else value
+        for name, value in checkpoint.generation_config.items()
+    }
+    greedy = sampling.get("temperature") == 0
+    if greedy:
+        del sampling["temperature"]  # transformers wants it positive, and says greedy by do_sample
+    return {
+        **{key: value for key, value in ids.items() if value is not None},
+        **({"do_sample": not greedy} if sampling or greedy else {}),
+        **sampling,
+    }
+
+
+def _unused_keys(metadata: Mapping[str, Any]) -> list[str]:
+    architecture = metadata["general.architecture"]
+    known = (
+        _OF_THE_FILE | {f"{architecture}.{key}" for key in _READ} | {f"tokenizer.ggml.{key}" for key in _READ_TOKENIZER}
+    )
+    prefixes = ("general.sampling.", "tokenizer.chat_template")
+    return sorted(key for key in metadata if key not in known and not key.startswith(prefixes))
+
+
+def shortest(value: float) -> float:
+    """The number with the fewest digits that is the same float32: GGUF's 9.999999974752427e-07 is 1e-06."""
+    return float(str(np.float32(value)))
+
+
+def _integer(value: Any) -> int:
+    assert isinstance(value, int), "read_spec has checked it"
+    return value

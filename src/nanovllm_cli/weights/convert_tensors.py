@@ -1,0 +1,177 @@
+"""Tensors on their way from one checkpoint to another: in which type each arrives, and its slices, one after the other.
+
+A slice is a few MiB, so that a conversion holds no tensor whole but the reader's mapped pages, which are let go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.gguf_writer import GGUFTensor
+from nanovllm_cli.weights.writer import TensorOut
+
+SLICE_BYTES = 16 << 20  # of float32
+
+PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+BLOCK_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "tq2_0", "tq1_0", "mxfp4")
+"""What can be written, under llama.cpp's names for --outtype."""
+
+# Where rows do not divide into blocks of 256: as llama.cpp's quantizer does, a type with blocks of 32.
+_NARROW = {
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
+
+_DTYPE_OF_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+Reorder = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Step(NamedTuple):
+    """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
+
+    `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows.
+    """
+
+    name: str
+    source: str | None
+    shape: tuple[int, ...]
+    before: str
+    before_bytes: int
+    after: str
+    num_bytes: int
+    reorder: Reorder | None = None
+    rows_together: int = 1
+    value: torch.Tensor | None = None
+
+    @property
+    def copied(self) -> bool:
+        return self.before == self.after
+
+    def gguf(self) -> GGUFTensor:
+        return GGUFTensor(self.name, self.shape, GGMLQuantizationType[self.after])
+
+    def safetensors(self, dtypes: dict[str, torch.dtype]) -> TensorOut:
+        return TensorOut(self.name, self.shape, dtypes[self.after])
+
+
+def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
+    """The tensor as it is written: in its type, or for block types as their bytes. Raises CheckpointError for values that the
+    type cannot hold (NaN in blocks, numbers past float16's)."""
+    if step.value is not None:
+        yield step.value
+        return
+    assert step.source is not None
+    for rows in _rows(checkpoint, step):
+        reordered = rows if step.reorder is None else step.reorder(rows)
+        yield reordered if step.copied else _as_type(reordered, step)
+        checkpoint.release(step.source)
+
+
+def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
+    """Slices of the input along its rows: stored bytes where block types are copied, else numbers."""
+    assert step.source is not None
+    if step.copied and _is_blocks(step.before):
+        raw = checkpoint.raw(step.source)
+        first_dims = step.shape[:-1]
+        rows = raw.view(*first_dims[:1], -1) if len(first_dims) > 1 else raw
+        yield from rows.split(_step_rows(step, rows.shape[0]))
+    elif len(step.shape) < 2:
+        yield checkpoint.tensor(step.source)
+    else:
+        count = _step_rows(step, step.shape[0])
+        for first in range(0, step.shape[0], count):
+            yield checkpoint.tensor(step.source, rows=(first, min(first + count, step.shape[0])))
+
+
+def _step_rows(step: Step, num_rows: int) -> int:
+    size = max(4 * math.prod(step.shape), 1)
+    count = max(1, SLICE_BYTES * max(num_rows, 1) // size)
+    return max(count // step.rows_together, 1) * step.rows_together
+
+
+def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
+    if step.after in _DTYPE_OF_TYPE:
+        converted = rows.to(_DTYPE_OF_TYPE[step.after])
+        if step.after in ("F16", "F32") and bool((converted.isinf() & ~rows.isinf()).any()):
+            raise CheckpointError(
+                f"tensor {step.source!r} has values that {step.after} cannot hold", "take bf16, or a wider type"
+            )
+        return converted
+    values = rows.float()
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(
+            f"tensor {step.source!r} has values that are NaN or infinite", "the file is damaged; get it again"
+        )
+    encoded = Blocks(step.after).quantize(values.reshape(-1, step.shape[-1]))
+    return encoded.data
+
+
+def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:
+    """The GGUF type of a tensor, by llama.cpp's rules: vectors and norms in float32, matrices in `outtype`, and in another
+    type where their rows do not divide into its blocks. auto keeps what the input has."""
+    if before not in _FLOATS and not _is_blocks(before):
+        raise UnsupportedError(
+            f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"
+        )
+    if len(shape) < 2 or name.endswith("_norm.weight"):
+        return "F32"
+    if outtype == "auto":
+        return "F32" if before == "F64" else before
+    wanted = outtype.upper()
+    for kind in (wanted, _NARROW.get(wanted, "F16"), "F16"):
+        if shape[-1] % _block_len(kind) == 0:
+            return kind
+    raise AssertionError("F16 takes any width")
+
+
+def gguf_bytes(shape: tuple[int, ...], kind: str) -> int:
+    return GGUFTensor("", shape, GGMLQuantizationType[kind]).num_bytes
+
+
+def safetensors_type(before: str, outtype: str) -> str:
+    """The type that a tensor of a folder gets: floats become `outtype`, whole numbers stay. Blocks come out as the float32
+    that they stand for, which loses nothing, unless `outtype` says less."""
+    if _is_blocks(before):
+        return "F32" if outtype == "auto" else outtype.upper()
+    return before if outtype == "auto" or before not in _FLOATS else outtype.upper()
+
+
+def narrowed_vectors(checkpoint: Checkpoint, names: list[str]) -> str | None:
+    """The 16-bit type that all matrices of a GGUF file have, if its float32 vectors came from it: then they go back.
+
+    llama.cpp's converter widens vectors; going back loses nothing where every value is one of the narrow type.
+    """
+    kinds = {checkpoint.info(name).dtype_name for name in names if len(checkpoint.info(name).shape) > 1}
+    if len(kinds) != 1 or not kinds <= {"F16", "BF16"}:
+        return None
+    kind = kinds.pop()
+    for name in names:
+        info = checkpoint.info(name)
+        if len(info.shape) < 2 and info.dtype_name == "F32":
+            values = checkpoint.tensor(name)
+            if not torch.equal(values.to(_DTYPE_OF_TYPE[kind]).float(), values):
+                return None
+    return kind
+
+
+def _is_blocks(kind: str) -> bool:
+    return kind in GGMLQuantizationType.__members__ and _block_len(kind) > 1
+
+
+def _block_len(kind: str) -> int:
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])

@@ -1,0 +1,201 @@
+"""PyTorch's pickled weights (.bin, .pt, .pth) as a checkpoint, opened in a child process that can do no harm.
+
+Reading a pickle is running a program. The child (`pickled_child.py`) lets `torch.load(weights_only=True)` do it, which knows
+only what tensors are made of, and beforehand gives up what it does not need: writing files, more memory than the
+model takes. Here nothing is believed but names, shapes and bytes, all of them bounded.
+
+The child answers requests, a JSON line each, with a JSON line, and for rows of a tensor with their bytes behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.weights.checkpoint import MAX_CONFIG_BYTES, Closing, TensorInfo
+from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, some, stays_inside
+from nanovllm_cli.weights.json_file import parse_json, read_json_file
+from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+_MAX_ANSWER_BYTES = 64 << 20
+_MAX_DIMS = 16
+_ANSWER_SECONDS = 600.0
+_GET_ANOTHER = "the file is damaged, or is no checkpoint: take the model in safetensors"
+
+
+class PickledCheckpoint(Closing):
+    """A Checkpoint over one or several pickled files. Every tensor that is asked for comes through the child, as a copy."""
+
+    format: Literal["hf", "gguf"] = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = path if path.is_dir() else path.parent
+        files = _files(path)
+        self.config: Mapping[str, Any] = read_json_file(self.folder / "config.json", MAX_CONFIG_BYTES)
+        generation = self.folder / "generation_config.json"
+        self.generation_config: Mapping[str, Any] = (
+            read_json_file(generation, MAX_CONFIG_BYTES) if generation.exists() else {}
+        )
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment(),
+        )  # fmt: skip
+        try:
+            self._infos = _infos(path, self._ask({"list": True}))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(info.num_bytes for info in self._infos.values())
+
+    def names(self) -> list[str]:
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
+        return self._infos[name]
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        info = self.info(name)
+        stored = _DTYPES[info.dtype_name]
+        shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
+        num_bytes = math.prod(shape) * stored.itemsize
+        self._ask({"name": name, "rows": rows, "num_bytes": num_bytes})
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype or stored)
+        data = torch.frombuffer(bytearray(self._read(num_bytes)), dtype=torch.uint8).view(stored).reshape(shape)
+        return data if dtype is None else data.to(dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        tensor = self.tensor(name).contiguous()
+        return tensor.view(torch.uint8).reshape(len(tensor) if tensor.ndim > 1 else 1, -1)
+
+    def release(self, name: str) -> None:
+        """Nothing of it is kept here."""
+
+    def close(self) -> None:
+        self._child.kill()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        self._child.wait()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.flush()
+        except OSError as error:
+            raise self._died() from error
+        answer = parse_json(self._read_line(), f"{self.path}: the process that reads it")
+        if "error" in answer:
+            raise CheckpointError(f"{self.path}: {str(answer['error'])[:300]}", _GET_ANOTHER)
+        return answer
+
+    def _read_line(self) -> bytes:
+        size = int.from_bytes(self._read(8), "little")
+        if size > _MAX_ANSWER_BYTES:
+            raise CheckpointError(
+                f"{self.path}: its list of tensors has {size} bytes, at most {_MAX_ANSWER_BYTES} are read"
+            )
+        return self._read(size)
+
+    def _read(self, num_bytes: int) -> bytes:
+        assert self._child.stdout is not None
+        ready, _, _ = select.select([self._child.stdout], [], [], _ANSWER_SECONDS)
+        data = self._child.stdout.read(num_bytes) if ready else b""
+        if len(data) != num_bytes:
+            raise self._died()
+        return data
+
+    def _died(self) -> NanovllmError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._child.wait(1.0)
+            return CheckpointError(f"{self.path}: the process that reads it ended ({_cause(code)})", _GET_ANOTHER)
+        return CheckpointError(f"{self.path}: reading it takes too long", _GET_ANOTHER)
+
+
+def is_pickled(path: Path) -> bool:
+    """Whether `path` is pickled weights, or a folder that has no others."""
+    if path.is_dir():
+        suffixes = {entry.suffix for entry in path.iterdir()}
+        return bool(suffixes & set(PICKLES)) and not suffixes & {".safetensors", ".gguf"}
+    return path.suffix in PICKLES
+
+
+def _files(path: Path) -> list[Path]:
+    """The one file, or all that the folder's index names. Of several without an index nobody knows which belong together."""
+    if not path.is_dir():
+        index = next((i for i in sorted(path.parent.glob("*.bin.index.json")) if path.name in _shards(i)), None)
+        return [path] if index is None else [path.parent / name for name in _shards(index)]
+    indexes = sorted(path.glob("*.bin.index.json"))
+    if indexes:
+        names = _shards(indexes[0])
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{indexes[0]}: {len(missing)} of {len(names)} files are missing: {some(missing)}", "download them too"
+            )
+        return [path / name for name in names]
+    files = sorted(entry for entry in path.iterdir() if entry.suffix in PICKLES and entry.name != "training_args.bin")
+    single = [file for file in files if file.name == "pytorch_model.bin"] or files
+    if len(single) != 1:
+        raise CheckpointError(
+            f"{path}: {len(files)} pickled files and no index: {some([file.name for file in files])}",
+            "name one of them",
+        )
+    return single
+
+
+def _shards(index: Path) -> list[str]:
+    weight_map = read_json_file(index, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map in it", "download it again")
+    names = list(dict.fromkeys(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or not stays_inside(name) or not name.endswith(PICKLES):
+            raise CheckpointError(
+                f"{index}: {name!r} is not a file of pickled weights in this folder", "do not use this model"
+            )
+    return names
+
+
+def _infos(path: Path, answer: dict[str, Any]) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    for entry in answer.get("tensors", []):
+        name, dtype_name, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
+        if name in infos:
+            raise CheckpointError(f"{path}: the tensor {name!r} is in two of the files", _GET_ANOTHER)
+        if len(shape) > _MAX_DIMS or dtype_name not in _DTYPES:
+            raise CheckpointError(f"{path}: the tensor {name!r} has a shape or type that is not read", _GET_ANOTHER)
+        infos[name] = TensorInfo(name, shape, dtype_name, math.prod(shape) * _DTYPES[dtype_name].itemsize)
+    if not infos:
+        raise CheckpointError(f"{path}: no tensors in it", _GET_ANOTHER)
+    return infos
+
+
+def _environment() -> dict[str, str]:
+    """What a child needs to find this package, and nothing of the user's secrets."""
+    kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH") if key in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"}
+
+
+def _cause(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
