@@ -42,14 +42,14 @@ def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Which model, in which numbers, from where."""
+class SourceOptions:
+    """Which model, from where."""
 
     model: Annotated[
         str | None,
         option(
             "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name. Then every argument is part of the prompt.",
+            help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
             panel=MODEL, metavar="MODEL",
         ),
     ] = None  # fmt: skip
@@ -57,6 +57,12 @@ class ModelOptions:
         str | None, option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
     ] = None
     offline: Annotated[bool, option("--offline", help="Use only what is on this machine.", panel=MODEL)] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions(SourceOptions):
+    """Which model, in which numbers, from where."""
+
     chat_template: Annotated[
         str | None,
         option(

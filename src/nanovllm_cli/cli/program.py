@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import run
+from nanovllm_cli.cli import convert, run
 from nanovllm_cli.cli.command import Command, Group
 from nanovllm_cli.cli.options import print_version
 
@@ -27,6 +27,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
+    app.command("convert", cls=Command)(convert.convert)
     return app
 
 

@@ -37,7 +37,6 @@ from nanovllm_cli.weights.convert_names import (
     expected_shapes,
     gguf_name,
     halves_to_pairs,
-    hf_name,
     pairs_to_halves,
     rotary_heads,
 )
@@ -54,6 +53,7 @@ from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, 
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     OutputFile,
     OutputFolder,
@@ -186,7 +186,7 @@ def main_type(steps: list[Step]) -> str:
 def _folder_to_gguf(source: Checkpoint, outtype: str) -> Plan:
     if source.config.get("quantization_config"):
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
-    family, spec = hf_family(source.config), read_spec(source)
+    family, spec = hf_family(source.config), read_spec(source, PlainReader(source))
     wanted = expected_shapes(spec)
     notes = _check_names(source, wanted, spec)
     steps = []
@@ -205,7 +205,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str) -> Plan:
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
-    family, spec = gguf_family(source.config), read_spec(source)
+    family, spec = gguf_family(source.config), read_spec(source, PlainReader(source))
     wanted = expected_shapes(spec)
     named = {theirs: name for name in wanted if (theirs := gguf_name(name)) is not None}
     notes = _check_names(source, {theirs: wanted[name] for theirs, name in named.items()}, spec)
@@ -354,7 +354,7 @@ def _read_again(made: Plan, path: Path) -> None:
         if found != {step.name: (step.shape, step.after) for step in made.steps}:
             raise OutputError(f"{path}: what was written is not what was meant", "check the disk, and report this")
         if made.header or made.tokenizer is not None:
-            read_spec(written)
+            read_spec(written, PlainReader(written))
 
 
 def folder_of(source: Checkpoint) -> Path:

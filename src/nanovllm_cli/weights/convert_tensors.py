@@ -5,6 +5,7 @@ A slice is a few MiB, so that a conversion holds no tensor whole but the reader'
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
@@ -89,7 +90,8 @@ def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
         raw = checkpoint.raw(step.source)
         first_dims = step.shape[:-1]
         rows = raw.view(*first_dims[:1], -1) if len(first_dims) > 1 else raw
-        yield from rows.split(_step_rows(step, rows.shape[0]))
+        count = _step_rows(step, rows.shape[0])
+        yield from (rows[first : first + count] for first in range(0, rows.shape[0], count))
     elif len(step.shape) < 2:
         yield checkpoint.tensor(step.source)
     else:
@@ -175,3 +177,17 @@ def _is_blocks(kind: str) -> bool:
 
 def _block_len(kind: str) -> int:
     return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
+
+
+def check_outtype(outtype: str, target: str) -> None:
+    """Raises UsageError for a type that cannot be written there, with those that can."""
+    known = ["auto", *PLAIN_TYPES, *(BLOCK_TYPES if target == "gguf" else ())]
+    if outtype in known:
+        return
+    if target != "gguf" and outtype in BLOCK_TYPES:
+        raise UsageError(f"{outtype} is a type of GGUF files", "add --to gguf, or take one of " + ", ".join(known))
+    near = difflib.get_close_matches(outtype, known, n=1)
+    raise UsageError(
+        f"{outtype!r} is no type that can be written",
+        f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}",
+    )

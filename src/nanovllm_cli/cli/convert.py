@@ -1,0 +1,231 @@
+"""`nanovllm convert`: a model in another format or other numbers. The work is in `weights/convert.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from nanovllm_cli.cli import log, parsers, signals
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.weights.checkpoint import Checkpoint
+    from nanovllm_cli.weights.convert import Plan, Target
+    from nanovllm_cli.weights.convert_tensors import Step
+
+EXAMPLE = "for example: nanovllm convert tiny --to gguf --outtype q8_0"
+_LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_QUANT_AT_END = re.compile(r"[-.](?:bf16|f16|f32|i?q\d\w*|mxfp4\w*|tq\d\w*)$", re.IGNORECASE)
+_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Into what, and where."""
+
+    to: Annotated[
+        Literal["gguf", "hf", "safetensors"] | None,
+        option(
+            "--to",
+            help="gguf: a file for llama.cpp and this program. hf, safetensors: a folder for transformers and vLLM. "
+            "[by -o, else the other of the two]",
+            panel=OUTPUT,
+        ),
+    ] = None
+    outtype: Annotated[
+        str,
+        option(
+            "--outtype", "--dtype",
+            help="auto (as it is), f32, f16, bf16; for GGUF also q8_0, q4_0 and the other block types. [auto]",
+            panel=OUTPUT, metavar="TYPE", envvar=None,
+        ),
+    ] = "auto"  # fmt: skip
+    output: Annotated[
+        str | None,
+        option(
+            "-o", "--output", "--outfile",
+            help="The file, or folder, that is written, whole or not at all. [in this folder, named after the model]",
+            panel=OUTPUT, metavar="PATH", envvar=None,
+        ),
+    ] = None  # fmt: skip
+    split_max_size: Annotated[
+        int | None,
+        option(
+            "--split-max-size",
+            help="Most bytes of a file, such as 2G; for GGUF this makes a folder of parts. [5 GB a file of a folder]",
+            panel=OUTPUT, metavar="SIZE", parser=parsers.memory, envvar=None,
+        ),
+    ] = None  # fmt: skip
+    force: Annotated[bool, option("--force", help="Replace the output where it exists.", panel=OUTPUT, envvar=None)] = (
+        False
+    )
+    dry_run: Annotated[
+        bool, option("--dry-run", help="Say what would be written, and write nothing.", panel=OUTPUT, envvar=None)
+    ] = False
+    json: Annotated[bool, option("--json", help="What was done as one JSON object.", panel=OUTPUT)] = False
+
+
+@expand
+def convert(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
+    ] = None,
+    source: SourceOptions,
+    options: ConvertOptions,
+    messages: MessageOptions,
+) -> None:
+    """Write a model in another format: Hugging Face to GGUF and back, other types, parts and shards into one.
+
+    Pickled weights (.bin) become safetensors; they are read in a process of their own that runs nothing of theirs.
+    Tensors, tokens, template and settings come out the same; what the new format has no place for is named. The input
+    is never changed, and what is written appears whole or not at all. The output's path goes to stdout.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    name = model_word or source.model
+    if not name:
+        raise UsageError("no model was named", EXAMPLE)
+    if isinstance(ctx.obj, Settings):
+        name = ctx.obj.resolve(name)
+    screen.announce(f"opening {name}")
+    with signals.insisting():
+        from nanovllm_cli.weights import convert as conversion
+        from nanovllm_cli.weights.convert_tensors import check_outtype
+        from nanovllm_cli.weights.source import resolve
+    signals.check()
+    outtype = options.outtype.lower()
+    outtype = _LONG_NAMES.get(outtype, outtype)
+    progress = ProgressLine(screen)
+    resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
+    with conversion.open_source(resolved.path) as checkpoint:
+        target = _target(options, checkpoint)
+        check_outtype(outtype, target)
+        made = conversion.plan(checkpoint, target, outtype, options.split_max_size)
+        output = Path(options.output or _default_name(resolved.repo or str(resolved.path), made, outtype))
+        conversion.check_output(checkpoint, made, output, replace=options.force)
+        if not options.dry_run:
+            conversion.write(checkpoint, made, output, replace=options.force, progress=progress)
+        _report(made, name, output, options, screen)
+
+
+def _target(options: ConvertOptions, checkpoint: Checkpoint) -> Target:
+    """What was asked for; else by the output's name; else the other format, and for pickles safetensors."""
+    if options.to is not None:
+        return "gguf" if options.to == "gguf" else "hf"
+    if options.output is not None and options.output.endswith(".gguf"):
+        return "gguf"
+    from nanovllm_cli.weights.pickled import PickledCheckpoint
+
+    return "hf" if checkpoint.format == "gguf" or isinstance(checkpoint, PickledCheckpoint) else "gguf"
+
+
+def _default_name(source: str, made: Plan, outtype: str) -> str:
+    """Named after the repository, the folder or the file: tiny-Q8_0.gguf, tiny-hf, tiny-f16."""
+    path = Path(source).resolve() if "/" not in source or Path(source).exists() else Path(source)
+    stem = path.name if path.is_dir() or not path.suffix else path.stem
+    stem = _QUANT_AT_END.sub("", _PART_AT_END.sub("", stem)) or "model"
+    if made.target == "hf":
+        return f"{stem}-{'hf' if outtype == 'auto' else outtype}"
+    return f"{stem}-{made.type_name if outtype == 'auto' else outtype.upper()}" + ("" if made.is_folder else ".gguf")
+
+
+def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen: Console) -> None:
+    rows = [_Row.of(kind, steps) for kind, steps in _by_class(made.steps).items()]
+    for note in made.notes:
+        screen.say(f"not carried: {note}")
+    for line in _table([*rows, _Row.of("total", made.steps)]):
+        screen.say(line)
+    if options.json:
+        record: dict[str, Any] = {
+            "model": name, "output": str(output), "format": made.target, "written": not options.dry_run,
+            "bytes": made.num_bytes, "not_carried": made.notes, "tensors": [row.record() for row in rows],
+        }  # fmt: skip
+        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+    elif options.dry_run:
+        screen.say(f"would write {output} ({size(made.num_bytes)}); nothing was written")
+    else:
+        screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
+        screen.answer(f"{output}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Tensors of a kind, together."""
+
+    kind: str
+    count: int
+    weights: int
+    before: str
+    before_bytes: int
+    after: str
+    after_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, steps: list[Step]) -> _Row:
+        from math import prod
+
+        return cls(
+            kind, len(steps), sum(prod(step.shape) for step in steps),
+            _types(step.before for step in steps), sum(step.before_bytes for step in steps),
+            _types(step.after for step in steps), sum(step.num_bytes for step in steps),
+        )  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "class": self.kind, "count": self.count, "weights": self.weights, "from": self.before,
+            "from_bytes": self.before_bytes, "to": self.after, "to_bytes": self.after_bytes,
+        }  # fmt: skip
+
+
+def _table(rows: list[_Row]) -> list[str]:
+    """Columns as wide as what is in them."""
+    cells = [("tensors", "count", "from", "", "to", "", "bits a weight")]
+    cells += [
+        (row.kind, str(row.count), row.before, size(row.before_bytes), row.after, size(row.after_bytes),
+         f"{8 * row.after_bytes / max(row.weights, 1):.2f}")
+        for row in rows
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = (0, 2, 4)
+    return [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+
+
+def _by_class(steps: list[Step]) -> dict[str, list[Step]]:
+    classes: defaultdict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        classes[_class_of(step.name)].append(step)
+    return dict(classes)
+
+
+def _class_of(name: str) -> str:
+    for kind, marks in (
+        ("norms", ("norm",)), ("embedding", ("embed", "token_embd")), ("head", ("lm_head", "output.weight")),
+        ("attention", ("attn",)), ("mlp", ("mlp", "ffn")),
+    ):  # fmt: skip
+        if any(mark in name if kind != "head" else name.startswith(mark) for mark in marks):
+            return kind
+    return "other"
+
+
+def _types(names: Any) -> str:
+    found = dict.fromkeys(name for name in names if name != "-")
+    return ", ".join(found) if len(found) < 4 else f"{len(found)} types"
