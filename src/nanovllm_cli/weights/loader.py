@@ -91,11 +91,16 @@ class WeightFormats:
         stored = self._reader.format(name) if name in self._reader.names() else None
         if stored is not None and self._wanted is not None:
             raise UsageError(
-                f"{self._checkpoint.path}: its weights are {stored.name} already", "leave --quant away, or take the original"
+                f"{self._checkpoint.path}: its weights are {stored.name} already",
+                "leave --quant away, or take the original",
             )
         if stored is not None:
             return stored
-        return self._outer_wanted if name in (self._names["embedding.weight"], self._names["head.weight"]) else self._wanted
+        return (
+            self._outer_wanted
+            if name in (self._names["embedding.weight"], self._names["head.weight"])
+            else self._wanted
+        )
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """What the weights will take, those without a format in dtype."""
@@ -139,9 +144,7 @@ def _checkpoint_name(ours: str, table: dict[str, str]) -> str:
     return table[".".join(parts)].replace("{i}", number)
 
 
-def _compare(
-    checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec
-) -> None:
+def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:
     """Names and shapes of the checkpoint against those of the model, all differences at once."""
     there = reader.names()
     ignored = {name for name in there if name in GGUF_EXTRAS or name.endswith(HF_IGNORED)}

@@ -48,14 +48,9 @@ def open_reader(checkpoint: Checkpoint) -> WeightReader:
     """The reader for what a checkpoint is made of. UnsupportedError for kinds of quantization that nothing here reads."""
     if checkpoint.format == "gguf":
         return GGUFReader(checkpoint)
-    quantization = checkpoint.config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedError(
-            f"{checkpoint.path}: quantized checkpoints ({str(method)[:40]}) are not supported yet",
-            "use the original weights, or a GGUF file",
-        )
-    return PlainReader(checkpoint)
+    from nanovllm_cli.weights.quantized import quantized_reader  # which is made of what follows here
+
+    return quantized_reader(checkpoint) or PlainReader(checkpoint)
 
 
 class PlainReader:

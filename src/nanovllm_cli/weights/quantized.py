@@ -1,0 +1,96 @@
+"""Checkpoints that others quantized: a WeightReader by what config.json's quantization_config says.
+
+Each family (`FAMILIES`) finds its weights and knows what their tensors mean; here they become one reader, in which a weight is
+one name again. What is not quantized (norms, biases, layers that were left out) is read as in any checkpoint. Scales of a
+quantized KV cache are left aside: the cache's type is the engine's choice, not the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
+from nanovllm_cli.weights.quantized_compressed import read_compressed
+from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
+from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
+from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
+from nanovllm_cli.weights.quantized_weight import QuantizedWeight
+from nanovllm_cli.weights.weight_reader import PlainReader, Slices, row_slices
+
+ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]
+FAMILIES: dict[str, ReadFamily] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fbgemm,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
+}
+KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale")
+
+
+def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
+    """The reader of a quantized checkpoint, None for one that is not. UnsupportedError for methods that nothing here reads."""
+    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    if not settings:
+        return None
+    where = f"{checkpoint.path}: quantization_config"
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{where} must be an object", BROKEN)
+    config = ConfigReader(settings, where)
+    method = _method(config)
+    if method not in FAMILIES:
+        raise UnsupportedError(
+            f"{where}: weights quantized by {method[:40]!r}", f"known: {', '.join(FAMILIES)}, and GGUF files"
+        )
+    return QuantizedReader(checkpoint, FAMILIES[method](checkpoint, config))
+
+
+def _method(config: ConfigReader) -> str:
+    """Early bitsandbytes and compressed-tensors didn't write their names."""
+    values: Mapping[str, Any] = config.values
+    if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+        return "bitsandbytes"
+    if "quant_method" not in values and "config_groups" in values:
+        return "compressed-tensors"
+    return config.text("quant_method").lower()
+
+
+class QuantizedReader(PlainReader):
+    """A WeightReader: `weights` by name, and all tensors that no weight is made of as they are."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
+        super().__init__(checkpoint)
+        self._weights = weights
+        parts = {part.name for weight in weights.values() for part in weight.parts}
+        plain = {name for name in self._names - parts if not name.endswith(KV_CACHE_SCALES)}
+        self._names = plain | weights.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights[name].shape if name in self._weights else super().shape(name)
+
+    def num_bytes(self, name: str) -> int:
+        if name not in self._weights:
+            return super().num_bytes(name)
+        return sum(part.num_bytes for part in self._weights[name].parts)
+
+    def format(self, name: str) -> Format | None:
+        return self._weights[name].format if name in self._weights else None
+
+    def slices(self, name: str) -> Slices:
+        if name not in self._weights:
+            yield from super().slices(name)
+            return
+        weight = self._weights[name]
+        *outer, width = weight.shape
+        for first, end in row_slices(math.prod(outer), 4 * width):
+            yield weight.rows(first, end), first
+            for part in weight.parts:
+                self.checkpoint.release(part.name)

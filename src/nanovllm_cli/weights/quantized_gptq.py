@@ -1,0 +1,219 @@
+"""Weights as GPTQ and AWQ tools store them: integers in int32 words, inputs first.
+
+    GPTQ         qweight [K * bits / 32, N]: down a column the codes of all inputs, from the lowest bit on and across words
+                 qzeros [G, N * bits / 32], likewise along the row; scales [G, N]; g_idx [K], the group of each input
+                 "gptq", the first version, stores zero points less one, "gptq_v2" as they are
+    AWQ, gemm    qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]: of eight neighbouring outputs in a word, nibbles hold
+                 0, 2, 4, 6, 1, 3, 5, 7 in turn
+
+Sources: gptqmodel's and AutoAWQ's packing. A module is quantized if it has a qweight, so the config's lists are not needed.
+
+Activations are rounded to int8 where weights have less than eight bits, as for every integer format of so few bits: what that
+loses is small beside what the weights have lost. With eight bits it would not be, and they stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.quant.format import Integer
+from nanovllm_cli.quant.rows import IntegerRows
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_weight import (
+    FLOATS,
+    Module,
+    Part,
+    QuantizedWeight,
+    modules,
+    num_words,
+    unpack,
+    unpack_columns,
+)
+
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+BITS = (2, 3, 4, 8)
+GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points
+# The output that each nibble of an AWQ word belongs to is 0, 2, 4, 6, 1, 3, 5, 7; this is the way back.
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def rounded_activations(bits: int) -> Literal["int8", "none"]:
+    """What happens to activations of weights that others quantized, and not their inputs."""
+    return "none" if bits == 8 else "int8"
+
+
+@dataclass(frozen=True)
+class GPTQWeight:
+    """order: see IntegerRows. zero_shift: what is added to stored zero points."""
+
+    format: Integer
+    shape: tuple[int, int]
+    codes: Part
+    zeros: Part
+    scales: Part
+    groups: Part | None
+    order: torch.Tensor | None
+    zero_shift: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        parts = (self.codes, self.zeros, self.scales)
+        return parts if self.groups is None else (*parts, self.groups)
+
+    def rows(self, first: int, end: int) -> IntegerRows:
+        bits, most = self.format.bits, self.format.most
+        words = self.codes.read()[:, first:end].t().contiguous()
+        codes = unpack(words.view(torch.uint8), bits, self.shape[1])
+        zeros = (unpack_columns(self.zeros.read(), bits, first, end) + self.zero_shift) & most
+        scales = self.scales.checked_scales(self.scales.read()[:, first:end].t().contiguous())
+        if self.format.zeros:
+            return IntegerRows(codes, scales, zeros, self.order)
+        if bool((zeros != self.format.middle).any()):
+            raise self.zeros.misfit(
+                f"should hold {self.format.middle} everywhere: the config says that weights are symmetric"
+            )
+        return IntegerRows(codes, scales, None, self.order)
+
+
+@dataclass(frozen=True)
+class AWQWeight:
+    format: Integer
+    shape: tuple[int, int]
+    codes: Part
+    zeros: Part
+    scales: Part
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.codes, self.zeros, self.scales)
+
+    def rows(self, first: int, end: int) -> IntegerRows:
+        scales = self.scales.read()[:, first:end].t().contiguous()
+        return IntegerRows(
+            _unpack_awq(self.codes.read(), first, end),
+            self.scales.checked_scales(scales),
+            _unpack_awq(self.zeros.read(), first, end),
+        )
+
+
+def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
+    """By the names of the weights. config: quantization_config."""
+    layout = config.text("checkpoint_format", config.text("format", "gptq")).lower()
+    if layout not in GPTQ_FORMATS or config.flag("is_marlin_format", False):
+        raise UnsupportedError(
+            f"{config.where}: GPTQ weights in the layout {layout[:40]!r}", f"known: {', '.join(GPTQ_FORMATS)}"
+        )
+    bits, group = config.integer("bits"), _group_size(config)
+    if bits not in BITS:
+        raise UnsupportedError(f"{config.where}: GPTQ weights of {bits} bits", f"known: {', '.join(map(str, BITS))}")
+    config.flag("desc_act", False)  # g_idx says it
+    symmetric = config.flag("sym", True)
+    # gptqmodel's rules by module: bits and groups then follow from the tensors' shapes, and any module may have zero points.
+    varies = bool(config.values.get("dynamic"))
+    weights: dict[str, QuantizedWeight] = {}
+    for module in modules(checkpoint, SUFFIXES):
+        weights[module.weight_name] = _gptq_weight(
+            module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS[layout]
+        )
+    return weights
+
+
+def _gptq_weight(module: Module, bits: int | None, group: int | None, symmetric: bool, zero_shift: int) -> GPTQWeight:
+    codes = module.matrix("qweight", ("I32",))
+    num_rows = codes.shape[1]
+    scales = module.part("scales", FLOATS, (None, num_rows))
+    num_groups = scales.shape[0]
+    zeros = module.part("qzeros", ("I32",), (num_groups, None if bits is None else num_words(num_rows, bits)))
+    if bits is None:
+        bits = next((b for b in BITS if num_words(num_rows, b) == zeros.shape[1]), 0)
+        if not bits:
+            raise zeros.misfit(f"has {zeros.shape[1]} words for {num_rows} outputs, which fits no number of bits")
+    groups = module.part("g_idx", ("I32", "I64"), (None,)) if module.has("g_idx") else None
+    width = codes.shape[0] * 32 // bits if groups is None else groups.shape[0]
+    if codes.shape[0] != num_words(width, bits):
+        raise codes.misfit(f"has {codes.shape[0]} rows of words, expected {num_words(width, bits)} for {width} inputs")
+    size = checked_group(scales, num_groups, width, group)
+    order = None if groups is None else group_order(groups, num_groups)
+    form = Integer(
+        bits,  # type: ignore[arg-type]
+        size,
+        zeros=not symmetric,
+        activation=rounded_activations(bits),
+        ordered=order is not None,
+        scales=scales.scale_type,
+    )
+    return GPTQWeight(form, (num_rows, width), codes, zeros, scales, groups, order, zero_shift)
+
+
+def checked_group(scales: Part, num_groups: int, width: int, group: int | None) -> int:
+    """The group size that so many scales mean, 0 for one a row. group: what the config says, -1 for one a row, None for nothing.
+
+    CheckpointError where they contradict each other."""
+    if group is not None:
+        size = width if group == -1 else group
+        if width % size:
+            raise scales.misfit(f"belongs to {width} inputs, which don't divide into groups of {size}")
+        if num_groups != width // size:
+            raise scales.misfit(f"has {num_groups} groups, expected {width // size} of {size} inputs")
+    if num_groups == 0 or width % num_groups:
+        raise scales.misfit(f"has {num_groups} groups, which {width} inputs don't divide into")
+    return 0 if num_groups == 1 else width // num_groups
+
+
+def group_order(groups: Part, num_groups: int) -> torch.Tensor | None:
+    """IntegerRows.order for the group of each input; None where they are one behind the other anyway.
+
+    CheckpointError unless every group has the same number of inputs."""
+    ids = groups.read().long()
+    size = len(ids) // num_groups
+    if bool(((ids < 0) | (ids >= num_groups)).any()):
+        raise groups.damaged(f"has groups out of range: there are {num_groups}")
+    if not torch.equal(ids.bincount(minlength=num_groups), torch.full((num_groups,), size)):
+        raise groups.misfit(f"has groups of other sizes than {size}")
+    if torch.equal(ids, torch.arange(len(ids)) // size):
+        return None
+    return ids.argsort(stable=True).int()
+
+
+def read_awq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
+    """By the names of the weights. config: quantization_config."""
+    layout = config.text("version", config.text("format", "gemm")).lower()
+    if layout != "gemm":
+        raise UnsupportedError(f"{config.where}: AWQ weights in the layout {layout[:40]!r}", "known: gemm")
+    bits = config.integer("bits", config.values.get("w_bit", 4))
+    if bits != 4:
+        raise UnsupportedError(f"{config.where}: AWQ weights of {bits} bits", "known: 4")
+    if not config.flag("zero_point", True):
+        raise UnsupportedError(f"{config.where}: AWQ weights without zero points", "known: those with zero points")
+    group = _group_size(config, config.values.get("q_group_size"))
+    return {module.weight_name: _awq_weight(module, group) for module in modules(checkpoint, SUFFIXES)}
+
+
+def _awq_weight(module: Module, group: int) -> AWQWeight:
+    codes = module.matrix("qweight", ("I32",))
+    width, num_rows = codes.shape[0], codes.shape[1] * 8
+    scales = module.part("scales", FLOATS, (None, num_rows))
+    zeros = module.part("qzeros", ("I32",), (scales.shape[0], codes.shape[1]))
+    size = checked_group(scales, scales.shape[0], width, group)
+    form = Integer(4, size, zeros=True, activation=rounded_activations(4), scales=scales.scale_type)
+    return AWQWeight(form, (num_rows, width), codes, zeros, scales)
+
+
+def _unpack_awq(words: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """uint8 [end - first, X] of int32 [X, N / 8]; first and end are multiples of 8."""
+    some = words[:, first // 8 : end // 8].contiguous()
+    nibbles = unpack(some.view(torch.uint8), 4, end - first)
+    return nibbles.reshape(len(words), -1, 8)[..., list(AWQ_NIBBLES)].flatten(1).t().contiguous()
+
+
+def _group_size(config: ConfigReader, default: Any = None) -> int:
+    """-1 for one group a row."""
+    size = config.integer("group_size", 128 if default is None else default, least=-1)
+    if size == 0:
+        raise CheckpointError(f"{config.where}: 'group_size' must be above 0, or -1 for one group a row", BROKEN)
+    return size
