@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +43,20 @@ def test_any_bytes_dequantize_as_gguf_does_to_the_bit(name: str, rows: int, bloc
     for seed in range(3):
         data = any_bytes(name, rows, blocks, seed)
         assert_same_bits(dequantize(name, torch.from_numpy(data)).numpy(), expected(name, data))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_reads_the_same_numbers(name: str) -> None:
+    """It may multiply in another order."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python, the peer, is not installed")
+    ggml = ctypes.CDLL(str(next((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.*"))))
+    data = any_bytes(name, 1, 40, seed=6)
+    theirs = np.empty(40 * BLOCKS[name].block_len, np.float32)
+    spelled = name if name.startswith(("Q2_", "Q3_", "Q4_K", "Q5_K", "Q6_")) else name.lower()
+    read = getattr(ggml, f"dequantize_row_{spelled[0].lower()}{spelled[1:]}")
+    read(ctypes.c_void_p(data.ctypes.data), ctypes.c_void_p(theirs.ctypes.data), ctypes.c_int64(theirs.size))
+    ours = dequantize(name, torch.from_numpy(data))[0].numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])

@@ -260,6 +260,17 @@ def test_columns_without_importance_may_be_anything(name: str) -> None:
     assert square_error(name, data, x, odd) < square_error(name, encode(name, torch.from_numpy(x)), x, odd)
 
 
+@pytest.mark.parametrize("name", K_TYPES)
+def test_a_group_without_importance_is_rounded_like_any_other(name: str) -> None:
+    """No calibration text has used its columns; the next text may."""
+    x = weights("normal", width=256)
+    importance = torch.ones(256)
+    importance[64:96] = 0
+    unused = 1.0 - importance.numpy()
+    plain = square_error(name, encode(name, torch.from_numpy(x)), x, unused)
+    assert square_error(name, encode(name, torch.from_numpy(x), importance), x, unused) < 1.1 * plain
+
+
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_an_importance_that_is_no_weight_is_refused(bad: float) -> None:
     importance = torch.ones(256)

@@ -23,6 +23,7 @@ BLOCK = 256
 LANES = 16
 ROUNDS = 3  # of step 3
 TINY = np.float32(1e-30)
+LEAST_IMPORTANT = np.float32(1e-6)  # beside 1: groups that no text has used are rounded well all the same
 ONE = np.float32(1)  # numba makes float64 of a float32 and a whole number
 
 
@@ -37,7 +38,7 @@ def to_half(value, exponent):
 
 @njit(nogil=True, error_model="numpy")
 def normalise(x, importance, xs, ws):
-    """xs, ws [256]: x * 2**-exponent, largest magnitude in [0.5, 1); importance, largest 1. Returns the exponent."""
+    """xs, ws [256]: x * 2**-exponent, largest magnitude in [0.5, 1); importance, 1e-6 to 1. Returns the exponent."""
     largest, heaviest = np.float32(0), np.float32(0)
     for j in range(BLOCK):
         largest = max(largest, abs(x[j]))
@@ -45,7 +46,7 @@ def normalise(x, importance, xs, ws):
     exponent = math.frexp(np.float64(largest))[1]
     for j in range(BLOCK):
         xs[j] = math.ldexp(np.float64(x[j]), -exponent)
-        ws[j] = importance[j] / heaviest if heaviest > 0 else ONE
+        ws[j] = max(importance[j] / heaviest, LEAST_IMPORTANT) if heaviest > 0 else ONE
     return exponent
 
 
