@@ -97,6 +97,7 @@ class LLM:
         self.default_params = SamplingParams(max_tokens=7) if model == "short" else SamplingParams()
         self.max_model_len = config.max_model_len or CONTEXT
         self.dtype, self.num_parameters, self.weight_bytes, self.kv_bytes = "float32", 1000, 1 << 20, 1 << 19
+        self.kv_dtypes = "float32", "float32"
         self.spec = types.SimpleNamespace(vocab_size=VOCABULARY)
 
     def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:

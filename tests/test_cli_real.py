@@ -59,6 +59,15 @@ def test_a_story_and_its_statistics(tmp_path: Path, model: str) -> None:
     assert " tok/s | answer " in last
 
 
+def test_a_kv_cache_of_int8_takes_about_half_and_tells_a_story(tmp_path: Path, model: str) -> None:
+    args = ["run", model, "Once upon a time", "-n", "40", "--temp", "0", "--dtype", "bfloat16", "--json"]
+    dense = json.loads(nanovllm(tmp_path, *args).stdout)
+    small = json.loads(nanovllm(tmp_path, *args, "-ctk", "int8", "-ctv", "int8").stdout)
+    assert small["statistics"]["kv_dtypes"] == ["int8", "int8"]
+    assert 0.5 < small["statistics"]["kv_bytes"] / dense["statistics"]["kv_bytes"] < 0.6
+    assert small["answers"][0]["text"][:20] == dense["answers"][0]["text"][:20]
+
+
 def test_the_same_seed_gives_the_same_answer_in_every_form(tmp_path: Path, model: str) -> None:
     args = ["run", "-q", model, "Once upon a time", "-n", "20", "-s", "7", "--temp", "0.8", "--logprobs", "2"]
     whole = json.loads(nanovllm(tmp_path, *args, "--json").stdout)
@@ -109,7 +118,7 @@ def test_failures_of_the_library_are_told(
     ("flags", "message"),
     [
         (["--device", "cuda:1"], "error: no NVIDIA driver on this machine (libcuda.so.1)"),
-        (["--device", "cpu", "--kv-cache-dtype", "fp8"], "error: a KV cache of fp8 on a CPU"),
+        (["--device", "cpu", "--dtype", "bfloat16", "-ctv", "f16"], "error: a KV cache of float16 where bfloat16 is computed"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(tmp_path: Path, model: str, flags: list[str], message: str) -> None:

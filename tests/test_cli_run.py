@@ -98,10 +98,12 @@ def test_every_sampling_flag_arrives(tmp_path: Path) -> None:
 
 def test_every_engine_flag_arrives(tmp_path: Path) -> None:
     flags = "-c 2k -b 256 -t 3 --kv-cache 8M --dtype bfloat16 --device cpu --deterministic --offline --revision r"
+    flags += " --kv-cache-dtype int8 -ctk bf16 --cache-type-v fp8"
     result = nanovllm(tmp_path, "run", "-q", "tiny", *flags.split(), "--chat-template", "chatml", "config")
     for words in (
         "dtype='bfloat16'", "device='cpu'", "max_model_len=2000", "kv_cache_bytes=8388608",
         "max_num_batched_tokens=256",
+        "kv_cache_dtype='int8'", "cache_type_k='bfloat16'", "cache_type_v='fp8'",
         "threads=3", "deterministic=True", "'revision': 'r'", "<|im_start|>",
     ):  # fmt: skip
         assert words in result.out

@@ -19,11 +19,12 @@ TARGET_LEN = 61
 Answer = tuple[tuple[int, ...], Any]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 int8"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     shape = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
     folder = save(random_model(Qwen3Config(**shape)), tmp_path_factory.mktemp("model"))
-    return worker_for(folder, dtype=request.param)
+    dtype, *cache = request.param.split()
+    return worker_for(folder, dtype=dtype, kv_cache_dtype=cache[0] if cache else "auto")
 
 
 def prompt(length: int) -> list[int]:

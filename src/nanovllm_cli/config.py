@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from nanovllm_cli.errors import UsageError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType = Literal["auto", "fp8"]
+KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 
 BLOCK_SIZE = 16
@@ -31,7 +31,9 @@ class EngineConfig:
     kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows (on a GPU what
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
     quant: format that plain weights are rounded to when they are loaded ("int8", "int4:group=64"); None keeps them.
-    kv_cache_dtype: "auto" is the compute type; "fp8" (e4m3, unscaled) halves the cache, on a GPU.
+    kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
+        about half of bfloat16. On a CPU both have a scale for each token and head. A GPU knows fp8 only, unscaled.
+    cache_type_k, cache_type_v: the same for K and V apart, where they differ (on a CPU); None is kv_cache_dtype.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (compute capability 9.0, with cuda.core).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
@@ -47,6 +49,8 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    cache_type_k: KVCacheDType | None = None
+    cache_type_v: KVCacheDType | None = None
     memory_utilization: float = 0.5
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
@@ -73,9 +77,15 @@ class EngineConfig:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device) is None:
             raise UsageError(f"{self.device!r} is not a device", "known: auto, cpu, cuda, cuda:N")
-        if self.kv_cache_dtype not in ("auto", "fp8"):
-            raise UsageError(f"unknown KV cache type {self.kv_cache_dtype!r}", "known: auto, fp8")
+        for kind in (self.kv_cache_dtype, *self.cache_types):
+            if kind not in get_args(KVCacheDType):
+                raise UsageError(f"unknown KV cache type {kind!r}", f"known: {', '.join(get_args(KVCacheDType))}")
         if self.aging_seconds <= 0:
             raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
         if self.policy not in ("fcfs", "priority"):
             raise UsageError(f"unknown scheduling policy {self.policy!r}", "known: fcfs, priority")
+
+    @property
+    def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:
+        """What K and V are to be kept as."""
+        return self.cache_type_k or self.kv_cache_dtype, self.cache_type_v or self.kv_cache_dtype

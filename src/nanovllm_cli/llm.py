@@ -105,7 +105,7 @@ class LLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
+        """Of weights and activations."""
         return self._worker.dtype
 
     @property
@@ -125,6 +125,11 @@ class LLM:
     def kv_bytes(self) -> int:
         """Size of the KV cache when full."""
         return self._worker.num_blocks * self._worker.block_bytes
+
+    @property
+    def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """What keys and values are kept as."""
+        return self._worker.model.backend.cache_dtypes
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -23,13 +23,14 @@ class QKNorm(NamedTuple):
 class AttentionBackend(Protocol):
     """Everything between a layer's qkv projection and its output projection."""
 
-    cache_dtype: torch.dtype
+    cache_dtypes: tuple[torch.dtype, torch.dtype]
+    """Of K's and V's tensors."""
 
     def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's K and V; the first axis counts blocks."""
 
-    def empty_cache(self, numel: int) -> torch.Tensor:
-        """Zeroed memory for a cache, in the type that it is kept in."""
+    def empty_cache(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory for a cache, as uint8."""
 
     def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
         """What copies whole blocks, (from, to), in all layers of this cache."""

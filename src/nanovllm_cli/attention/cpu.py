@@ -26,24 +26,26 @@ class CpuStep(NamedTuple):
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries and cache."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
 
-    def __init__(self, groups: set[int], dtype: torch.dtype) -> None:
+    def __init__(self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         self.groups = groups
-        self.cache_dtype = dtype
+        self.dtype = dtype
+        self.cache_dtypes = cache_dtypes
 
     def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return cpu.cache_shapes(num_blocks, kv_heads, dim, self.cache_dtype)
+        return cpu.cache_shapes(num_blocks, kv_heads, dim, self.dtype, self.cache_dtypes)
 
-    def empty_cache(self, numel: int) -> torch.Tensor:
-        return cpu.zeros(numel, self.cache_dtype)
+    def empty_cache(self, num_bytes: int) -> torch.Tensor:
+        return cpu.zeros(num_bytes, torch.uint8)
 
     def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
+        tensors = [cache.view(torch.uint8) for layer in layers for cache in layer]
+
         def copy(pairs: list[tuple[int, int]]) -> None:
             source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
-            for layer in layers:
-                for cache in layer:
-                    cache[target] = cache[source]
+            for cache in tensors:
+                cache[target] = cache[source]
 
         return copy
 

@@ -70,6 +70,7 @@ class CudaAttention:
         self.launcher = launcher
         self.dtype = dtype
         self.cache_dtype = cache_dtype
+        self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
         self._specs = specs
@@ -87,16 +88,14 @@ class CudaAttention:
         shape = (num_blocks, kv_heads, self.block_size, dim)
         return shape, shape
 
-    def empty_cache(self, numel: int) -> torch.Tensor:
-        num_bytes = numel * self.cache_dtype.itemsize
+    def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
-            zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=self.launcher.device)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.launcher.device)
         except torch.OutOfMemoryError:
             raise DoesNotFitError(
                 f"a KV cache of {num_bytes / GIB:.1f} GiB does not fit the GPU beside the weights",
                 "leave --kv-cache away to take what fits, or shorten the context with --ctx-size",
             ) from None
-        return zeros.view(self.cache_dtype)
 
     def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
         regions = blocks.cache_regions(self.launcher, layers)

@@ -1,4 +1,7 @@
-"""The paged KV cache: per layer two tensors of blocks, in the layout of the attention backend that reads them."""
+"""The paged KV cache: per layer two tensors of blocks, in the layout of the attention backend that reads them.
+
+What belongs to a block lies in it, the scales of a quantized cache too: whoever copies or shares blocks knows nothing of formats.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,23 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
+
+from nanovllm_cli.errors import UnsupportedError
+
+# What a cache can be kept as, beside the compute type.
+QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def cache_dtypes(names: tuple[str, str], dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What K and V are kept as, given EngineConfig's names and the compute type. UnsupportedError for another dense type."""
+    computed = str(dtype).removeprefix("torch.")
+    for name in names:
+        if name not in ("auto", computed, *QUANTIZED):
+            raise UnsupportedError(
+                f"a KV cache of {name} where {computed} is computed", f"known: auto, {computed}, {', '.join(QUANTIZED)}"
+            )
+    k, v = (QUANTIZED.get(name, dtype) for name in names)
+    return k, v
 
 
 class LayerCache(NamedTuple):
@@ -19,11 +39,11 @@ class LayerCache(NamedTuple):
 class CacheLayout(Protocol):
     """The part of an AttentionBackend that says what its cache looks like."""
 
-    cache_dtype: torch.dtype
+    cache_dtypes: tuple[torch.dtype, torch.dtype]
 
     def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
 
-    def empty_cache(self, numel: int) -> torch.Tensor: ...
+    def empty_cache(self, num_bytes: int) -> torch.Tensor: ...
 
     def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]: ...
 
@@ -34,9 +54,10 @@ class KVCache:
     def __init__(self, num_blocks: int, heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> None:
         self.num_blocks = num_blocks
         shapes = [shape for heads, dim in heads_and_dims for shape in layout.cache_shapes(num_blocks, heads, dim)]
-        sizes = [math.prod(shape) for shape in shapes]
+        dtypes = layout.cache_dtypes * len(heads_and_dims)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         parts = torch.split(layout.empty_cache(sum(sizes)), sizes)
-        tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        tensors = [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
         self.layers = [LayerCache(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
         self._copy = layout.block_copier(self.layers)
 
@@ -48,7 +69,8 @@ class KVCache:
 
 def block_bytes(heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
-    itemsize = layout.cache_dtype.itemsize
     return sum(
-        math.prod(shape) * itemsize for heads, dim in heads_and_dims for shape in layout.cache_shapes(1, heads, dim)
+        math.prod(shape) * dtype.itemsize
+        for heads, dim in heads_and_dims
+        for shape, dtype in zip(layout.cache_shapes(1, heads, dim), layout.cache_dtypes, strict=True)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -119,9 +119,27 @@ class EngineOptions:
         ),
     ] = None  # fmt: skip
     kv_cache_dtype: Annotated[
-        KVCacheDType,
-        option("--kv-cache-dtype", help="auto is what it computes in; fp8 halves the cache, on a GPU. [auto]", panel=ENGINE),
-    ] = EngineConfig().kv_cache_dtype
+        str,
+        option(
+            "--kv-cache-dtype",
+            help="What the KV cache is kept as: auto (what it computes in), int8 (on a CPU) or fp8; both take half. [auto]",
+            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+        ),
+    ] = EngineConfig().kv_cache_dtype  # fmt: skip
+    cache_type_k: Annotated[
+        str | None,
+        option(
+            "-ctk", "--cache-type-k", help="The same for keys alone. [--kv-cache-dtype]",
+            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+        ),
+    ] = None  # fmt: skip
+    cache_type_v: Annotated[
+        str | None,
+        option(
+            "-ctv", "--cache-type-v", help="The same for values alone. [--kv-cache-dtype]",
+            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+        ),
+    ] = None  # fmt: skip
     gpu_memory_utilization: Annotated[
         float,
         option(
@@ -161,7 +179,9 @@ class EngineOptions:
             deterministic=self.deterministic,
             eager=self.eager,
             programmatic_launch=self.programmatic_launch,
-            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_dtype=cast(KVCacheDType, self.kv_cache_dtype),
+            cache_type_k=cast(KVCacheDType | None, self.cache_type_k),
+            cache_type_v=cast(KVCacheDType | None, self.cache_type_v),
             gpu_memory_utilization=self.gpu_memory_utilization,
             **{name: value for name, value in given.items() if value is not None},
         )

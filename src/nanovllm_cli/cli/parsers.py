@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
+
+from nanovllm_cli.config import KVCacheDType
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_CACHE_TYPES = get_args(KVCacheDType)
+_CACHE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
@@ -46,6 +51,15 @@ def logit_bias(text: str) -> tuple[int, float]:
 def escaped(text: str) -> str:
     r"""A short string in which \n, \t, \r and \\ mean what they mean in most languages; other backslashes stay."""
     return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)
+
+
+def cache_type(text: str) -> str:
+    """What K or V is kept as, by EngineConfig's names and llama.cpp's."""
+    name = _CACHE_NAMES.get(text, text)
+    if name in _CACHE_TYPES:
+        return name
+    near = "; for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head" if text == "q8_0" else ""
+    raise ValueError(f"{text!r} is not a KV cache type: {', '.join((*_CACHE_TYPES, *_CACHE_NAMES))}{near}")
 
 
 def device(text: str) -> str:

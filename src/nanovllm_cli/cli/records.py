@@ -22,6 +22,8 @@ from nanovllm_cli.cli.progress_line import size
 from nanovllm_cli.errors import NanovllmError
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.engine.plan import TokenLogprobs
     from nanovllm_cli.llm import LLM
@@ -49,6 +51,7 @@ class Statistics:
     peak_memory_bytes: int
     weight_bytes: int
     kv_bytes: int
+    kv_dtypes: tuple[str, str]
 
     @classmethod
     def of(cls, output: RequestOutput, llm: LLM, load_seconds: float | None, now: float) -> Statistics:
@@ -72,6 +75,7 @@ class Statistics:
             peak_memory_bytes=peak_memory_bytes(),
             weight_bytes=llm.weight_bytes,
             kv_bytes=llm.kv_bytes,
+            kv_dtypes=(_name(llm.kv_dtypes[0]), _name(llm.kv_dtypes[1])),
         )
 
     def line(self) -> str:
@@ -86,8 +90,13 @@ class Statistics:
         if self.time_to_first_token is not None:
             parts.append(f"first token {self.time_to_first_token:.2f} s")
         memory = f"memory {size(self.peak_memory_bytes)}"
-        parts.append(f"{memory} (weights {size(self.weight_bytes)}, KV cache {size(self.kv_bytes)})")
+        kinds = " and ".join(dict.fromkeys(self.kv_dtypes))
+        parts.append(f"{memory} (weights {size(self.weight_bytes)}, KV cache {size(self.kv_bytes)} of {kinds})")
         return " | ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def peak_memory_bytes() -> int:

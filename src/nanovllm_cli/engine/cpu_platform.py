@@ -8,7 +8,7 @@ import threading
 import torch
 
 from nanovllm_cli.attention.cpu import CpuAttention
-from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import available_bytes
 from nanovllm_cli.engine.runner import Runner
@@ -34,8 +34,6 @@ class CpuPlatform:
     def __init__(self, config: EngineConfig, progress: LoadProgress | None) -> None:
         if config.block_size != cpu.BLOCK:
             raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
-        if config.kv_cache_dtype != "auto":
-            raise UnsupportedError(f"a KV cache of {config.kv_cache_dtype} on a CPU", "leave --kv-cache-dtype away")
         self.config = config
         self.progress = progress
         self.ops = CpuOps()
@@ -58,11 +56,12 @@ class CpuPlatform:
             self._thread = threading.get_ident()
 
     def compile(self, dtype: torch.dtype) -> None:
-        if self.progress is None or warm.is_compiled(dtype):
-            warm.warm_up(dtype)
+        kept = cache_dtypes(self.config.cache_types, dtype)
+        if self.progress is None or warm.is_compiled(dtype, kept):
+            warm.warm_up(dtype, kept)
             return
         self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
-        warm.warm_up(dtype)
+        warm.warm_up(dtype, kept)
         self.progress.done()
 
     def available_bytes(self) -> int:
@@ -77,7 +76,7 @@ class CpuPlatform:
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         attentions = (block.attention for block in spec.blocks)
         groups = {a.num_heads // a.num_kv_heads for a in attentions if isinstance(a, AttentionSpec)}
-        return CpuAttention(groups, dtype)
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 
     def cache_budget(self, model: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.attention.cuda import CudaAttention
-from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
@@ -42,6 +42,11 @@ class CudaPlatform:
         if config.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise UnsupportedError(f"a KV cache with blocks of {config.block_size} tokens on a GPU", f"known: {sizes}")
+        k, v = config.cache_types
+        if k != v:
+            raise UnsupportedError(f"a KV cache of {k} keys and {v} values on a GPU", "give both the same --kv-cache-dtype")
+        if k == "int8":
+            raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")
         self.config = config
         self.progress = progress or NullProgress()
         self.device = device
@@ -81,7 +86,7 @@ class CudaPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
-        cache_dtype = torch.float8_e4m3fn if self.config.kv_cache_dtype == "fp8" else dtype
+        cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
             self.launcher, specs, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,

@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,13 +31,15 @@ def _use_own_cache_folder() -> None:
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
-from nanovllm_cli.kernels import cpu_attention, cpu_fused, cpu_matmul, cpu_program  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, cpu_program  # noqa: E402
 from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
 
+CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
-BLOCK = cpu_attention.BLOCK
+BLOCK = cpu_cache.BLOCK
 ACTIVATIONS = {"silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU}
 _TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+_CACHE_TAGS: dict[torch.dtype, Any] = _TAGS | {torch.int8: np.int8(0), torch.float8_e4m3fn: np.uint8(0)}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
 
@@ -118,7 +121,8 @@ class Program:
 
     def __init__(self, dtype: torch.dtype, pool: MemoryPool) -> None:
         self.pool = pool
-        self._tag = _TAGS[dtype]
+        self._dtype = dtype
+        self._cache_dtypes = (dtype, dtype)
         self._rows: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
         self._work = 0
         self._ints = self._floats = torch.empty(0)
@@ -136,14 +140,18 @@ class Program:
             self._ints[i, : len(ints) + 1] = torch.tensor((kind, *ints))
             self._floats[i, : len(floats)] = torch.tensor(floats, dtype=torch.float64)
 
-    def add(self, kind: int, work: int, ints: tuple[int, ...], floats: tuple[float, ...]) -> None:
+    def add(
+        self, kind: int, work: int, ints: tuple[int, ...], floats: tuple[float, ...], cache_dtypes: CacheDTypes | None
+    ) -> None:
         self._rows.append((kind, ints, floats))
         self._work += work
+        self._cache_dtypes = cache_dtypes or self._cache_dtypes  # one cache a model: all of its kernels say the same
 
     def replay(self) -> None:
         """Run every kernel in order."""
         _use_threads_for(self._work / max(1, len(self._rows)))
-        cpu_program.replay(self._tag, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
+        tags = _TAGS[self._dtype], *_cache_tags(self._cache_dtypes)
+        cpu_program.replay(*tags, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -152,10 +160,14 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _launch(kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
-    """Run a kernel of cpu_program's table, or write it into the recording. work: its multiply-adds."""
+def _launch(
+    kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], floats: tuple[float, ...] = (),
+    cache_dtypes: CacheDTypes | None = None,
+) -> None:  # fmt: skip
+    """Run a kernel of cpu_program's table, or write it into the recording. work: its multiply-adds. cache_dtypes: of K and V,
+    where it touches them."""
     if _State.recording is not None:
-        _State.recording.add(kind, work, ints, floats)
+        _State.recording.add(kind, work, ints, floats, cache_dtypes)
         return
     _use_threads_for(work)
     tag = _TAGS[dtype]
@@ -171,9 +183,9 @@ def _launch(kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], flo
         case cpu_program.ACTIVATION:
             cpu_fused.gated_activation(tag, *ints)
         case cpu_program.ROPE:
-            cpu_fused.rope_and_cache(tag, *ints, *floats)
+            cpu_fused.rope_and_cache(tag, *_cache_tags(cache_dtypes), *ints, *floats)
         case cpu_program.ATTENTION:
-            cpu_attention.paged_attention(tag, *ints, *floats)
+            cpu_attention.paged_attention(tag, *_cache_tags(cache_dtypes), *ints, *floats)
 
 
 def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -268,12 +280,36 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def cache_shapes(
-    num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype
+    num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype, kept: CacheDTypes | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one layer's K and V (layout: cpu_attention)."""
+    """Shapes of one layer's K and V (layout: cpu_attention). kept: what they are kept as, where that is not the compute type
+    dtype; a quantized side is bytes by block and head, codes and then scales."""
     pair = _PAIRS[dtype]
-    padded = -(-dim // LANES) * LANES
-    return (num_blocks, kv_heads, dim // pair, BLOCK, pair), (num_blocks, kv_heads, BLOCK // pair, padded, pair)
+    shapes = (dim // pair, BLOCK, pair), (BLOCK // pair, _padded(dim), pair)
+    k, v = (
+        (num_blocks, kv_heads, *shape) if side == dtype else (num_blocks, kv_heads, math.prod(shape) + cpu_cache.SCALE_BYTES)
+        for shape, side in zip(shapes, kept or (dtype, dtype), strict=True)
+    )
+    return k, v
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // LANES) * LANES
+
+
+def _cache_tags(kept: CacheDTypes | None) -> list[Any]:
+    assert kept is not None
+    return [_CACHE_TAGS[side] for side in kept]
+
+
+def _check_cache(
+    caches: tuple[torch.Tensor, torch.Tensor], kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[tuple[int, ...], CacheDTypes]:
+    """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as."""
+    kept = caches[0].dtype, caches[1].dtype
+    shapes = cache_shapes(caches[0].shape[0], kv_heads, dim, dtype, kept)
+    addresses = [_check(cache, cache.dtype, *shape) for cache, shape in zip(caches, shapes, strict=True)]
+    return (*addresses, *(cache.stride(1) * cache.itemsize for cache in caches)), kept
 
 
 def rope_and_cache(
@@ -295,16 +331,16 @@ def rope_and_cache(
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. See `cpu_fused.rope_and_cache`."""
     tokens, dtype = qkv.shape[0], qkv.dtype
     half = cos.shape[1]
-    k_shape, v_shape = cache_shapes(k_cache.shape[0], kv_heads, dim, dtype)
+    cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
     out = _empty((tokens, heads, dim), dtype)
     ints = (
-        _PAIRS[dtype], _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, v_shape[3],
+        _PAIRS[dtype], _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
         0 if q_norm is None else _check(q_norm, dtype, dim), 0 if k_norm is None else _check(k_norm, dtype, dim),
         _check(cos, torch.float32, tokens, half), _check(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         _check(slots, torch.int64, tokens), _check(run, torch.int32, tokens),
-        _check(k_cache, dtype, *k_shape), _check(v_cache, dtype, *v_shape), k_shape[0], out.data_ptr(),
+        *cache, out.data_ptr(),
     )  # fmt: skip
-    _launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,))
+    _launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,), kept)
     return out
 
 
@@ -333,15 +369,14 @@ def paged_attention(
 ) -> torch.Tensor:
     """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. See `cpu_attention.paged_attention`."""
     tokens, heads, dim = q.shape
-    blocks, kv_heads = k_cache.shape[:2]
-    k_shape, v_shape = cache_shapes(blocks, kv_heads, dim, q.dtype)
+    kv_heads = k_cache.shape[1]
+    cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, q.dtype)
     out = _empty((tokens, heads * dim), q.dtype)
     ints = (
-        _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, v_shape[3],
-        _check(k_cache, q.dtype, *k_shape), _check(v_cache, q.dtype, *v_shape),
+        _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
         _check(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
         _check(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
         window, 0 if sinks is None else _check(sinks, torch.float32, heads), out.data_ptr(),
     )  # fmt: skip
-    _launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap))
+    _launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap), kept)
     return out

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache on the CPU: one kernel for decode, prefill chunks and verification alike.
 
-Cache of one layer, S = 16 tokens a block, e = 2 for bf16 and 1 for fp32, D padded to whole vectors of 16:
+Cache of one layer, S = 16 tokens a block, e = 2 in bf16 and 1 in fp32, D padded to whole vectors of 16:
 
     K [N, kv_heads, D / e, S, e]     sixteen keys side by side: a score tile is q times a "weight" of 16 columns
     V [N, kv_heads, S / e, D16, e]   sixteen dims side by side: the output is p times a "weight" of D columns
@@ -9,6 +9,10 @@ so both products are `simd.dot_tile`, the inner loop of the matmuls. Work is spl
 (one KV head); all query heads of the group share what is read. Keys come in tiles of 64 that start at multiples of 64, softmax is
 folded in as they come (Milakov and Gimelshein 2018; FlashAttention). A row's arithmetic is the same whatever tile it is in:
 masked keys add exact zeros, and the key tiles lie at absolute positions.
+
+A quantized cache (cpu_cache) has one byte for each element, in the same order. The bytes of a key tile are unpacked once, for all
+rows of the work's tile; codes are exact in the compute type. A key's scale multiplies its score. A value's scale multiplies its
+weight before that is rounded: put into the value, it would round that one as well.
 
 Numba frees an array after its last use by name, whatever addresses of it are still about: addresses are taken where they
 are used, inside the loop.
@@ -19,10 +23,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, prange
 
+from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
 from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, store
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 
-BLOCK = 16
 KEYS = TILE_COLUMNS
 BLOCKS_PER_TILE = KEYS // BLOCK
 MAX_TILE_ROWS = 48
@@ -30,11 +34,11 @@ NEG_INF = np.float32(-np.inf)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _softmax_row(scores, lanes, low, high, scale, softcap, state, acc, weights):
+def _softmax_row(v_kind, scores, lanes, low, high, scale, softcap, v_scales, state, acc, weights):
     """Fold 64 scores of one row into its running softmax. Visible keys: low <= c < high.
 
     lanes: scratch. state: [max, sum]; acc: the row's output so far, rescaled here; weights: receives
-    exp(score - max) in the element type.
+    exp(score - max), times the value's scale if it has one, in the element type.
     """
     for c in range(KEYS):
         scores[c] *= scale
@@ -60,6 +64,7 @@ def _softmax_row(scores, lanes, low, high, scale, softcap, state, acc, weights):
         p = exp_not_positive(scores[c] - top)
         scores[c] = p
         total += p
+    scale_by(v_kind, scores, v_scales)
     for c in range(KEYS):
         store(weights, c, scores[c])
     if top > state[0]:
@@ -81,11 +86,12 @@ def _fetch(blocks, count, size):
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def paged_attention(
-    tag, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, tiles, num_tiles, block_tables, table_width,
-    window, sinks, out, scale, softcap,
+    tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record,
+    tiles, num_tiles, block_tables, table_width, window, sinks, out, scale, softcap,
 ):  # fmt: skip
     """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
 
+    k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block.
     tiles [num_tiles, 4] int64: sequence, first token's row in T, tokens, first token's position. block_tables [B, P] int32.
     window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
     take part in the softmax's sum without a value, or 0.
@@ -97,7 +103,7 @@ def paged_attention(
     tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
     sink_of = carray(typed_pointer(sinks, np.float32(0)), (heads,))
     group = heads // kv_heads
-    k_block, v_block = dim * BLOCK * size, padded * BLOCK * size
+    k_codes, v_codes = dim * BLOCK, padded * BLOCK
     for task in prange(num_tiles * kv_heads):
         kv_head = task // num_tiles
         seq, first_row, count, first_position = tile_of[task % num_tiles]
@@ -107,6 +113,9 @@ def paged_attention(
         scores = np.empty((MAX_ROWS, KEYS), np.float32)
         lanes = np.empty(LANES, np.float32)
         keys, values = np.empty(BLOCKS_PER_TILE, np.int64), np.empty(BLOCKS_PER_TILE, np.int64)
+        k_scratch = np.empty(scratch_size(k_kind, BLOCKS_PER_TILE * k_codes), queries.dtype)
+        v_scratch = np.empty(scratch_size(v_kind, BLOCKS_PER_TILE * v_codes), queries.dtype)
+        k_scales, v_scales = np.zeros(KEYS, np.float32), np.zeros(KEYS, np.float32)
         acc = np.zeros((num_rows, padded), np.float32)
         state = np.zeros((num_rows, 2), np.float32)
         for r in range(num_rows):
@@ -118,11 +127,20 @@ def paged_attention(
             base = tile * KEYS
             blocks = min(BLOCKS_PER_TILE, (end - base + BLOCK - 1) // BLOCK)
             for b in range(BLOCKS_PER_TILE):
-                number = np.int64(tables[seq, tile * BLOCKS_PER_TILE + min(b, blocks - 1)])
-                keys[b] = k_cache + (number * kv_heads + kv_head) * k_block
-                values[b] = v_cache + (number * kv_heads + kv_head) * v_block
+                record = np.int64(tables[seq, tile * BLOCKS_PER_TILE + min(b, blocks - 1)]) * kv_heads + kv_head
+                keys[b], values[b] = k_cache + record * k_record, v_cache + record * v_record
             if num_rows <= MAX_ROWS:
-                _fetch(values, blocks, v_block)
+                _fetch(values, blocks, v_record)
+            for b in range(blocks):
+                # Its place in the next tile: what is read there is on its way by then.
+                later = np.int64(tables[seq, min((tile + 1) * BLOCKS_PER_TILE + b, (end - 1) // BLOCK)]) * kv_heads + kv_head
+                k_ahead, v_ahead = k_cache + later * k_record, v_cache + later * v_record
+                of_block = slice(b * BLOCK, (b + 1) * BLOCK)
+                take_scales(k_kind, keys[b], k_codes, k_scales[of_block])
+                keys[b] = readable(tag, k_kind, keys[b], k_codes, k_scratch.ctypes.data + b * k_codes * size, k_ahead)
+                take_scales(v_kind, values[b], v_codes, v_scales[of_block])
+                values[b] = readable(tag, v_kind, values[b], v_codes, v_scratch.ctypes.data + b * v_codes * size, v_ahead)
+            keys[blocks:] = keys[blocks - 1]
             for r in range(0, num_rows, MAX_ROWS):
                 some = min(MAX_ROWS, num_rows - r)
                 dot64(
@@ -130,11 +148,12 @@ def paged_attention(
                     dim // pair, scores.ctypes.data, 256, 0,
                 )  # fmt: skip
                 for i in range(some):
+                    scale_by(k_kind, scores[i], k_scales)
                     position = first_position + (r + i) // group
                     low = position - window + 1 - base if window > 0 else 0
                     _softmax_row(
-                        scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
-                        state[r + i], acc[r + i], weights[i],
+                        v_kind, scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
+                        v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 for b in range(blocks):
                     p, o = weights.ctypes.data + b * BLOCK * size, acc.ctypes.data + r * padded * 4

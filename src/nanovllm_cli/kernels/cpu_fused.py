@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, prange
 
+from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load, store
 from nanovllm_cli.kernels.simd import typed_pointer
 
 SILU, GELU_TANH, GELU = 0, 1, 2
-BLOCK = 16
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
@@ -99,19 +99,19 @@ def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, in
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rope_and_cache(
-    tag, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
-    slots, run, k_cache, v_cache, num_blocks, q_out, eps,
+    tag, k_kind, v_kind, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
+    slots, run, k_cache, v_cache, k_record, v_record, q_out, eps,
 ):  # fmt: skip
-    """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention).
+    """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
+    cpu_cache).
 
     qkv [T, (heads + 2 kv_heads) * dim]. q_norm, k_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
-    run [T] int32: tokens from this one to the end of its sequence in this step. The token that opens a block zeroes the
-    values behind its run, because attention multiplies a masked value by 0, and stale memory may hold a NaN.
+    k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end of its sequence in
+    this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
+    and stale memory may hold a NaN.
     """
     source = carray(typed_pointer(qkv, tag), (num_tokens, heads + 2 * kv_heads, dim))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
-    keys = carray(typed_pointer(k_cache, tag), (num_blocks, kv_heads, dim // pair, BLOCK, pair))
-    values = carray(typed_pointer(v_cache, tag), (num_blocks, kv_heads, BLOCK // pair, padded, pair))
     q_weight = carray(typed_pointer(q_norm, tag), (dim,))
     k_weight = carray(typed_pointer(k_norm, tag), (dim,))
     angle_cos = carray(typed_pointer(cos, np.float32(0)), (num_tokens, rotary // 2))
@@ -129,17 +129,27 @@ def rope_and_cache(
             for d in range(dim):
                 store(target, d, buffer[d])
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
+        record = k_cache + (block * kv_heads + h) * k_record
+        key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
+        k_codes = np.empty(dim, key.dtype)
         _norm_and_rotate(source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
-        key = keys[block, h]
+        put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
-            store(key[d // pair, offset], d % pair, buffer[d])
-        value, column = source[t, heads + kv_heads + h], values[block, h, offset // pair, :, offset % pair]
+            key[d // pair, offset, d % pair] = k_codes[d]
+        record = v_cache + (block * kv_heads + h) * v_record
+        values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
+        v_codes = np.empty(dim, values.dtype)
+        row, column = source[t, heads + kv_heads + h], values[offset // pair, :, offset % pair]
         for d in range(dim):
-            column[d] = value[d]
+            buffer[d] = load(row, d)
+        put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
+        for d in range(dim):
+            column[d] = v_codes[d]
         for d in range(dim, padded):
-            column[d] = tag
+            column[d] = v_kind
         if offset == 0:
             for o in range(run_of[t], BLOCK):
-                stale = values[block, h, o // pair, :, o % pair]
+                put_scale(v_kind, record, padded * BLOCK, o, np.float32(0.0))
+                stale = values[o // pair, :, o % pair]
                 for d in range(padded):
-                    stale[d] = tag
+                    stale[d] = v_kind

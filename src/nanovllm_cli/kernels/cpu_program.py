@@ -19,8 +19,9 @@ INTS, FLOATS = 24, 2
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def replay(tag, ints, floats, count):
-    """Run `count` rows. ints: address of [count, INTS] int64, the kind first; floats: of [count, FLOATS] fp64."""
+def replay(tag, k_kind, v_kind, ints, floats, count):
+    """Run `count` rows. ints: address of [count, INTS] int64, the kind first; floats: of [count, FLOATS] fp64. k_kind, v_kind:
+    what the KV cache keeps (cpu_cache)."""
     table = carray(typed_pointer(ints, np.int64(0)), (count, INTS))
     numbers = carray(typed_pointer(floats, np.float64(0)), (count, FLOATS))
     for i in range(count):
@@ -31,13 +32,13 @@ def replay(tag, ints, floats, count):
             add_rms_norm(tag, a[1], a[2], a[3], a[4], a[5], a[6], f[0], f[1])
         elif a[0] == ROPE:
             rope_and_cache(
-                tag, a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
-                a[17], a[18], a[19], f[0],
+                tag, k_kind, v_kind, a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14],
+                a[15], a[16], a[17], a[18], a[19], a[20], f[0],
             )  # fmt: skip
         elif a[0] == ATTENTION:
             paged_attention(
-                tag, a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
-                f[0], f[1],
+                tag, k_kind, v_kind, a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14],
+                a[15], a[16], a[17], a[18], f[0], f[1],
             )  # fmt: skip
         elif a[0] == ACTIVATION:
             gated_activation(tag, a[1], a[2], a[3], a[4], a[5])

@@ -1,4 +1,4 @@
-"""Compile every CPU kernel for one dtype, or load it from the cache, before somebody waits for a token.
+"""Compile every CPU kernel for one dtype and kind of KV cache, or load it from the cache, before somebody waits for a token.
 
 The first run on a machine takes about half a minute of compiling; a marker in numba's cache folder tells later ones that it is
 done, so that only the first says so.
@@ -14,40 +14,42 @@ import torch
 from nanovllm_cli.kernels import cpu
 
 
-def is_compiled(dtype: torch.dtype) -> bool:
-    """True if `warm_up` has been through for this dtype, with these sources and versions, on this machine."""
-    return _marker(dtype).exists()
+def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
+    """True if `warm_up` has been through for these, with these sources and versions, on this machine."""
+    return _marker(dtype, kept).exists()
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording."""
+def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
+    """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording. kept: see cpu.cache_shapes."""
     ids = torch.zeros(1, dtype=torch.int64)
     inner = {"rows": torch.zeros(cpu.packed_size(64, 64, dtype), dtype=dtype), "wide": torch.zeros(1, 64, dtype=dtype)}
     cpu.pack_rows(inner["rows"], 0, inner["wide"])
-    k_cache, v_cache = (torch.zeros(shape, dtype=dtype) for shape in cpu.cache_shapes(1, 1, 16, dtype))
+    shapes = zip(cpu.cache_shapes(1, 1, 16, dtype, kept), kept, strict=True)
+    k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
     run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
     tiles = torch.tensor([[0, 0, 1, 0]])
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         x = cpu.unpack_rows(inner["rows"], ids, 64)
         x = cpu.add_rms_norm(x, None, inner["wide"][0], 1e-6, 0.0)
         qkv = cpu.matmul(x, inner["rows"], 64, None, dtype)[:, :48].contiguous()
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.gated_activation(x, "silu")
-        cpu.matmul(x, inner["rows"], 64, None, torch.float32)
+        return cpu.matmul(x, inner["rows"], 64, None, torch.float32)
 
     step()
     with cpu.Program(dtype, cpu.MemoryPool()) as program:
-        x = cpu.unpack_rows(inner["rows"], ids, 64)
+        logits = step()
     program.replay()
-    assert x.isfinite().all()
+    assert logits.isfinite().all()
     try:
-        _marker(dtype).touch()
+        _marker(dtype, kept).touch()
     except OSError:
         return  # a cache that can't be written: numba compiles again next time, and says nothing either
 
 
-def _marker(dtype: torch.dtype) -> Path:
-    return Path(numba.config.CACHE_DIR or ".") / f"compiled-{str(dtype).removeprefix('torch.')}"
+def _marker(dtype: torch.dtype, kept: cpu.CacheDTypes) -> Path:
+    names = "-".join(str(kind).removeprefix("torch.") for kind in (dtype, *kept))
+    return Path(numba.config.CACHE_DIR or ".") / f"compiled-{names}"
