@@ -57,7 +57,6 @@ BAD_USAGE = {
     "run tiny hi --tempp 1": "no such option: --tempp\nhint: did you mean --temp",
     "run tiny hi -ngl 99": "no such option: -ngl",
     "run tiny hi --grammar x": "no such option: --grammar",
-    "run tiny hi -ngl 99": "no such option: -ngl",
     "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
     "run tiny hi --temp": "option '--temp' requires an argument",
     "run tiny hi --temp warm": "invalid value for '--temp'",
