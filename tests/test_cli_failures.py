@@ -78,7 +78,7 @@ BAD_USAGE = {
     "run tiny hi --logprobs 101 --json": "logprobs must be",
     "run tiny hi -c lots": "invalid value for '-c' / '--ctx-size': 'lots' is not a number of tokens",
     "run tiny hi --kv-cache 2X": "invalid value for '--kv-cache': '2X' is not a size such as 512M",
-    "run tiny hi -ctk q8_0": "'q8_0' is not a KV cache type: auto, float32, bfloat16, float16, fp8, int8, f32, bf16, f16",
+    "run tiny hi -ctk q8_0": "invalid value for '-ctk' / '--cache-type-k': 'q8_0' is not a KV cache type: auto, float32,",
     "run tiny hi -t 0": "threads must be at least 1",
     "run tiny hi --dtype int3": "invalid value for '--dtype'",
     "run tiny hi --device gpu": "invalid value for '--device': 'gpu' is not a device: auto, cpu, cuda, cuda:N",
