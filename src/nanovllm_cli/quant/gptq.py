@@ -11,7 +11,7 @@ Legend: N rows of the weight (outputs), K columns (inputs), G groups. Inside, co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.quant.format import E4M3_MAX, SCALE_TYPES, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows
+from nanovllm_cli.quant.statistics import output_error
 
 BLOCK = 128
 MAX_ATTEMPTS = 8
@@ -48,13 +49,38 @@ def quantize_gptq(
     """
     settings = settings or Gptq()
     form.check_width(weight.shape[1])
-    columns = weight.float().T.contiguous()
+    assert not isinstance(form, Integer) or form.ordered == (settings.order == "activity-groups")
+    weight = weight.float()
+    columns = weight.T.contiguous()
     order = torch.arange(len(hessian)) if settings.order == "columns" else _busiest_first(hessian)
     factor = _inverse_factor(hessian[order][:, order], settings.damping)
     grid = _Fp8Grid(form, columns) if isinstance(form, Fp8) else _IntegerGrid(form, columns, order, factor, settings)
     codes = torch.empty(columns.shape, dtype=torch.uint8)
     codes[order] = _round_columns(columns[order], order.tolist(), factor, grid)
-    return grid.rows(codes.T.contiguous())
+    return _better_rows(grid.rows(codes.T.contiguous()), weight, hessian, form)
+
+
+def _better_rows(
+    rows: IntegerRows | Fp8Rows, weight: torch.Tensor, hessian: torch.Tensor, form: Integer | Fp8
+) -> IntegerRows | Fp8Rows:
+    """Each row as it is, or rounded to nearest where that gives a smaller error."""
+    nearest = _nearest(weight, form, rows.order if isinstance(rows, IntegerRows) else None)
+    errors = [output_error(form.dequantize(each) - weight, hessian) for each in (rows, nearest)]
+    worse = (errors[0] > errors[1])[:, None]
+    fields = {
+        name: torch.where(worse, getattr(nearest, name), value)
+        for name, value in rows._asdict().items()
+        if value is not None and name != "order"
+    }
+    return rows._replace(**fields)
+
+
+def _nearest(weight: torch.Tensor, form: Integer | Fp8, order: torch.Tensor | None) -> IntegerRows | Fp8Rows:
+    if order is None:
+        return form.quantize(weight)
+    assert isinstance(form, Integer)
+    rows = replace(form, ordered=False).quantize(weight[:, order.long()])
+    return rows._replace(codes=torch.empty_like(rows.codes).index_copy_(1, order.long(), rows.codes), order=order)
 
 
 def _busiest_first(hessian: torch.Tensor) -> torch.Tensor:

@@ -23,3 +23,11 @@ class InputStatistics(NamedTuple):
 def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Mean squared error [n] of each output when its weights are off by `difference` [n, K]: the diagonal of D H D^T."""
     return (difference @ hessian).mul_(difference).sum(-1)
+
+
+def mean_output_error(difference: torch.Tensor, seen: InputStatistics) -> float:
+    """Mean squared error of a token's outputs, all of them together, when the weight is off by `difference` [n, K]. By the
+    Hessian, or from the sample where that has fewer rows than the Hessian."""
+    if len(seen.sample) < len(seen.hessian):
+        return float((seen.sample @ difference.T).square_().sum()) / len(seen.sample)
+    return float(output_error(difference, seen.hessian).sum())

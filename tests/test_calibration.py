@@ -1,0 +1,142 @@
+"""Calibration against transformers: what its linear layers see, by hooks on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from engines import SMALL, random_model
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.families import LLAMA, QWEN2, QWEN3, spec_from_hf
+from nanovllm_cli.quant.statistics import InputStatistics
+from nanovllm_cli.quantization import calibration as module
+from nanovllm_cli.quantization.calibration import INPUTS, Calibration
+
+FAMILIES = {"qwen3": (Qwen3Config, QWEN3), "qwen2": (Qwen2Config, QWEN2), "llama": (LlamaConfig, LLAMA)}
+LENGTHS = (17, 1, 33, 64, 5)
+HOOKED = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_proj", "down": "mlp.down_proj"}
+PLACES = {
+    **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+
+
+def block_weights(model: Any, i: int) -> dict[str, torch.Tensor]:
+    """Our slots of one block."""
+    state = model.state_dict()
+    found = {
+        f"{ours}.{kind}": state.get(f"model.layers.{i}.{theirs}.{kind}")
+        for ours, theirs in PLACES.items()
+        for kind in ("weight", "bias")
+    }
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def set_weight(model: Any, i: int, name: str, value: torch.Tensor) -> None:
+    ours, _, kind = name.rpartition(".")
+    module = model.model.layers[i].get_submodule(PLACES[ours])
+    getattr(module, kind).data.copy_(value)
+
+
+def seen_by_hooks(model: Any, sequences: Sequence[list[int]]) -> dict[tuple[int, str], torch.Tensor]:
+    """Inputs [T, K] in float64 of every layer's linears, and (-1, "head") for the head's."""
+    seen: dict[tuple[int, str], list[torch.Tensor]] = {}
+
+    def hook(key: tuple[int, str]) -> Any:
+        return lambda _module, args: seen.setdefault(key, []).append(args[0][0].double())
+
+    modules = {(i, k): layer.get_submodule(m) for i, layer in enumerate(model.model.layers) for k, m in HOOKED.items()}
+    handles = [m.register_forward_pre_hook(hook(key)) for key, m in {**modules, (-1, "head"): model.lm_head}.items()]
+    with torch.no_grad():
+        for ids in sequences:
+            model(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    return {key: torch.cat(rows) for key, rows in seen.items()}
+
+
+def check(found: InputStatistics, rows: torch.Tensor) -> None:
+    expected = rows.T @ rows / len(rows)
+    assert torch.allclose(found.hessian.double(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    assert torch.allclose(found.mean_abs.double(), rows.abs().mean(0), rtol=1e-3, atol=1e-5)
+    distance = torch.cdist(found.sample.double(), rows).amin(1)
+    assert float(distance.max()) < 1e-3 * float(rows.norm(dim=1).mean())
+
+
+def setting(family: str) -> tuple[Any, ModelSpec, list[list[int]], Calibration]:
+    config, ours = FAMILIES[family]
+    model = random_model(config(**SMALL))
+    spec = spec_from_hf({**model.config.to_dict(), "rope_theta": 10000.0}, ours)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 513, (n,), generator=generator).tolist() for n in LENGTHS]
+    platform = CpuPlatform(EngineConfig(threads=2, dtype="float32"), None)
+    embedding = model.state_dict()["model.embed_tokens.weight"]
+    return model, spec, sequences, Calibration(spec, sequences, embedding, platform, torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_see_what_they_see_in_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_TOKENS", 60)  # several batches, one with several sequences, one longer
+    model, spec, sequences, calibration = setting(family)
+    expected = seen_by_hooks(model, sequences)
+    assert calibration.num_tokens == sum(LENGTHS)
+    for i in range(spec.num_layers):
+        assert calibration.layer == i
+        calibration.load(block_weights(model, i))
+        found = calibration.observe()
+        assert found.keys() == INPUTS.keys()
+        for name, statistics in found.items():
+            check(statistics, expected[i, name])
+        calibration.advance()
+    head = calibration.head(model.state_dict()["model.norm.weight"])
+    check(head, expected[-1, "head"])
+
+
+def test_what_was_loaded_last_is_what_the_next_layer_sees() -> None:
+    model, _, sequences, calibration = setting("qwen2")
+    weights = block_weights(model, 0)
+    changed = {
+        "v.weight": weights["v.weight"] * 0.3,
+        "v.bias": weights["v.bias"] + 1,
+        "mlp_norm.weight": weights["mlp_norm.weight"] * 2,
+    }
+    calibration.load(weights)
+    before = calibration.observe(("o",))
+    calibration.load(changed)
+    after = calibration.observe(("o", "gate_up"))
+    calibration.advance()
+    calibration.load(block_weights(model, 1))
+    check(before["o"], seen_by_hooks(model, sequences)[0, "o"])
+    for name, value in changed.items():
+        set_weight(model, 0, name, value)
+    expected = seen_by_hooks(model, sequences)
+    check(after["o"], expected[0, "o"])
+    check(after["gate_up"], expected[0, "gate_up"])
+    check(calibration.observe(("qkv",))["qkv"], expected[1, "qkv"])
+
+
+def test_the_sample_is_spread_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_ROWS", 30)
+    monkeypatch.setattr(module, "BATCH_TOKENS", 40)
+    model, _, sequences, calibration = setting("qwen3")
+    calibration.load(block_weights(model, 0))
+    sample = calibration.observe(("qkv",))["qkv"].sample
+    rows = seen_by_hooks(model, sequences)[0, "qkv"][::4].float()  # 120 tokens for 30 places
+    assert sample.shape == rows.shape
+    assert torch.allclose(sample, rows, atol=1e-3)
+
+
+def test_observing_twice_gives_the_same_bits() -> None:
+    model, _, _, calibration = setting("llama")
+    calibration.load(block_weights(model, 0))
+    first, second = calibration.observe(), calibration.observe()
+    assert all(torch.equal(first[name].hessian, second[name].hessian) for name in INPUTS)
