@@ -3,6 +3,8 @@ what the stored bytes mean, and a row's bits whatever it is computed with."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ class QuantizedPaged(Paged):
         shapes = cpu.cache_shapes(self.k.shape[0], kv_heads, dim, dtype, self.kept)
         dense = (self.k, self.v)
         self.k, self.v = (
-            old if kind == dtype else torch.full(shape, -1, dtype=INT8).view(kind)
+            old if kind == dtype else torch.full((math.prod(shape) // 4,), torch.nan).view(kind).view(shape)
             for old, shape, kind in zip(dense, shapes, self.kept, strict=True)
         )
 
