@@ -22,7 +22,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.quant.format import Format, Integer
+from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
@@ -114,13 +114,19 @@ class Worker:
             else:
                 runs.append((form, num_rows))
         storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
-        self._storages += storages
-        return storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
+        weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
+        self._storages.append(weight)
+        return weight
 
 
 def _stays_apart(form: Format | None) -> bool:
-    """Parts of one storage share the order of their columns."""
-    return isinstance(form, Integer) and form.ordered
+    """Parts of one storage share the order of their columns, and the scale of their input."""
+    match form:
+        case Integer():
+            return form.ordered
+        case Fp8():
+            return form.activation == "static"
+    return False
 
 
 class _Ahead:

@@ -1,0 +1,219 @@
+"""Whole models in quantized checkpoints: logits and greedy tokens against transformers with the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from engines import engine_for, greedy, random_model, run, worker_for
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import CheckpointError
+from quantized_checkpoints import Maker, Tensors, awq, awq_config, fp8, gptq, gptq_config, module, packed, write
+from test_models import whole_batch
+
+SIZES = {
+    "vocab_size": 263, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+PROMPTS = [[7, 200, 31], list(range(40, 77)), [5]]
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FP8_BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+FP8_STATIC = FP8 | {"activation_scheme": "static"}
+
+CASES: dict[str, tuple[Any, Maker, dict[str, Any]]] = {
+    "fp8 blocks, llama": (LlamaConfig(**SIZES), fp8("block", "weight_scale_inv"), FP8_BLOCKS),
+    "fp8 blocks, last ones short": (
+        LlamaConfig(**SIZES | {"head_dim": 40, "intermediate_size": 200}), fp8("block", "weight_scale_inv"), FP8_BLOCKS,
+    ),
+    "fp8 tensors, qwen3": (Qwen3Config(**SIZES), fp8("tensor"), FP8),
+    "fp8 static, qwen3": (Qwen3Config(**SIZES), fp8("tensor", static=True), FP8_STATIC),
+    "gptq 4, qwen2": (Qwen2Config(**SIZES), gptq(4, 32), gptq_config(4, 32)),
+    "gptq 4, in an order, zero points": (
+        LlamaConfig(**SIZES), gptq(4, 64, symmetric=False, order=True, version=2), gptq_config(4, 64, False, True, 2),
+    ),
+    "gptq 3": (LlamaConfig(**SIZES), gptq(3, 128), gptq_config(3, 128)),
+    "gptq 2": (LlamaConfig(**SIZES), gptq(2, 32), gptq_config(2, 32)),
+    "gptq 8, one group": (LlamaConfig(**SIZES), gptq(8, 0), gptq_config(8, 0)),
+    "awq, qwen3, tied": (Qwen3Config(**SIZES | {"tie_word_embeddings": True}), awq(64), awq_config(64)),
+}  # fmt: skip
+
+
+def build(folder: Path, config: Any, maker: Maker, quantization: dict[str, Any], **extra: torch.Tensor) -> Any:
+    """A checkpoint whose linear layers, but the head, are made by `maker`; returns transformers' model with the same weights."""
+    reference = random_model(config)
+    random = np.random.default_rng(2)
+    tensors: Tensors = {}
+    for name, parameter in reference.state_dict().items():
+        if name.endswith("_proj.weight"):
+            made, weight = maker(*parameter.shape, random)
+            parameter.copy_(torch.from_numpy(weight))
+            tensors |= module(made, name.removesuffix(".weight"))
+        elif not (name.startswith("lm_head") and config.tie_word_embeddings):
+            tensors[name] = parameter.detach()
+    save_quantized(folder, tensors | extra, config, quantization)
+    return reference
+
+
+def save_quantized(folder: Path, tensors: Tensors, config: Any, quantization: dict[str, Any]) -> Path:
+    architecture = type(random_model(config)).__name__
+    write(folder, tensors, quantization, {**config.to_dict(), "architectures": [architecture], "dtype": "float32"})
+    return folder
+
+
+def all_logits(worker: Worker) -> list[torch.Tensor]:
+    """Of every position of every prompt."""
+    with torch.inference_mode():
+        hidden = worker.model.run(worker.model.prepare(whole_batch(PROMPTS)), worker.runner.cache)
+        return list(worker.model.logits(hidden).float().split([len(ids) for ids in PROMPTS]))
+
+
+def worst_difference(worker: Worker, reference: Any) -> float:
+    """Relative, of all prompts."""
+    differences = []
+    with torch.inference_mode():
+        for ids, rows in zip(PROMPTS, all_logits(worker), strict=True):
+            expected = reference(torch.tensor([ids])).logits[0]
+            differences.append(float((rows - expected).norm() / expected.norm()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers_with_these_weights(case: str, tmp_path: Path) -> None:
+    config, maker, quantization = CASES[case]
+    reference = build(tmp_path, config, maker, quantization)
+    worker = worker_for(tmp_path, dtype="float32")
+    assert worst_difference(worker, reference) < 1e-4
+    outputs = run(engine_for(worker), [(ids, greedy(12)) for ids in PROMPTS])
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        expected = reference.generate(
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert list(output.outputs[0].token_ids) == expected[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "case", ["fp8 blocks, llama", "fp8 static, qwen3", "gptq 4, in an order, zero points", "awq, qwen3, tied"]
+)
+def test_in_bfloat16_with_rounded_activations_the_model_is_still_itself(case: str, tmp_path: Path) -> None:
+    """A random model is far more sensitive than a trained one; another model's logits would be 1.4 away."""
+    config, maker, quantization = CASES[case]
+    reference = build(tmp_path, config, maker, quantization)
+    assert worst_difference(worker_for(tmp_path, dtype="bfloat16"), reference) < 0.3
+
+
+def test_a_quantized_head(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES | {"vocab_size": 264})
+    reference = build(tmp_path, config, gptq(4, 32), gptq_config(4, 32))
+    made, weight = gptq(8, 32)(264, 128, np.random.default_rng(3))
+    reference.lm_head.weight.data.copy_(torch.from_numpy(weight))
+    tensors: Tensors = module(made, "lm_head")
+    folder = tmp_path / "head"
+    rules = gptq_config(4, 32) | {"lm_head": True, "dynamic": {"+:lm_head": {"bits": 8}}}
+    stored = build(folder, config, gptq(4, 32), rules)
+    with_head = {
+        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name != "lm_head.weight"
+    } | tensors
+    save_quantized(folder, with_head, config, rules)
+    assert torch.equal(stored.model.norm.weight, reference.model.norm.weight)
+    assert worst_difference(worker_for(folder, dtype="float32"), reference) < 1e-4
+
+
+def test_biases_of_zeros_that_the_model_does_not_have_are_passed_over(tmp_path: Path) -> None:
+    """AutoGPTQ writes them for every layer."""
+    name = "model.layers.1.self_attn.o_proj.bias"
+    config = LlamaConfig(**SIZES)
+    reference = build(tmp_path, config, gptq(4, 32), gptq_config(4, 32), **{name: torch.zeros(128)})
+    assert worst_difference(worker_for(tmp_path, dtype="float32"), reference) < 1e-4
+    folder = tmp_path / "other"
+    build(folder, config, gptq(4, 32), gptq_config(4, 32), **{name: torch.ones(128)})
+    with pytest.raises(CheckpointError, match="not part of the model"):
+        worker_for(folder, dtype="float32")
+
+
+def integers(layout: str) -> Maker:
+    """compressed-tensors without its library: what transformers, which has it, reads."""
+
+    def make(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        bits = 8 if layout == "int-quantized" else 4
+        groups = 1 if bits == 8 else columns // 32
+        codes = random.integers(0, 1 << bits, (rows, columns))
+        scales = random.uniform(0.5, 2, (rows, groups)).astype(np.float32) / (1 << bits) / columns**0.5 * 4
+        middle = 1 << (bits - 1)
+        made: Tensors = {"weight_scale": torch.from_numpy(scales)}
+        if bits == 8:
+            made["weight"] = torch.from_numpy((codes - middle).astype(np.int8))
+        else:
+            made["weight_packed"] = torch.from_numpy(packed(codes.T, bits).T.copy())
+            made["weight_shape"] = torch.tensor([rows, columns])
+        return made, (codes - middle) * np.repeat(scales.astype(np.float64), columns // groups, 1)
+
+    return make
+
+
+def compressed(layout: str) -> tuple[Maker, dict[str, Any]]:
+    weights: dict[str, dict[str, Any]] = {
+        "int-quantized": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights[layout] | {"symmetric": True, "dynamic": False}}},
+    }  # fmt: skip
+    return fp8("row") if layout == "float-quantized" else integers(layout), quantization
+
+
+@pytest.mark.parametrize("layout", ["int-quantized", "pack-quantized", "float-quantized"])
+def test_compressed_tensors_as_transformers_loads_them(layout: str, tmp_path: Path) -> None:
+    for library in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(library, reason="not installed (pip install -e '.[peers]')")
+    maker, quantization = compressed(layout)
+    if layout == "int-quantized":  # without inputs of int8, transformers takes the weight for a packed one
+        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+        quantization["config_groups"]["group_0"]["input_activations"] = inputs
+    build(tmp_path, LlamaConfig(**SIZES), maker, quantization)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        loaded(torch.tensor([[1]]))  # unpacks the weights
+    exact = random_model(LlamaConfig(**SIZES))  # transformers rounds inputs, in float32 we don't
+    exact.load_state_dict({name: tensor for name, tensor in loaded.state_dict().items() if name in exact.state_dict()})
+    assert worst_difference(worker_for(tmp_path, dtype="float32"), exact) < 1e-4
+
+
+def test_fp8_blocks_as_transformers_loads_them(tmp_path: Path) -> None:
+    """Whole blocks only: of short ones transformers takes other rows than DeepSeek's own kernel."""
+    pytest.importorskip("accelerate", reason="not installed (pip install -e '.[peers]')")
+    skipped = {"modules_to_not_convert": ["lm_head"]}
+    build(tmp_path, LlamaConfig(**SIZES), fp8("block", "weight_scale_inv"), FP8_BLOCKS | skipped)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert worst_difference(worker_for(tmp_path, dtype="float32"), loaded) < 1e-4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_as_transformers_writes_them(bits: int, tmp_path: Path) -> None:
+    for library in ("bitsandbytes", "accelerate"):
+        pytest.importorskip(library, reason="not installed (pip install -e '.[peers]')")
+    from transformers import BitsAndBytesConfig
+
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    random_model(Qwen2Config(**SIZES)).save_pretrained(plain)
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if bits == 8
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=settings, dtype=torch.float32, device_map="cpu"
+    )
+    model.save_pretrained(quantized)
+    assert "quantization_config" in json.loads((quantized / "config.json").read_text())
+    exact = model.dequantize(torch.float32).eval()  # its own kernels round activations
+    assert worst_difference(worker_for(quantized, dtype="float32"), exact) < 1e-3
