@@ -77,7 +77,7 @@ class LLM:
         self.resolved: ResolvedModel = resolve(str(model), offline=offline, revision=revision, progress=progress)
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
-            self.tokenizer = _load_tokenizer(checkpoint)
+            self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
             self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
             generation_config = dict(checkpoint.generation_config)
@@ -296,7 +296,7 @@ class LLM:
         return ChatTemplate.of(self.tokenizer, source)
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config)
     path = checkpoint.path

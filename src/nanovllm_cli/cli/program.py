@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import convert, run
+from nanovllm_cli.cli import convert, quantize, run
 from nanovllm_cli.cli.command import Command, Group
 from nanovllm_cli.cli.options import print_version
 
@@ -28,6 +28,7 @@ def build() -> typer.Typer:
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
     app.command("convert", cls=Command)(convert.convert)
+    app.command("quantize", cls=Command)(quantize.quantize)
     return app
 
 

@@ -19,9 +19,10 @@ from typing import Literal, Protocol
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 E4M3_MAX = 448.0
@@ -261,7 +262,7 @@ class Blocks:
 
     def quantize(self, rows: torch.Tensor) -> BlockRows:
         self.check_width(rows.shape[1])
-        return BlockRows(torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[self.type])))
+        return BlockRows(encode(self.type, rows.float()))
 
     def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
         assert isinstance(rows, BlockRows)

@@ -79,13 +79,13 @@ class WeightFormats:
     def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
-        self._names = _names_of(checkpoint)
+        self._names = names_of(checkpoint)
         self._wanted = wanted
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
 
     def of(self, ours: str) -> Format | None:
         """By our name; None for the compute type. UsageError where stored and wanted contradict each other."""
-        return self._of(_checkpoint_name(ours, self._names))
+        return self._of(checkpoint_name(ours, self._names))
 
     def _of(self, name: str) -> Format | None:
         stored = self._reader.format(name) if name in self._reader.names() else None
@@ -118,8 +118,8 @@ def load_weights(
     """Fill every slot of the model. CheckpointError names missing, extra and misshapen tensors, and those with NaN."""
     progress = progress or NullProgress()
     slots = model.slots()
-    table = _names_of(checkpoint)
-    names = {ours: _checkpoint_name(ours, table) for ours in slots}
+    table = names_of(checkpoint)
+    names = {ours: checkpoint_name(ours, table) for ours in slots}
     _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec)
     progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
@@ -131,11 +131,11 @@ def load_weights(
         progress.done()
 
 
-def _names_of(checkpoint: Checkpoint) -> dict[str, str]:
+def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     return HF_NAMES if checkpoint.format == "hf" else GGUF_NAMES
 
 
-def _checkpoint_name(ours: str, table: dict[str, str]) -> str:
+def checkpoint_name(ours: str, table: dict[str, str]) -> str:
     """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer."""
     parts = ours.split(".")
     if parts[0] != "blocks":

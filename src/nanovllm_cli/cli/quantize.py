@@ -1,0 +1,262 @@
+"""`nanovllm quantize`: a model in fewer bits, with its quality card. The work is in `quantization/`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine, duration, size
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.quantization.card import Card
+    from nanovllm_cli.quantization.plan import Plan
+    from nanovllm_cli.quantization.texts import NamedText
+
+EXAMPLE = "for example: nanovllm quantize tiny --to int8"
+QUANTIZATION = "Quantization"
+_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
+_TYPE_AT_END = re.compile(r"[-.](?:bf16|f16|f32)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """Into what, how, and where."""
+
+    to: Annotated[
+        str | None,
+        option(
+            "--to",
+            help="int8, int8-weight-only, fp8[:block=128], int4[:group=N][:zeros] make a folder for vLLM, transformers and this "
+            "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
+            panel=QUANTIZATION, metavar="FORMAT", envvar=None,
+        ),
+    ] = None  # fmt: skip
+    algorithm: Annotated[
+        Literal["rtn", "gptq", "awq"],
+        option(
+            "--algorithm",
+            help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
+            panel=QUANTIZATION,
+        ),
+    ] = "rtn"
+    calibration: Annotated[
+        str | None,
+        option(
+            "--calibration",
+            help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
+            panel=QUANTIZATION, metavar="FILE",
+        ),
+    ] = None  # fmt: skip
+    num_samples: Annotated[
+        int,
+        option(
+            "--num-samples",
+            help="Most pieces of 512 tokens to calibrate with. [128]",
+            panel=QUANTIZATION,
+            min=1,
+            max=100_000,
+        ),
+    ] = 128
+    tensor_type: Annotated[
+        list[str] | None,
+        option(
+            "--tensor-type",
+            help="Another format, or 'keep', for weights whose name the regular expression is found in. Repeatable; the first "
+            "counts.",
+            panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
+        ),
+    ] = None  # fmt: skip
+    head: Annotated[
+        str | None,
+        option("--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"),
+    ] = None
+    embedding: Annotated[
+        str | None,
+        option(
+            "--embedding", help="Format of the embedding, or keep. [keep; GGUF: as the mix has it]",
+            panel=QUANTIZATION, metavar="FORMAT",
+        ),
+    ] = None  # fmt: skip
+    allow_requantize: Annotated[
+        bool,
+        option(
+            "--allow-requantize", help="Take a model that is quantized already; both losses add up.", panel=QUANTIZATION
+        ),
+    ] = False
+    output: Annotated[
+        str | None,
+        option(
+            "-o", "--output",
+            help="The folder, or GGUF file, that is written, whole or not at all. [in this folder, named after the model]",
+            panel=OUTPUT, metavar="PATH", envvar=None,
+        ),
+    ] = None  # fmt: skip
+    force: Annotated[bool, option("--force", help="Replace the output where it exists.", panel=OUTPUT, envvar=None)] = (
+        False
+    )
+    dry_run: Annotated[
+        bool,
+        option("--dry-run", help="Say what every weight would become, and write nothing.", panel=OUTPUT, envvar=None),
+    ] = False
+    no_verify: Annotated[
+        bool,
+        option("--no-verify", help="Leave out the quality card, which takes two passes over a text.", panel=OUTPUT),
+    ] = False
+    verify_text: Annotated[
+        str | None,
+        option("--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"),
+    ] = None
+    verify_tokens: Annotated[
+        int, option("--verify-tokens", help="Most tokens of it. [4096]", panel=OUTPUT, min=2, max=10_000_000)
+    ] = 4096
+    json: Annotated[bool, option("--json", help="What was done as one JSON object.", panel=OUTPUT)] = False
+
+
+@expand
+def quantize(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[@revision], or a short name; or -m.")
+    ] = None,
+    source: SourceOptions,
+    options: QuantizeOptions,
+    messages: MessageOptions,
+) -> None:
+    """Write a model in fewer bits, and say what that costs.
+
+    The quality card compares the new model's next-token probabilities with the original's on a text that was not used for
+    calibration; it is kept beside the weights. The input is never changed, and the output appears whole or not at all. A run
+    that was interrupted goes on from where it was when the same command is given again. The output's path goes to stdout.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    name = model_word or source.model
+    if not name:
+        raise UsageError("no model was named", EXAMPLE)
+    if options.to is None:
+        raise UsageError("--to is missing", EXAMPLE)
+    if isinstance(ctx.obj, Settings):
+        name = ctx.obj.resolve(name)
+    began = time.monotonic()
+    screen.announce(f"opening {name}")
+    with signals.insisting():
+        from nanovllm_cli.quantization import pipeline
+        from nanovllm_cli.quantization.original import open_original
+        from nanovllm_cli.quantization.plan import Choices, make_plan
+        from nanovllm_cli.weights.source import resolve
+    signals.check()
+    tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
+    choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
+    kind = choices.kind  # refuses what means nothing before anything is downloaded
+    calibration = _text(options.calibration, "calibration")
+    verify_text = _text(options.verify_text, "verification")
+    progress = ProgressLine(screen)
+    resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
+    output = Path(options.output or _default_name(resolved.repo or str(resolved.path), options.to, kind))
+    card = None
+    with open_original(name, resolved.path) as original:
+        plan = make_plan(original, choices)
+        if options.dry_run:
+            _print_weights(plan, screen)
+        else:
+            method = pipeline.Method(options.algorithm, calibration, options.num_samples)
+            verification = None if options.no_verify else pipeline.Verification(verify_text, options.verify_tokens)
+            card = pipeline.quantize_model(
+                original, plan, method, output, verification, progress, replace=options.force
+            )
+    for note in plan.notes:
+        screen.say(note)
+    _print_table(plan, screen)
+    if card is not None:
+        _print_card(card, screen)
+    if options.json:
+        record = {
+            "model": name, "output": str(output), "written": not options.dry_run, "seconds": round(time.monotonic() - began, 3),
+            **plan.as_json(), "algorithm": options.algorithm, "card": None if card is None else card.as_json(),
+        }  # fmt: skip
+        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+    elif options.dry_run:
+        screen.say(f"would write {output} ({size(plan.bytes_after)}); nothing was written")
+    else:
+        screen.say(f"done in {duration(time.monotonic() - began)}", "dim")
+        screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
+        screen.answer(f"{output}\n")
+
+
+def _tensor_type(text: str) -> tuple[str, str]:
+    """Split at the last = that stands before a format: regular expressions have them too, and so have formats."""
+    match = re.fullmatch(r"(.+)=([a-z][\w-]*(?::\w+(?:=\d*)?)*)", text, re.IGNORECASE | re.DOTALL)
+    if match is None:
+        raise UsageError(
+            f"--tensor-type {text[:80]!r} is not REGEX=FORMAT", "for example: --tensor-type 'down_proj=int8'"
+        )
+    return match[1], match[2]
+
+
+def _text(path: str | None, split: Literal["calibration", "verification"]) -> NamedText:
+    """A file's text, or the bundled one."""
+    from nanovllm_cli.quantization.texts import NamedText, bundled_text
+
+    return bundled_text(split) if path is None else NamedText(Path(path).name, decode(read_file(path), path))
+
+
+def _default_name(source: str, to: str, kind: str) -> str:
+    """Named after the repository, the folder or the file: tiny-int4-g32, tiny-Q4_K_M.gguf."""
+    path = Path(source)
+    stem = path.stem if path.is_file() else path.name
+    stem = _TYPE_AT_END.sub("", _PART_AT_END.sub("", stem)) or "model"
+    if kind == "gguf":
+        return f"{stem}-{to.upper()}.gguf"
+    return f"{stem}-{to.lower().replace(':group=', '-g').replace(':block=', '-b').replace(':', '-')}"
+
+
+def _print_weights(plan: Plan, screen: Console) -> None:
+    lines = [("weight", "shape", "format", "size", "bits a weight")]
+    for item in plan.items:
+        rows, width = item.weight.shape
+        form = "as it is" if item.format is None else item.format.name
+        bits = f"{8 * item.num_bytes / (rows * width):.2f}"
+        lines.append((item.weight.output, f"{rows} x {width}", form, size(item.num_bytes), bits))
+    _print_columns(lines, screen)
+
+
+def _print_table(plan: Plan, screen: Console) -> None:
+    lines = [("format", "weights", "numbers", "before", "after", "bits a weight")]
+    lines += [
+        (row.format, str(row.weights), f"{row.numbers:,}", size(row.before), size(row.after), f"{row.bits:.2f}")
+        for row in plan.rows()
+    ]
+    lines.append(
+        ("all", str(len(plan.items)), f"{plan.num_weights:,}", size(plan.bytes_before), size(plan.bytes_after),
+         f"{plan.bits_a_weight:.2f}")
+    )  # fmt: skip
+    _print_columns(lines, screen)
+
+
+def _print_card(card: Card, screen: Console) -> None:
+    screen.say(f"against the original, {card.quality.tokens} tokens of {card.text}:")
+    _print_columns([(name, value) for name, value in card.figures()], screen)
+
+
+def _print_columns(lines: Sequence[tuple[str, ...]], screen: Console) -> None:
+    """The first column is words, the others are numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        screen.say("  ".join(cells))

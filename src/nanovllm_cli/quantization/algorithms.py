@@ -1,0 +1,51 @@
+"""How the numbers of a weight are chosen, behind one protocol: units go in, in the model's order, quantized rows come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm_cli.quant.rows import QuantizedRows
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.parts import Rows
+from nanovllm_cli.quantization.plan import Planned
+
+
+class Algorithm(Protocol):
+    """Units come in the order of `Plan.units`, each to `quantize` or, where an earlier run finished it, to `resume`."""
+
+    def quantize(self, unit: str, items: list[Planned]) -> dict[str, Rows]:
+        """Rows by our names, in the planned formats; and other weights of the unit that have to change with them."""
+
+    def resume(self, unit: str, rows: dict[str, Rows]) -> None:
+        """What `quantize` gave for this unit before."""
+
+
+class RoundToNearest:
+    """Every weight by itself, some MiB of floats at a time."""
+
+    def __init__(self, original: Original) -> None:
+        self._original = original
+
+    def quantize(self, unit: str, items: list[Planned]) -> dict[str, Rows]:
+        return {item.weight.ours: self._rounded(item) for item in items}
+
+    def resume(self, unit: str, rows: dict[str, Rows]) -> None:
+        pass
+
+    def _rounded(self, item: Planned) -> QuantizedRows:
+        assert item.format is not None
+        return joined([item.format.quantize(rows) for rows in self._original.rows(item.weight.source)])
+
+
+def joined(pieces: Sequence[QuantizedRows]) -> QuantizedRows:
+    """Rows of one weight, one after the other."""
+    first: Any = pieces[0]
+    fields = {
+        name: None if value is None else torch.cat([getattr(piece, name) for piece in pieces])
+        for name, value in first._asdict().items()
+    }
+    rows: QuantizedRows = type(first)(**fields)
+    return rows

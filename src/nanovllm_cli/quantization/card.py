@@ -1,0 +1,118 @@
+"""The quality card: the quantized model against the original, on text that it was not calibrated with.
+
+    measure(original, quantized, windows)      both read the same tokens; see quality.py for the numbers
+    as_json, as_markdown                       what is kept beside the weights
+
+One model is in memory at a time: of the original only the hidden rows behind its last norm stay, [T, hidden], and its head, which
+makes the same logits of them again when the other model has read the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm_cli.config import DTypeName
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.kernels.ops import take_rows
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.plan import Plan
+from nanovllm_cli.quantization.quality import Comparison, Quality
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.checkpoint import Checkpoint
+
+WINDOW = 512
+LOGIT_ROWS = 64
+_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """original: what the user called the model. algorithm: how numbers were chosen. text: what it was measured on."""
+
+    original: str
+    plan: Plan
+    algorithm: str
+    text: str
+    quality: Quality
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "original": self.original,
+            "format": self.plan.to,
+            "algorithm": self.algorithm,
+            "bits_a_weight": round(self.plan.bits_a_weight, 4),
+            "bytes_before": self.plan.bytes_before,
+            "bytes_after": self.plan.bytes_after,
+            "text": self.text,
+            "quality": self.quality.as_dict(),
+        }
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values, for people."""
+        quality = self.quality
+        return [
+            ("KL divergence, mean", f"{quality.kl_mean:.5f} ± {quality.kl_error:.5f} nats"),
+            ("KL divergence, median", f"{quality.kl_median:.5f}"),
+            ("KL divergence, 99th percentile", f"{quality.kl_p99:.5f}"),
+            ("KL divergence, largest", f"{quality.kl_max:.5f}"),
+            ("same most likely token", f"{quality.same_top:.2%}"),
+            ("perplexity before", f"{quality.before.value:.4f} ± {quality.before.error:.4f}"),
+            ("perplexity after", f"{quality.after.value:.4f} ± {quality.after.error:.4f}"),
+        ]
+
+    def as_markdown(self) -> str:
+        """A section of a model card."""
+        quality, plan = self.quality, self.plan
+        table = "\n".join(f"| {name} | {value} |" for name, value in self.figures())
+        return (
+            f"## Quantized with nanovllm\n\n"
+            f"{self.original} in {plan.to}, by {self.algorithm}: {plan.bits_a_weight:.2f} bits a weight, "
+            f"{plan.bytes_after / 1e6:.1f} MB instead of {plan.bytes_before / 1e6:.1f} MB.\n\n"
+            f"| against the original | |\n|---|---|\n{table}\n\n"
+            f"Measured on {quality.tokens} tokens of {self.text}, in windows of {WINDOW}.\n"
+        )
+
+
+def windows_of(tokenizer: Tokenizer, text: str, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """The first num_tokens tokens of a text in pieces of WINDOW, each behind what the tokenizer puts before every text.
+    UsageError for a text that is too short to measure anything."""
+    prefix = tokenizer.encode("")
+    ids = [i for i in tokenizer.encode(text, add_special_tokens=False) if i < vocab_size]
+    step = WINDOW - len(prefix)
+    pieces = [prefix + ids[first : first + step] for first in range(0, min(num_tokens, len(ids)), step)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    if sum(len(piece) - 1 for piece in pieces) < 2:
+        raise UsageError("the text for the quality card is too short", "give a longer --verify-text, or --no-verify")
+    return pieces
+
+
+def measure(
+    original: Checkpoint, quantized: Checkpoint, windows: Sequence[Sequence[int]], progress: LoadProgress
+) -> Quality:
+    """Raises what loading raises."""
+    longest = max(map(len, windows))
+    before = MeasuredModel(original, longest, progress=progress)
+    total = sum(map(len, windows))
+    progress.stage("reading the text", total, "tokens")
+    kept = []
+    for window in windows:
+        kept.append(before.hidden(window))
+        progress.advance(len(window))
+    before.forget_layers()
+    after = MeasuredModel(quantized, longest, dtype=_DTYPES[before.dtype], progress=progress)
+    comparison = Comparison()
+    progress.stage("comparing", total, "tokens")
+    for window, wanted in zip(windows, kept, strict=True):
+        found = after.hidden(window)
+        targets = torch.tensor(window[1:])
+        for first in range(0, len(targets), LOGIT_ROWS):
+            rows = slice(first, min(first + LOGIT_ROWS, len(targets)))  # the last token has no next one
+            comparison.add(before.logits(take_rows(wanted, rows)), after.logits(take_rows(found, rows)), targets[rows])
+        progress.advance(len(window))
+    progress.done()
+    return comparison.quality()

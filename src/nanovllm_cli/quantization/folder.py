@@ -1,0 +1,132 @@
+"""The Hugging Face folder of a quantized model: shards and index, config.json, and everything else as the original has it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm_cli.models.families import HF_NAMES
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quantization.compressed_tensors import encode, quantization_config, tensors_of
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.parts import Parts
+from nanovllm_cli.quantization.plan import Plan, Planned
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import is_setting
+from nanovllm_cli.weights.loader import checkpoint_name
+from nanovllm_cli.weights.weight_reader import float_slices
+from nanovllm_cli.weights.writer import (
+    OutputFolder,
+    SafetensorsWriter,
+    TensorOut,
+    as_json,
+    index_file,
+    shard_names,
+    shards,
+)
+
+SHARD_BYTES = 5_000_000_000
+_ALSO_COPIED = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+_TEMPLATES = "additional_chat_templates"
+
+
+def write_folder(original: Original, plan: Plan, parts: Parts, folder: OutputFolder, progress: LoadProgress) -> None:
+    """Everything but the model card. The units of the plan are finished."""
+    writer = _Tensors(original.checkpoint, plan, parts)
+    groups = shards(writer.outs, SHARD_BYTES)
+    progress.stage("writing", sum(out.num_bytes for out in writer.outs), "B")
+    for name, group in zip(shard_names(len(groups)), groups, strict=True):
+        with (folder.path / name).open("wb") as file:
+            out_file = SafetensorsWriter(file, group)
+            for out in group:
+                out_file.write(out.name, writer.slices(out))
+                progress.advance(out.num_bytes)
+            out_file.finish()
+    if len(groups) > 1:
+        folder.write("model.safetensors.index.json", index_file(groups))
+    folder.write("config.json", as_json(_config(original, plan)))
+    _copy_settings(original.folder, folder)
+
+
+class _Tensors:
+    """The tensors of the folder in the original's order, a weight's codes and scales behind each other."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, parts: Parts) -> None:
+        self._checkpoint = checkpoint
+        self._parts = parts
+        self._items = {item.weight.output: item for item in plan.items if item.format is not None}
+        self._units = plan.units()
+        self._changed = self._float_changes()
+        self._of: dict[str, str] = {}
+        self._encoded: dict[str, torch.Tensor] = {}
+        self.outs: list[TensorOut] = []
+        for name in dict.fromkeys((*checkpoint.names(), *self._items)):
+            outs = self._outs(name)
+            self._of |= {out.name: name for out in outs}
+            self.outs += outs
+
+    def slices(self, out: TensorOut) -> Iterator[torch.Tensor]:
+        """Of the next tensor, in the order of `outs`."""
+        name = self._of[out.name]
+        if name in self._items:
+            if out.name not in self._encoded:
+                self._encoded = self._encode(self._items[name])
+            yield self._encoded.pop(out.name)
+        elif name in self._changed:
+            rows = self._parts.read(self._changed[name][0])[self._changed[name][1]]
+            assert isinstance(rows, torch.Tensor)
+            yield rows.to(out.dtype)
+        else:
+            for rows, _ in float_slices(self._checkpoint, name):
+                yield rows
+
+    def _outs(self, name: str) -> list[TensorOut]:
+        item = self._items.get(name)
+        if item is not None:
+            assert item.format is not None
+            return tensors_of(item.format, name, item.weight.shape)
+        return [TensorOut(name, self._checkpoint.info(name).shape, self._checkpoint.tensor(name).dtype)]
+
+    def _encode(self, item: Planned) -> dict[str, torch.Tensor]:
+        assert item.format is not None
+        rows = self._parts.read(item.weight.unit)[item.weight.ours]
+        assert not isinstance(rows, torch.Tensor)
+        outs = tensors_of(item.format, item.weight.output, item.weight.shape)
+        return {out.name: tensor for out, tensor in zip(outs, encode(item.format, rows), strict=True)}
+
+    def _float_changes(self) -> dict[str, tuple[str, str]]:
+        """Names of plain weights that a unit has changed: the unit, and our name."""
+        return {
+            checkpoint_name(ours, HF_NAMES): (unit, ours)
+            for unit in self._units
+            for ours, rows in self._parts.read(unit).items()
+            if isinstance(rows, torch.Tensor)
+        }
+
+
+def _config(original: Original, plan: Plan) -> dict[str, Any]:
+    formats = {
+        item.weight.output.removesuffix(".weight"): item.format
+        for item in plan.items
+        if item.weight.unit != "embedding"
+    }
+    config = dict(original.checkpoint.config)
+    if original.spec.tied_head and "lm_head" in formats:
+        config["tie_word_embeddings"] = False  # the head has numbers of its own now
+    return config | {"quantization_config": quantization_config({**formats, "lm_head": formats.get("lm_head")})}
+
+
+def _copy_settings(source: Path, folder: OutputFolder) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and (is_setting(file.name) or file.name in _ALSO_COPIED) and file.name != "config.json":
+            shutil.copyfile(file, folder.path / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder.path / _TEMPLATES, ignore=_only_jinja)
+
+
+def _only_jinja(_: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(name).suffix != ".jinja"]

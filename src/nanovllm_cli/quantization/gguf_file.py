@@ -1,0 +1,90 @@
+"""The GGUF file of a quantized model: as `convert` would write the original, with other bytes for what was quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from gguf.constants import GGUFValueType, Keys
+from gguf.gguf_writer import GGUFValue
+
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.rows import BlockRows
+from nanovllm_cli.quantization.mixes import file_type
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.parts import Parts, Rows
+from nanovllm_cli.quantization.plan import Plan, Planned
+from nanovllm_cli.weights import convert
+from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
+from nanovllm_cli.weights.convert_tensors import Step, slices
+from nanovllm_cli.weights.gguf_writer import GGUFPartWriter
+from nanovllm_cli.weights.loader import checkpoint_name, names_of
+from nanovllm_cli.weights.writer import OutputFile
+
+
+def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile, progress: LoadProgress) -> list[str]:
+    """All of the file; what has no place in it, a line each. The units of the plan are finished.
+
+    Raises UnsupportedError for what GGUF can't say of a model."""
+    made = convert.plan(original.checkpoint, "gguf")
+    header = made.header | {
+        Keys.General.FILE_TYPE: GGUFValue(int(file_type(plan.to.lower())), GGUFValueType.UINT32),
+        Keys.General.QUANTIZATION_VERSION: GGUFValue(QUANTIZATION_VERSION, GGUFValueType.UINT32),
+    }
+    items = {item.weight.output: item for item in plan.items if item.format is not None}
+    untied = [items[name] for name in items if name not in {step.name for step in made.steps}]
+    steps = [_retyped(step, items.get(step.name)) for step in made.steps]
+    steps += [_retyped(Step(item.weight.output, None, item.weight.shape, "-", 0, "F32", 0), item) for item in untied]
+    source = _Source(original, plan, parts, items)
+    writer = GGUFPartWriter(output.file, header, [step.gguf() for step in steps])
+    progress.stage("writing", sum(step.num_bytes for step in steps), "B")
+    for step in steps:
+        writer.write(step.name, source.slices(step))
+        progress.advance(step.num_bytes)
+    writer.finish()
+    output.file.flush()
+    return made.notes
+
+
+def _retyped(step: Step, item: Planned | None) -> Step:
+    if item is None:
+        return step
+    assert isinstance(item.format, Blocks)
+    return step._replace(after=item.format.type, num_bytes=item.num_bytes)
+
+
+class _Source:
+    """Where a step's bytes come from: a unit's rows, or the original."""
+
+    def __init__(self, original: Original, plan: Plan, parts: Parts, items: dict[str, Planned]) -> None:
+        self._checkpoint = original.checkpoint
+        self._items = items
+        self._parts = parts
+        names = names_of(original.checkpoint)
+        self._changed = {
+            checkpoint_name(ours, names): (unit, ours)
+            for unit in plan.units()
+            for ours, rows in parts.read(unit).items()
+            if isinstance(rows, torch.Tensor)
+        }
+
+    def slices(self, step: Step) -> Iterator[torch.Tensor]:
+        item = self._items.get(step.name)
+        if item is not None:
+            rows = self._read(item.weight.unit, item.weight.ours)
+            assert isinstance(rows, BlockRows)
+            return iter([_turned(rows.data, step)])
+        if step.source in self._changed:
+            rows = self._read(*self._changed[step.source])
+            assert isinstance(rows, torch.Tensor)
+            return iter([_turned(rows.float(), step)])
+        return slices(self._checkpoint, step)
+
+    def _read(self, unit: str, ours: str) -> Rows:
+        return self._parts.read(unit)[ours]
+
+
+def _turned(rows: torch.Tensor, step: Step) -> torch.Tensor:
+    """Rows in GGUF's order: they are moved whole, so that blocks stay as they are."""
+    return rows if step.reorder is None else step.reorder(rows)

@@ -1,0 +1,90 @@
+"""llama.cpp's mixes of block types: which tensor of a GGUF file gets which, by the rules that its `llama-quantize` publishes.
+
+    q4_k_m      Q4_K, but Q6_K for half of the layers' attn_v and ffn_down
+    q4_k_s      Q4_K, but Q5_K for attn_v of four layers and the first eighth of ffn_down
+    q5_k_m      Q5_K, but Q6_K where q4_k_m has it        q5_k_s    Q5_K
+    q3_k_m      Q3_K, but Q4_K or Q5_K for attn_v, attn_output, ffn_down        q3_k_s, q3_k_l alike, with fewer and more bits
+    q2_k_m      Q2_K, but Q3_K for attn_output and ffn_down, Q3_K or Q4_K for attn_v: llama.cpp's "Q2_K"
+    q4_k, …     one type
+
+In all of them the head, or an embedding that is the head as well, is Q6_K, or Q8_0 in q8_0. What a row's width doesn't allow
+falls back to a type of 32 columns. The rules: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (dense models; the
+exception that it makes for Llama 2's 70B is left out).
+"""
+
+from __future__ import annotations
+
+from gguf import LlamaFileType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.quant.format_names import BLOCK_TYPES
+
+_BASES = {
+    **{name.lower(): name for name in BLOCK_TYPES},
+    "q2_k_m": "Q2_K",
+    "q3_k_s": "Q3_K",
+    "q3_k_m": "Q3_K",
+    "q3_k_l": "Q3_K",
+    "q4_k_s": "Q4_K",
+    "q4_k_m": "Q4_K",
+    "q5_k_s": "Q5_K",
+    "q5_k_m": "Q5_K",
+}
+MIXES = tuple(_BASES)
+_FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FILE_TYPES = {"q2_k_m": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_M", "q4_k": "MOSTLY_Q4_K_M", "q5_k": "MOSTLY_Q5_K_M"}
+
+
+def file_type(mix: str) -> LlamaFileType:
+    """What `general.file_type` says of a file in this mix."""
+    return LlamaFileType[_FILE_TYPES.get(mix, f"MOSTLY_{mix.upper()}")]
+
+
+def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
+    """The type of the weight `ours` ("blocks.3.v.weight", "embedding.weight", "head.weight") with rows of `width`; None where no
+    type has rows of such a width."""
+    wanted = _BASES[mix]
+    part = ours.split(".")[-2]
+    if part == "head" or (part == "embedding" and spec.tied_head):
+        wanted = "Q8_0" if wanted == "Q8_0" or not _fits(wanted, width) else "Q6_K"
+    elif ours.startswith("blocks."):
+        wanted = _in_block(mix, part, int(ours.split(".")[1]), spec) or wanted
+    if not _fits(wanted, width):
+        wanted = _FALLBACKS.get(wanted, wanted)
+    return wanted if _fits(wanted, width) else None
+
+
+def _fits(name: str, width: int) -> bool:
+    return bool(width % GGML_QUANT_SIZES[GGMLQuantizationType[name]][0] == 0)
+
+
+def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
+    """The type that differs from the mix's own, for part q, k, v, o, gate, up or down of a layer."""
+    layers = spec.num_layers
+    many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    match mix, part:
+        case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
+            return "Q6_K"
+        case ("q4_k_s", "v") if layer < 4:
+            return "Q5_K"
+        case ("q4_k_s", "down") if layer < layers // 8:
+            return "Q5_K"
+        case "q3_k_m", "v":
+            return "Q5_K" if layer < 2 else "Q4_K"
+        case "q3_k_m", "down":
+            return "Q5_K" if layer < layers // 16 else "Q4_K"
+        case "q3_k_m", "o":
+            return "Q4_K"
+        case "q3_k_l", ("v" | "o" | "down"):
+            return "Q5_K"
+        case "q2_k_m", ("o" | "down"):
+            return "Q3_K"
+        case "q2_k_m", "v":
+            return "Q4_K" if _queries_a_key(spec) >= 4 else "Q3_K"
+    return None
+
+
+def _queries_a_key(spec: ModelSpec) -> int:
+    attention = spec.blocks[0].attention
+    return attention.num_heads // attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1

@@ -1,0 +1,193 @@
+"""From a model to a quantized one: unit by unit into parts, from these to an output that appears whole, with its quality card.
+
+    parts       .NAME.quantizing beside the target: what is finished, also after a run that was killed
+    output      .NAME.partial, which gets its name when everything is in it
+
+The original is only read. What is done twice gives the same bytes: nothing depends on time, threads or chance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quantization.algorithms import Algorithm, RoundToNearest
+from nanovllm_cli.quantization.card import Card, measure, windows_of
+from nanovllm_cli.quantization.folder import write_folder
+from nanovllm_cli.quantization.gguf_file import write_gguf
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.parts import Parts
+from nanovllm_cli.quantization.plan import Plan
+from nanovllm_cli.quantization.texts import NamedText
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.files import split_parts
+from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
+
+QUALITY_FILE = "quality.json"
+AlgorithmName = Literal["rtn", "gptq", "awq"]
+_VERSION = 1  # of what parts hold; another one means that they are made anew
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How numbers are chosen. text: for calibration; num_samples: most pieces of it."""
+
+    algorithm: AlgorithmName
+    text: NamedText
+    num_samples: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the quality card is measured on. num_tokens: most of the text's."""
+
+    text: NamedText
+    num_tokens: int = 4096
+
+
+def quantize_model(
+    original: Original,
+    plan: Plan,
+    method: Method,
+    output: Path,
+    verification: Verification | None,
+    progress: LoadProgress,
+    *,
+    replace: bool = False,
+) -> Card | None:
+    """Writes `output`, and returns its quality card unless that was not asked for.
+
+    Raises UsageError (the output is there, or is the input), OutputError (it can't be written; what is finished stays beside it),
+    DoesNotFitError (the disk is too small), and what reading and loading raise.
+    """
+    check_apart(original, plan, output)
+    write = _write_folder if plan.kind == "hf" else _write_file
+    card = write(_Run(original, plan, method, output, verification, progress), replace)
+    progress.done()
+    return card
+
+
+class _Run(NamedTuple):
+    """See quantize_model."""
+
+    original: Original
+    plan: Plan
+    method: Method
+    output: Path
+    verification: Verification | None
+    progress: LoadProgress
+
+    def finished_parts(self) -> Parts:
+        """All units, quantized now or earlier."""
+        parts = Parts(self.output, _identity(self.original, self.plan, self.method))
+        check_room(self.output, self.plan.bytes_after + _bytes_of_parts(self.plan, parts))
+        _quantize(self.original, self.plan, self.method, parts, self.progress)
+        return parts
+
+    def card(self, path: Path) -> Card | None:
+        """Of the quantized model at `path`."""
+        if self.verification is None:
+            return None
+        name, text = self.verification.text
+        windows = windows_of(
+            self.original.tokenizer(), text, self.verification.num_tokens, self.original.spec.vocab_size
+        )
+        with open_checkpoint(path) as quantized:
+            quality = measure(self.original.checkpoint, quantized, windows, self.progress)
+        return Card(self.original.name, self.plan, self.method.algorithm, name, quality)
+
+
+def _write_folder(run: _Run, replace: bool) -> Card | None:
+    with OutputFolder(run.output, replace=replace) as folder:
+        parts = run.finished_parts()
+        write_folder(run.original, run.plan, parts, folder, run.progress)
+        card = run.card(folder.path)
+        if card is not None:
+            folder.write(QUALITY_FILE, as_json(card.as_json()))
+        folder.write("README.md", _model_card(run.original, run.plan, card).encode())
+        folder.commit()
+    parts.remove()
+    return card
+
+
+def _write_file(run: _Run, replace: bool) -> Card | None:
+    """The card lies beside the file."""
+    with OutputFile(run.output, replace=replace) as file:
+        parts = run.finished_parts()
+        for note in write_gguf(run.original, run.plan, parts, file, run.progress):
+            run.progress.note(f"not carried: {note}")
+        card = run.card(file.temporary)
+        file.commit()
+    if card is not None:
+        with OutputFile(run.output.with_suffix(f".{QUALITY_FILE}"), replace=True) as beside:
+            beside.file.write(as_json(card.as_json()))
+            beside.commit()
+    parts.remove()
+    return card
+
+
+def check_apart(original: Original, plan: Plan, output: Path) -> None:
+    """UsageError where the output is the input, or a folder that holds it or lies in it."""
+    source, target = Path(os.path.realpath(original.checkpoint.path)), Path(os.path.realpath(output))
+    inputs = {Path(os.path.realpath(source.with_name(name))) for name in split_parts(source.name)}
+    nested = plan.kind == "hf" and (original.folder.resolve() in (target, *target.parents) or target in source.parents)
+    if source == target or target in inputs or nested:
+        raise UsageError(f"{output}: the output would be where the model itself is", "-o names another output")
+
+
+def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, progress: LoadProgress) -> None:
+    units = plan.units()
+    if parts.num_finished:
+        progress.note(f"an earlier run has finished {parts.num_finished} of {len(units)} parts: going on from there")
+    progress.stage(f"quantizing to {plan.to}", sum(i.weight.stored_bytes for u in units.values() for i in u), "B")
+    algorithm = _algorithm(original, method)
+    for unit, items in units.items():
+        if unit in parts:
+            algorithm.resume(unit, parts.read(unit))
+        else:
+            parts.add(unit, algorithm.quantize(unit, items))
+        progress.advance(sum(item.weight.stored_bytes for item in items))
+
+
+def _algorithm(original: Original, method: Method) -> Algorithm:
+    if method.algorithm == "rtn":
+        return RoundToNearest(original)
+    raise UnsupportedError(f"{method.algorithm} is not there yet", "use --algorithm rtn")
+
+
+def _model_card(original: Original, plan: Plan, card: Card | None) -> str:
+    """The original's README.md, with a section before its text."""
+    readme = original.folder / "README.md"
+    text = readme.read_text(errors="replace") if readme.is_file() else ""
+    front = ""
+    if text.startswith("---\n") and "\n---\n" in text:
+        front, _, text = text.partition("\n---\n")
+        front += "\n---\n\n"
+    unmeasured = f"## Quantized with nanovllm\n\n{original.name} in {plan.to}; not measured.\n"
+    return f"{front}{unmeasured if card is None else card.as_markdown()}\n{text.lstrip()}"
+
+
+def _identity(original: Original, plan: Plan, method: Method) -> dict[str, Any]:
+    """What the parts depend on. The original by its files' sizes and times: reading them all would take as long as the work."""
+    files = [file for file in sorted(original.folder.iterdir()) if file.suffix in (".safetensors", ".gguf", ".json")]
+    stats = [(file.name, file.stat()) for file in files]
+    text = hashlib.blake2b(method.text.text.encode(), digest_size=16).hexdigest()
+    return {
+        "version": _VERSION,
+        "source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "formats": {item.weight.ours: repr(item.format) for item in plan.items},
+        "method": [method.algorithm] if method.algorithm == "rtn" else [method.algorithm, text, method.num_samples],
+    }
+
+
+def _bytes_of_parts(plan: Plan, parts: Parts) -> int:
+    """What is not there yet: a byte a code, and some for scales."""
+    items = [item for unit, items in plan.units().items() if unit not in parts for item in items]
+    weights = sum(math.prod(item.weight.shape) for item in items)
+    return weights + weights // 8

@@ -1,0 +1,261 @@
+"""What becomes of each weight of a model, before anything is computed: formats, sizes, bits a weight.
+
+Names are those of the output: Hugging Face's for the formats that go into a folder, GGUF's for block types.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
+from nanovllm_cli.quant.format import Blocks, Format
+from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
+from nanovllm_cli.quantization.compressed_tensors import check_writable
+from nanovllm_cli.quantization.mixes import MIXES, type_of
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.weights.loader import checkpoint_name, names_of
+
+KEEP = "keep"
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+Kind = Literal["hf", "gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a user asks for. to: a format, or a mix of GGUF's types. tensor_types: (regular expression, format or "keep"), the
+    first that is found in a weight's name counts. head, embedding: a format or "keep"; None for what is usual, which is to keep
+    them in a folder, and Q6_K or the mix's own type in GGUF. requantize: whether weights may be quantized already."""
+
+    to: str
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    head: str | None = None
+    embedding: str | None = None
+    requantize: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """Raises UsageError where `to` means nothing."""
+        if self.to.lower() in MIXES:
+            return "gguf"
+        if self.to.lower().split(":")[0] not in FORMAT_NAMES:
+            raise unknown_format(self.to, tuple(dict.fromkeys((*FORMAT_NAMES, *MIXES))))
+        return "hf"
+
+
+class Weight(NamedTuple):
+    """A matrix of the model. ours: its slot's name, "blocks.3.q.weight". source, output: what files call it. stored_bytes: in
+    the source."""
+
+    ours: str
+    source: str
+    output: str
+    shape: tuple[int, int]
+    stored_bytes: int
+
+    @property
+    def unit(self) -> str:
+        """What it is quantized with: "blocks.3", "embedding", "head"."""
+        return self.ours.rpartition(".")[0].rpartition(".")[0] or self.ours.split(".")[0]
+
+
+class Planned(NamedTuple):
+    """A weight and what it becomes; None: it stays as it is."""
+
+    weight: Weight
+    format: Format | None
+
+    @property
+    def num_bytes(self) -> int:
+        rows, width = self.weight.shape
+        return self.weight.stored_bytes if self.format is None else math.ceil(rows * self.format.row_bytes(width))
+
+
+class Row(NamedTuple):
+    """A line of the closing table: the weights in one format. before, after: bytes."""
+
+    format: str
+    weights: int
+    numbers: int
+    before: int
+    after: int
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.after / self.numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """items: every matrix, in the model's order. other_bytes: norms, biases and what else is copied. notes: what a user should
+    hear."""
+
+    kind: Kind
+    to: str
+    items: tuple[Planned, ...]
+    other_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def units(self) -> dict[str, list[Planned]]:
+        """What is quantized, in order: the unit's name and its weights that change."""
+        found: dict[str, list[Planned]] = {}
+        for item in self.items:
+            if item.format is not None:
+                found.setdefault(item.weight.unit, []).append(item)
+        return found
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(item.weight.shape) for item in self.items)
+
+    @property
+    def bytes_before(self) -> int:
+        own = {item.weight.source: item.weight.stored_bytes for item in self.items}  # a tied head is there once
+        return sum(own.values()) + self.other_bytes
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(item.num_bytes for item in self.items) + self.other_bytes
+
+    @property
+    def bits_a_weight(self) -> float:
+        """Over all matrices."""
+        return 8 * sum(item.num_bytes for item in self.items) / self.num_weights
+
+    def rows(self) -> list[Row]:
+        """The weights by what they become."""
+        found: dict[str, list[Planned]] = {}
+        for item in self.items:
+            found.setdefault("as they are" if item.format is None else item.format.name, []).append(item)
+        return [
+            Row(
+                name,
+                len(items),
+                sum(math.prod(item.weight.shape) for item in items),
+                sum(item.weight.stored_bytes for item in items),
+                sum(item.num_bytes for item in items),
+            )
+            for name, items in found.items()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": self.to,
+            "kind": self.kind,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_a_weight": round(self.bits_a_weight, 4),
+            "weights": {
+                item.weight.output: {
+                    "shape": list(item.weight.shape),
+                    "format": None if item.format is None else item.format.name,
+                    "bytes": item.num_bytes,
+                }
+                for item in self.items
+            },
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(original: Original, choices: Choices) -> Plan:
+    """UsageError for choices that mean nothing here, UnsupportedError for formats that a weight or the output can't have."""
+    kind, reader = choices.kind, original.reader
+    if kind == "hf" and original.checkpoint.format != "hf":
+        raise UnsupportedError(
+            f"{original.name} is a GGUF file, and {choices.to} goes into a Hugging Face folder",
+            "make a folder of it first: nanovllm convert MODEL --to hf",
+        )
+    patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]
+    used = set()
+    notes: list[str] = []
+    items = []
+    for weight in _weights(original, kind, choices):
+        found = next((i for i, (pattern, _) in enumerate(patterns) if pattern.search(weight.output)), None)
+        form = _usual(weight, original.spec, choices, kind, notes) if found is None else patterns[found][1]
+        used.add(found)
+        if form is not None:
+            form.check_width(weight.shape[1])
+        items.append(Planned(weight, form))
+    for i, (pattern, _) in enumerate(patterns):
+        if i not in used:
+            names = ", ".join(item.weight.output for item in items if item.weight.unit in ("blocks.0", "embedding"))
+            raise UsageError(
+                f"--tensor-type {pattern.pattern!r}: no weight is left that it fits", f"weights are called {names}"
+            )
+    if all(item.format is None for item in items):
+        raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
+    planned = {item.weight.source for item in items}
+    others = sum(reader.num_bytes(name) for name in reader.names() if name not in planned)
+    return Plan(kind, choices.to, tuple(items), others, tuple(notes))
+
+
+def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weight]:
+    """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
+    checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
+    there, output = names_of(checkpoint), HF_NAMES if kind == "hf" else GGUF_NAMES
+    names = [f"blocks.{i}.{part}.weight" for i in range(spec.num_layers) for part in LINEARS]
+    for ours in ("embedding.weight", *names, "head.weight"):
+        source = checkpoint_name(ours, there)
+        if ours == "head.weight" and spec.tied_head:
+            if choices.head in (None, KEEP):
+                continue
+            source = checkpoint_name("embedding.weight", there)
+        if source not in reader.names():
+            raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is missing", "get the model again")
+        shape = reader.shape(source)
+        if len(shape) != 2:
+            raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is not a matrix: its shape is {list(shape)}")
+        stored = reader.format(source)
+        if stored is not None and not choices.requantize:
+            raise UsageError(
+                f"{original.name} is quantized already: {source} is {stored.name}",
+                "take the original; --allow-requantize adds one loss to the other",
+            )
+        yield Weight(ours, source, checkpoint_name(ours, output), (shape[0], shape[1]), reader.num_bytes(source))
+
+
+def _usual(weight: Weight, spec: ModelSpec, choices: Choices, kind: Kind, notes: list[str]) -> Format | None:
+    part = weight.unit
+    said = {"head": choices.head, "embedding": choices.embedding}.get(part)
+    if said is not None:
+        form = _format(said, kind)
+        if form is not None and kind == "hf" and part == "embedding":
+            raise UnsupportedError(
+                "nothing that loads such a folder looks up rows of a quantized embedding",
+                "keep it, or write GGUF (--to q8_0, q4_k_m, …)",
+            )
+        return form
+    if kind == "hf":
+        return None if part in ("head", "embedding") else _format(choices.to, kind)
+    mix = choices.to.lower()
+    found = type_of(mix, weight.ours, weight.shape[1], spec)
+    if found is None:
+        notes.append(f"{weight.output} stays as it is: no type has rows of {weight.shape[1]}")
+        return None
+    wanted = type_of(mix, weight.ours, 256, spec)
+    if found != wanted:
+        notes.append(f"{weight.output} becomes {found}: {wanted} has no rows of {weight.shape[1]}")
+    return Blocks(found)
+
+
+def _format(spec: str, kind: Kind) -> Format | None:
+    if spec.strip().lower() == KEEP:
+        return None
+    form = parse_format(spec)
+    if kind == "hf":
+        check_writable(form)
+    elif not isinstance(form, Blocks):
+        raise UsageError(f"{form.name} has no place in a GGUF file", f"its types: {', '.join(MIXES)}")
+    return form
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as failure:
+        raise UsageError(f"--tensor-type {pattern[:80]!r} is not a regular expression: {failure}") from failure

@@ -1,0 +1,384 @@
+"""Whole models: what is planned, what is written, who can read it, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import TINY, digest_of, plan_of, quantize
+
+IDS = [4087, 11, 250, 3000, 17, 900, 12, 45]
+
+
+class StopAt(NullProgress):
+    """Interrupts once so many bytes are done in a stage."""
+
+    def __init__(self, name: str, num_bytes: int, error: BaseException) -> None:
+        self.name, self.left, self.error = name, num_bytes, error
+        self.current = ""
+
+    def stage(self, name: str, total: int | None, unit: Any) -> None:
+        self.current = name
+
+    def advance(self, n: int) -> None:
+        if self.current.startswith(self.name):
+            self.left -= n
+            if self.left < 0:
+                raise self.error
+
+
+# ---- plans ----
+
+
+def test_a_folder_keeps_embedding_and_head_unless_asked() -> None:
+    plan = plan_of("int8")
+    kept = [item.weight.output for item in plan.items if item.format is None]
+    assert kept == ["model.embed_tokens.weight"]
+    assert len(plan.items) == 1 + 4 * 7
+    assert plan.bytes_before == sum(tensor.nbytes for tensor in load_file(TINY / "model.safetensors").values())
+
+
+def test_the_first_tensor_type_that_fits_counts() -> None:
+    plan = plan_of(
+        "int4:group=32", tensor_types=((r"layers\.0\..*down", "int8"), ("down_proj", "keep"), ("v_proj", "fp8"))
+    )
+    formats = {item.weight.output.removeprefix("model.layers."): item.format for item in plan.items}
+    assert formats["0.mlp.down_proj.weight"] == parse_format("int8")
+    assert formats["1.mlp.down_proj.weight"] is None
+    assert formats["2.self_attn.v_proj.weight"] == parse_format("fp8")
+    assert formats["2.mlp.up_proj.weight"] == parse_format("int4:group=32")
+
+
+def test_q4_k_m_gives_layers_the_types_that_llama_cpp_does() -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    del llama_cpp
+    plan = plan_of("q4_k_m")
+    formats = {item.weight.output: item.format for item in plan.items}
+    assert formats["token_embd.weight"] == Blocks("Q6_K")
+    assert [formats[f"blk.{i}.attn_v.weight"] for i in range(4)] == [
+        Blocks(t) for t in ("Q4_K", "Q4_K", "Q6_K", "Q6_K")
+    ]
+    assert [formats[f"blk.{i}.ffn_down.weight"] for i in range(4)] == [
+        Blocks(t) for t in ("Q5_0", "Q5_0", "Q8_0", "Q8_0")
+    ]
+    assert len(plan.notes) == 4
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "words"),
+    [
+        ({"to": "int9"}, UsageError, "int9"),
+        ({"to": "nf4"}, UnsupportedError, "nf4"),
+        ({"to": "int3"}, UnsupportedError, "int3"),
+        ({"to": "int8", "tensor_types": (("(", "int8"),)}, UsageError, "regular expression"),
+        ({"to": "int8", "tensor_types": (("no_such_weight", "fp8"),)}, UsageError, "no_such_weight"),
+        ({"to": "int8", "tensor_types": ((".", "keep"),)}, UsageError, "nothing"),
+        ({"to": "q8_0", "tensor_types": (("ffn", "int8"),)}, UsageError, "GGUF"),
+        ({"to": "int8", "tensor_types": (("up", "q8_0"),)}, UnsupportedError, "q8_0"),
+        ({"to": "int8", "embedding": "int8"}, UnsupportedError, "embedding"),
+        ({"to": "int8", "head": "banana"}, UsageError, "banana"),
+        ({"to": "int4:group=256"}, UnsupportedError, "640"),
+    ],
+)
+def test_choices_that_mean_nothing_are_told(choices: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        plan_of(**choices)
+
+
+# ---- folders ----
+
+
+@pytest.mark.parametrize(
+    ("spec", "head"), [("int8", None), ("fp8", None), ("int4:group=32", None), ("int8-weight-only", "int8")]
+)
+def test_transformers_computes_with_the_weights_that_were_chosen(tmp_path: Path, spec: str, head: str | None) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    quantize(spec, out, head=head)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        got = loaded(torch.tensor([IDS])).logits  # the first call decompresses the weights
+    reference = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    for name, module in reference.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            form = parse_format(spec) if name != "lm_head" else parse_format(head) if head else None
+            weight = module.weight.detach()
+            wanted = weight if form is None else form.dequantize(form.quantize(weight))
+            assert torch.allclose(loaded.get_submodule(name).weight, wanted, rtol=1e-6, atol=0), name
+            module.weight = torch.nn.Parameter(wanted)
+    with torch.no_grad():
+        expected = reference(torch.tensor([IDS])).logits
+    # it rounds activations to 8 bits where the format says so; e4m3 has three of them behind the leading one
+    limit = {"int8": 0.03, "fp8": 0.1}.get(spec, 0.03 if head else 1e-5)
+    assert float((got - expected).norm() / expected.norm()) < limit
+
+
+def test_everything_but_the_weights_is_the_originals(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize("int8", out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (TINY / name).read_bytes()
+    before, after = json.loads((TINY / "config.json").read_text()), json.loads((out / "config.json").read_text())
+    assert {key: after[key] for key in before} == before
+    original, written = load_file(TINY / "model.safetensors"), load_file(out / "model.safetensors")
+    for name, tensor in original.items():
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(written[name], tensor)
+    assert "## Quantized with nanovllm" in (out / "README.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_tied_head_in_a_format_of_its_own_is_untied(tmp_path: Path) -> None:
+    quantize("int8", tmp_path / "out", head="int8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert "lm_head" not in config["quantization_config"]["ignore"]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["lm_head.weight"].dtype == torch.int8
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+# ---- GGUF ----
+
+
+@pytest.mark.parametrize("spec", ["q8_0", "q4_k"])
+def test_a_gguf_file_has_each_weight_in_its_planned_type(tmp_path: Path, spec: str) -> None:
+    out = tmp_path / "m.gguf"
+    quantize(spec, out)
+    originals = load_file(TINY / "model.safetensors")
+    with open_checkpoint(out) as written:
+        for item in plan_of(spec).items:
+            assert isinstance(item.format, Blocks)
+            assert written.info(item.weight.output).dtype_name == item.format.type
+            found = written.tensor(item.weight.output).double()
+            error = (found - originals[item.weight.source].double()).norm() / found.norm()
+            assert error < (0.01 if item.format.type == "Q8_0" else 0.1)
+        assert written.config["general.file_type"] == {"q8_0": 7, "q4_k": 15}[spec]
+
+
+@pytest.mark.parametrize("spec", ["q8_0", "q4_0", "q4_k_m", "q6_k"])
+def test_llama_cpp_loads_it_and_says_what_we_say(tmp_path: Path, spec: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from nanovllm_cli.quantization.logits import MeasuredModel
+
+    out = tmp_path / "m.gguf"
+    quantize(spec, out)
+    theirs = llama_cpp.Llama(str(out), n_ctx=64, logits_all=True, verbose=False, n_threads=2)
+    theirs.eval(IDS)
+    expected = torch.from_numpy(theirs.scores[: len(IDS)].copy()).double()
+    with open_checkpoint(out) as checkpoint:
+        model = MeasuredModel(checkpoint, 64, dtype="float32")
+        found = model.logits(model.hidden(IDS)).double()
+    # it rounds activations to 8 bits
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert float((found.argmax(-1) == expected.argmax(-1)).double().mean()) >= 0.75
+
+
+def test_quantizing_what_is_quantized_needs_a_word(tmp_path: Path) -> None:
+    quantize("q8_0", tmp_path / "m.gguf")
+    with pytest.raises(UsageError, match="quantized already"):
+        quantize("q4_0", tmp_path / "n.gguf", tmp_path / "m.gguf")
+    quantize("q4_0", tmp_path / "n.gguf", tmp_path / "m.gguf", requantize=True)
+    with open_checkpoint(tmp_path / "n.gguf") as written:
+        assert written.info("blk.0.attn_q.weight").dtype_name == "Q4_0"
+    with pytest.raises(UnsupportedError, match="is a GGUF file"):
+        quantize("int8", tmp_path / "folder", tmp_path / "n.gguf")
+
+
+# ---- the quality card ----
+
+
+def test_the_card_is_kept_beside_the_weights(tmp_path: Path) -> None:
+    card = quantize("q8_0", tmp_path / "m.gguf", verify_tokens=600)
+    assert card is not None
+    assert card.quality.kl_mean < 0.002
+    assert card.quality.same_top >= 0.98
+    kept = json.loads((tmp_path / "m.quality.json").read_text())
+    assert kept["quality"]["kl_mean"] == card.quality.kl_mean
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "m.quality.json"}
+
+
+def test_the_card_of_unchanged_weights_is_clean(tmp_path: Path) -> None:
+    """Q8_0 of numbers that Q8_0 can say: both models are the same, to the bit."""
+    quantize("q8_0", tmp_path / "m.gguf")
+    card = quantize("q8_0", tmp_path / "n.gguf", tmp_path / "m.gguf", requantize=True, verify_tokens=100)
+    assert card is not None
+    assert (card.quality.kl_max, card.quality.same_top) == (0.0, 1.0)
+
+
+# ---- what goes wrong ----
+
+
+def test_a_resumed_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    quantize("int4:group=32", whole)
+    for left in (0, 2_000_000):
+        with pytest.raises(KeyboardInterrupt):
+            quantize("int4:group=32", resumed, progress=StopAt("quantizing", left, KeyboardInterrupt()))
+        assert not resumed.exists()
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int4:group=32", resumed, progress=StopAt("writing", 1_000_000, KeyboardInterrupt()))
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", ".resumed.quantizing"}
+    quantize("int4:group=32", resumed)
+    assert digest_of(resumed) == digest_of(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "resumed"}
+
+
+def test_finished_parts_are_not_taken_for_other_work(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int4:group=32", tmp_path / "out", progress=StopAt("writing", 0, KeyboardInterrupt()))
+    quantize("int8", tmp_path / "out")
+    quantize("int8", tmp_path / "other")
+    assert digest_of(tmp_path / "out") == digest_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "journal"])
+def test_a_damaged_part_is_made_again(tmp_path: Path, damage: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int8", tmp_path / "out", progress=StopAt("writing", 0, KeyboardInterrupt()))
+    part, journal = (tmp_path / ".out.quantizing" / name for name in ("blocks.2.safetensors", "journal.jsonl"))
+    data = bytearray(part.read_bytes())
+    if damage == "flip":
+        data[-5] ^= 1
+        part.write_bytes(data)
+    elif damage == "cut":
+        part.write_bytes(data[:-100])
+    elif damage == "remove":
+        part.unlink()
+    else:
+        journal.write_text(journal.read_text()[:-20])
+    quantize("int8", tmp_path / "out")
+    quantize("int8", tmp_path / "other")
+    assert digest_of(tmp_path / "out") == digest_of(tmp_path / "other")
+
+
+def test_the_input_is_never_the_output(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(TINY, source)
+    before = digest_of(source)
+    (tmp_path / "link").symlink_to(source)
+    for output in (source, source / "inside", tmp_path, tmp_path / "link"):
+        with pytest.raises(UsageError, match="where the model itself is"):
+            quantize("int8", output, source, replace=True)
+    quantize("q8_0", tmp_path / "m.gguf")
+    with pytest.raises(UsageError, match="where the model itself is"):
+        quantize("q4_0", tmp_path / "m.gguf", tmp_path / "m.gguf", replace=True, requantize=True)
+    assert digest_of(source) == before
+
+
+def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
+    quantize("int8", tmp_path / "out")
+    with pytest.raises(UsageError, match="exists already"):
+        quantize("fp8", tmp_path / "out")
+    quantize("fp8", tmp_path / "out", replace=True)
+    assert "float-quantized" in (tmp_path / "out" / "config.json").read_text()
+    (tmp_path / "out" / "diary.doc").write_text("mine")
+    with pytest.raises(UsageError, match=r"diary\.doc"):
+        quantize("int8", tmp_path / "out", replace=True)
+
+
+def test_bad_numbers_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(TINY, source)
+    tensors = load_file(TINY / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        quantize("int8", tmp_path / "out", source)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        quantize("int8", tmp_path / "out", source)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("limit", [300_000, 2_000_000])
+def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(tmp_path: Path, limit: int) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from quantizing import quantize
+from pathlib import Path
+from nanovllm_cli.errors import OutputError
+try:
+    quantize("int8", Path({str(tmp_path / "out")!r}))
+except OutputError as error:
+    print(error.message, error.hint)
+    sys.exit(9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 9, done.stderr
+    assert "cannot write" in done.stdout
+    assert not (tmp_path / "out").exists()
+    quantize("int8", tmp_path / "out")
+    quantize("int8", tmp_path / "other")
+    assert digest_of(tmp_path / "out") == digest_of(tmp_path / "other")
+
+
+_KILLED = """
+import os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from pathlib import Path
+from quantizing import digest_of, quantize
+torch.set_num_threads(1)
+to, out, good, source = sys.argv[2], Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+seconds = float(sys.argv[6])
+original, dice, whole = digest_of(source), random.Random(1), 0
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        quantize(to, out, source)
+        os._exit(0)
+    time.sleep(dice.uniform(0, seconds))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert digest_of(source) == original
+    if out.exists():
+        assert digest_of(out) == good
+        whole += 1
+        for path in out.rglob("*") if out.is_dir() else []:
+            path.unlink()
+        out.rmdir() if out.is_dir() else out.unlink()
+quantize(to, out, source)
+assert digest_of(out) == good
+assert sorted(path.name for path in out.parent.iterdir()) == [out.name]
+print("whole", whole)
+"""
+
+
+@pytest.mark.parametrize(("spec", "name"), [("int4:group=32", "out"), ("q4_0", "out.gguf")])
+def test_killed_at_fifty_points_the_output_is_absent_or_whole(tmp_path: Path, spec: str, name: str) -> None:
+    quantize(spec, tmp_path / name)
+    (tmp_path / "work").mkdir()
+    here = str(Path(__file__).parent)
+    good = digest_of(tmp_path / name)
+    arguments = [here, spec, str(tmp_path / "work" / name), good, str(TINY), "0.15"]
+    done = subprocess.run([sys.executable, "-c", _KILLED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_output_error_is_what_a_missing_folder_gives(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot write"):
+        quantize("int8", tmp_path / "no" / "such" / "folder")
