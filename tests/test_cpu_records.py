@@ -59,7 +59,7 @@ def random_rows(layout: RecordLayout, seed: int = 0) -> RecordRows:
 
 
 @pytest.mark.parametrize(("bits", "group", "scale", "low", "offset"), KINDS)
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (70, 288), (3, 20), (130, 768)])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (70, 288), (3, 20), (5, 40), (130, 768)])
 def test_rows_come_back_and_can_be_packed_in_parts(
     n: int, k: int, bits: int, group: int, scale: int, low: int, offset: int
 ) -> None:

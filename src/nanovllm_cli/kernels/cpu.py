@@ -31,7 +31,7 @@ def _use_own_cache_folder() -> None:
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
-from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, cpu_program  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, cpu_program, entry  # noqa: E402
 from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
 
 CacheDTypes = tuple[torch.dtype, torch.dtype]
@@ -186,6 +186,8 @@ def _launch(
             cpu_fused.rope_and_cache(tag, *_cache_tags(cache_dtypes), *ints, *floats)
         case cpu_program.ATTENTION:
             cpu_attention.paged_attention(tag, *_cache_tags(cache_dtypes), *ints, *floats)
+        case cpu_program.CALL:
+            entry.call(ints[0], ints[1:])
 
 
 def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:

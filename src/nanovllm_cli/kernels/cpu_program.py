@@ -1,7 +1,8 @@
 """A list of kernels, run by compiled code: kernels of a small model take less time than a call from Python does.
 
 A row of the list is a kind, its whole-number arguments (addresses, counts) and its fp32 arguments. The table of kinds stands
-twice, here and in `cpu._launch`: compiled code cannot look a function up.
+twice, here and in `cpu._launch`: compiled code cannot look a function up. CALL is for kernels that not every model needs: its
+first argument is the address of one (entry.py), which gets the others.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_attention import paged_attention
 from nanovllm_cli.kernels.cpu_fused import add_rms_norm, gated_activation, rope_and_cache
 from nanovllm_cli.kernels.cpu_matmul import matmul, unpack_rows
+from nanovllm_cli.kernels.entry import call_address
 from nanovllm_cli.kernels.simd import typed_pointer
 
-MATMUL, MATMUL_FLOAT, ROWS, NORM, ACTIVATION, ROPE, ATTENTION = range(7)
+MATMUL, MATMUL_FLOAT, ROWS, NORM, ACTIVATION, ROPE, ATTENTION, CALL = range(8)
 INTS, FLOATS = 24, 2
 
 
@@ -28,6 +30,8 @@ def replay(tag, k_kind, v_kind, ints, floats, count):
         a, f = table[i], numbers[i]
         if a[0] == MATMUL:
             matmul(tag, tag, a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
+        elif a[0] == CALL:
+            call_address(a[1], ints + (i * INTS + 2) * 8)
         elif a[0] == NORM:
             add_rms_norm(tag, a[1], a[2], a[3], a[4], a[5], a[6], f[0], f[1])
         elif a[0] == ROPE:

@@ -1,7 +1,11 @@
-"""What the numbers of a packed integer weight can be: shared by the kernels that read records and by `quant/cpu_records.py`,
-which describes and fills them."""
+"""Sizes and places in a packed integer weight: shared by the kernels that read records and by `quant/cpu_records.py`, which
+fills them and says what they look like."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 
 TILE = 64
 """Output columns (rows of the weight) of a record."""
@@ -16,3 +20,84 @@ the byte says elsewhere, for codes that are twice the value (fp4's are 0.5 apart
 NO_LOW, ZERO, MIN, SUB_MIN, NIBBLE = range(5)
 """Kinds of what is taken off. ZERO: u8 codes; MIN: f16, added; SUB_MIN: u8 times an f16 a record; NIBBLE: the same, in the upper
 half of the scale's byte."""
+
+GROUPS = (16, 32, 64, 128, 256)
+SCALE_DTYPES = {
+    F32: torch.float32,
+    F16: torch.float16,
+    BF16: torch.bfloat16,
+    E8M0: torch.uint8,
+    SUB_U8: torch.uint8,
+    SUB_I8: torch.int8,
+}
+LOW_DTYPES = {ZERO: torch.uint8, MIN: torch.float16, SUB_MIN: torch.uint8}
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """A packed [num_rows, width] weight: scale * (table[code] - offset) - low. scale, low: kinds as above.
+
+    unit: supers are divided by 2**unit. table: 16 bytes, what codes of up to 4 bits stand for; None: for themselves.
+    """
+
+    num_rows: int
+    width: int
+    bits: int
+    group: int
+    scale: int
+    low: int = NO_LOW
+    offset: int = 0
+    unit: int = 0
+    table: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.bits in PLANES
+        assert self.group in GROUPS
+        assert (self.low in (SUB_MIN, NIBBLE)) <= (self.scale == SUB_U8)
+        assert self.low == NO_LOW or self.offset == 0
+        assert self.table is None or len(self.table) == 16
+
+    @property
+    def padded_width(self) -> int:
+        return -(-self.width // STEP) * STEP
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.width // self.group)
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.width // CHUNK)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_rows // TILE)
+
+    @property
+    def has_supers(self) -> bool:
+        return self.scale in (SUB_U8, SUB_I8)
+
+    @property
+    def has_super_lows(self) -> bool:
+        return self.low in (SUB_MIN, NIBBLE)
+
+    def chunk_width(self, chunk: int) -> int:
+        return min(CHUNK, self.padded_width - chunk * CHUNK)
+
+    def record_bytes(self, width: int) -> int:
+        """Bytes of a record of `width` codes along k."""
+        groups = -(-width // self.group)
+        supers = 2 * (self.has_supers + self.has_super_lows)
+        scale = SCALE_DTYPES[self.scale].itemsize
+        low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
+        return TILE * (width * self.bits // 8 + supers + groups * (scale + low))
+
+    @property
+    def tile_bytes(self) -> int:
+        last = self.num_chunks - 1
+        return last * self.record_bytes(CHUNK) + self.record_bytes(self.chunk_width(last))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tiles * self.tile_bytes

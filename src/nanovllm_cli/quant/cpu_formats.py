@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.dense import DenseStorage
-from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.quant.rows import QuantizedRows
 from nanovllm_cli.quant.storage import WeightStorage
 
 
 def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
-    """An empty weight in a format; dtype is what is computed in."""
+    """An empty weight in a format; dtype is what is computed in. In float32 activations are never rounded to int8."""
+    rounds = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
+    if rounds and dtype == torch.bfloat16:
+        assert isinstance(form, Integer | Blocks)
+        return CpuInteger(form, num_rows, width, dtype)
     return _Dequantized(form, num_rows, width, dtype)
 
 

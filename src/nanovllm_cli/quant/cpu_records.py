@@ -2,6 +2,7 @@
 
     weight[n, k] = scale[n, g] * (code[n, k] - offset) - low[n, g]                 g = k // group
 
+(or table[code] for codes of 4 bits that stand for other numbers).
 A weight [N, K] is cut into tiles of 64 rows (columns of the output) and chunks of 256 along k (the last one shorter: K rounded up
 to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile, chunk) is one record:
 
@@ -26,19 +27,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import record_kinds as kinds
-from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE
-
-GROUPS = (16, 32, 64, 128, 256)
-SCALE_DTYPES = {
-    kinds.F32: torch.float32,
-    kinds.F16: torch.float16,
-    kinds.BF16: torch.bfloat16,
-    kinds.E8M0: torch.uint8,
-    kinds.SUB_U8: torch.uint8,
-    kinds.SUB_I8: torch.int8,
-}
-LOW_DTYPES = {kinds.ZERO: torch.uint8, kinds.MIN: torch.float16, kinds.SUB_MIN: torch.uint8}
-PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+from nanovllm_cli.kernels.record_kinds import CHUNK, LOW_DTYPES, PLANES, SCALE_DTYPES, STEP, TILE, RecordLayout
 
 
 @dataclass(frozen=True)
@@ -54,69 +43,6 @@ class RecordRows:
     lows: torch.Tensor | None = None
     supers: torch.Tensor | None = None
     super_lows: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """Sizes and places of everything in a packed [num_rows, width] weight. scale, low: kinds of `kernels.record_kinds`."""
-
-    num_rows: int
-    width: int
-    bits: int
-    group: int
-    scale: int
-    low: int = kinds.NO_LOW
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.bits in PLANES
-        assert self.group in GROUPS
-        assert (self.low in (kinds.SUB_MIN, kinds.NIBBLE)) <= (self.scale == kinds.SUB_U8)
-        assert self.low == kinds.NO_LOW or self.offset == 0
-
-    @property
-    def padded_width(self) -> int:
-        return -(-self.width // STEP) * STEP
-
-    @property
-    def num_groups(self) -> int:
-        return -(-self.width // self.group)
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-self.width // CHUNK)
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.num_rows // TILE)
-
-    @property
-    def has_supers(self) -> bool:
-        return self.scale in (kinds.SUB_U8, kinds.SUB_I8)
-
-    @property
-    def has_super_lows(self) -> bool:
-        return self.low in (kinds.SUB_MIN, kinds.NIBBLE)
-
-    def chunk_width(self, chunk: int) -> int:
-        return min(CHUNK, self.padded_width - chunk * CHUNK)
-
-    def record_bytes(self, width: int) -> int:
-        """Bytes of a record of `width` codes along k."""
-        groups = -(-width // self.group)
-        supers = 2 * (self.has_supers + self.has_super_lows)
-        scale = SCALE_DTYPES[self.scale].itemsize
-        low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
-        return TILE * (width * self.bits // 8 + supers + groups * (scale + low))
-
-    @property
-    def tile_bytes(self) -> int:
-        last = self.num_chunks - 1
-        return last * self.record_bytes(CHUNK) + self.record_bytes(self.chunk_width(last))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_tiles * self.tile_bytes
 
 
 def pack_rows(layout: RecordLayout, packed: torch.Tensor, first_row: int, rows: RecordRows) -> None:
@@ -142,7 +68,8 @@ def pack_rows(layout: RecordLayout, packed: torch.Tensor, first_row: int, rows: 
             ):
                 if target is not None:
                     assert source is not None
-                    target[:, columns] = _bytes(source[mine, which]).swapaxes(0, 1)
+                    values = _bytes(source[mine, which]).swapaxes(0, 1)
+                    target[: len(values), columns] = values  # a group of padding has no scale
 
 
 def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
@@ -154,7 +81,8 @@ def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
         if getattr(records[0][0], name) is None:
             return None
         tiles = [np.concatenate([getattr(r, name) for r in chunks]).swapaxes(0, 1) for chunks in records]
-        return torch.from_numpy(np.concatenate(tiles).copy()).view(dtype).squeeze(-1)[: layout.num_rows]
+        values = torch.from_numpy(np.concatenate(tiles).copy()).view(dtype).squeeze(-1)
+        return values[: layout.num_rows, : layout.num_groups]
 
     codes = [np.concatenate([_from_planes(r.codes, layout.bits) for r in chunks], 1) for chunks in records]
     scales = whole("scales", SCALE_DTYPES[layout.scale])
@@ -177,7 +105,10 @@ def dequantize(layout: RecordLayout, rows: RecordRows) -> torch.Tensor:
     def per_group(supers: torch.Tensor) -> torch.Tensor:
         return supers.float().repeat_interleave(CHUNK // layout.group, 1)[:, : layout.num_groups]
 
-    codes = rows.codes.int() - layout.offset
+    codes = rows.codes.int()
+    if layout.table is not None:
+        codes = torch.tensor(layout.table, dtype=torch.int32)[codes]
+    codes = codes - layout.offset
     scales, lows = rows.scales, rows.lows
     if layout.low == kinds.NIBBLE:
         scales, lows = scales & 15, scales >> 4
@@ -186,7 +117,7 @@ def dequantize(layout: RecordLayout, rows: RecordRows) -> torch.Tensor:
     else:
         scale = scales.float()
     if rows.supers is not None:
-        scale = per_group(rows.supers) * scale
+        scale = per_group(rows.supers) / 2**layout.unit * scale
     if layout.low == kinds.ZERO:
         assert lows is not None
         codes = codes - spread(lows).int()

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows
 from nanovllm_cli.quant.storage import WeightStorage
 
 
 class CpuStacked:
-    """A WeightStorage on a CPU whose rows are its parts' rows behind each other. dtype: what is computed in."""
+    """A WeightStorage on a CPU whose rows are its parts' rows behind each other. dtype: what is computed in.
 
-    recordable = False
+    Parts that round activations alike share the rounding, and write their columns of the result in place.
+    """
 
     def __init__(self, parts: Sequence[WeightStorage], dtype: torch.dtype) -> None:
         self.num_rows = sum(part.num_rows for part in parts)
@@ -27,6 +29,10 @@ class CpuStacked:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
 
+    @property
+    def recordable(self) -> bool:
+        return all(isinstance(part, CpuInteger) for part in self._parts)
+
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         for part in self._parts:
             if first_row < part.num_rows:
@@ -37,12 +43,23 @@ class CpuStacked:
         raise AssertionError("rows beyond the last part")
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-        results, first = [], 0
+        assert isinstance(x, torch.Tensor), "norms are kernels of their own on a CPU"
+        out = integer.new(x.shape[0], self.num_rows, out_dtype)
+        first = 0
+        rounded: list[integer.Rounded] = []
         for part in self._parts:
-            end = first + part.num_rows
-            results.append(part.matmul(x, None if bias is None else bias[first:end], out_dtype))
-            first = end
-        return torch.cat(results, 1)
+            columns = slice(first, first + part.num_rows)
+            own_bias = None if bias is None else bias[columns]
+            if isinstance(part, CpuInteger):
+                fitting = [r for r in rounded if r.rounding.same(part.rounding)]
+                if not fitting:
+                    fitting = [integer.quantize(x, part.rounding)]
+                    rounded += fitting
+                part.multiply(fitting[0], own_bias, out[:, columns])
+            else:
+                out[:, columns] = part.matmul(x, own_bias, out_dtype)
+            first += part.num_rows
+        return out
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         return cpu.gated_activation(self.matmul(x, bias, self._dtype), activation)

@@ -1,0 +1,311 @@
+"""Matmul of int8 activations with packed integer weights on the CPU, the rounding of activations, and row look-up.
+
+Weights lie in records (quant/cpu_records.py). A panel, 64 columns by at most 256 of k, is unpacked into scratch that stays in the
+L1 cache, once, and all rows of a task run over it.
+
+Activations are rounded to int8 by `quantize`, once for all weights that read them: [chunks, T, stride bytes], and in a row of a
+chunk, with G groups there, xs fp32 [G], xl fp32 [G], sums of codes i32 [G], codes s8 [k] (what they mean: simd_int.py). A scale
+is the largest magnitude / 127, of a group or of the whole row. A row's numbers depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from nanovllm_cli.kernels.cpu_numbers import load, store
+from nanovllm_cli.kernels.record_kinds import (
+    BF16,
+    CHUNK,
+    E8M0,
+    F16,
+    F32,
+    MIN,
+    NIBBLE,
+    NO_LOW,
+    STEP,
+    SUB_I8,
+    SUB_MIN,
+    TILE,
+    ZERO,
+)
+from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, look_up, unpack_codes
+
+ROWS_PER_TASK = 256
+_MOST_GROUPS = CHUNK // 16
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def quantize(tag, x, num_rows, x_stride, width, group, per_row, order, out, stride):
+    """Round rows of x [num_rows, width], x_stride bytes apart, to int8 (layout: above).
+
+    group: columns that share a scale and a sum; per_row: 1 for one scale a row. order: address of i32 [width], the columns of x
+    in the order of the weight's, or 0.
+    """
+    padded = (width + STEP - 1) // STEP * STEP
+    columns = carray(typed_pointer(order, np.int32(0)), (width,))
+    for r in prange(num_rows):
+        line = carray(typed_pointer(x + r * x_stride, tag), (width,))
+        values = np.zeros(padded, np.float32)
+        if order == 0:
+            for i in range(width):
+                values[i] = load(line, i)
+        else:
+            for i in range(width):
+                values[i] = load(line, columns[i])
+        whole = _largest(values) if per_row != 0 else np.float32(0.0)
+        for chunk in range((padded + CHUNK - 1) // CHUNK):
+            part = values[chunk * CHUNK : min(padded, (chunk + 1) * CHUNK)]
+            groups = (part.size + group - 1) // group
+            target = out + (chunk * num_rows + r) * stride
+            scales = carray(typed_pointer(target, np.float32(0)), (2 * groups,))
+            sums = carray(typed_pointer(target + 8 * groups, np.int32(0)), (groups,))
+            codes = carray(typed_pointer(target + 12 * groups, np.int8(0)), (part.size,))
+            for g in range(groups):
+                begin, end = g * group, min(part.size, (g + 1) * group)
+                largest = whole if per_row != 0 else _largest(part[begin:end])
+                scale = largest / np.float32(127.0)
+                total = np.int32(0)
+                # A row with a NaN or an infinity has no codes; its scale makes a NaN of whatever it is multiplied with.
+                finite = largest < np.float32(np.inf)
+                inverse = np.float32(127.0) / largest if finite and largest > np.float32(1e-36) else np.float32(0.0)
+                for i in range(begin, end):
+                    code = np.int32(np.rint(part[i] * inverse)) if finite else np.int32(0)
+                    codes[i] = np.int8(code)
+                    total += code
+                scales[g] = scale if finite else np.float32(np.nan)
+                scales[groups + g] = scales[g] * np.float32(total)
+                sums[g] = total
+
+
+@njit(inline="always")
+def _largest(values):
+    """The largest magnitude, found among bit patterns, which puts infinities and NaNs above all numbers."""
+    bits, most = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        most = max(most, bits[i] & np.uint32(0x7FFFFFFF))
+    return np.uint32(most).view(np.float32)
+
+
+@njit(nogil=True, error_model="numpy")
+def record_bytes(width, bits, group, scale, low):
+    """See `quant.cpu_records.RecordLayout.record_bytes`."""
+    groups = (width + group - 1) // group
+    supers = 2 * (int(scale > E8M0) + int(low >= SUB_MIN))
+    scale_bytes = 4 if scale == F32 else (2 if scale == F16 or scale == BF16 else 1)
+    low_bytes = 2 if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
+    return TILE * (width * bits // 8 + supers + groups * (scale_bytes + low_bytes))
+
+
+@njit(nogil=True, error_model="numpy")
+def unpack_scales(record, width, bits, group, scale, low, unit, scales, lows):
+    """scales, lows: fp32 [groups * 64]. What a record holds behind its codes: what multiplies a code, and what is added to the
+    product (for ZERO: the zero point as it is)."""
+    count = (width + group - 1) // group * TILE
+    at = record + width * bits * TILE // 8
+    supers, super_lows = at, at + 2 * TILE
+    at += 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))
+    if scale == F16:
+        _unpack_half(at, count, 0, scales)
+        at += 2 * count
+    elif scale == BF16:
+        bits16 = carray(typed_pointer(at, np.uint16(0)), (count,))
+        for i in range(count):
+            scales[i] = load(bits16, i)
+        at += 2 * count
+    elif scale == F32:
+        floats = carray(typed_pointer(at, np.float32(0)), (count,))
+        for i in range(count):
+            scales[i] = floats[i]
+        at += 4 * count
+    elif scale == E8M0:
+        exponents = carray(typed_pointer(at, np.uint8(0)), (count,))
+        for i in range(count):
+            e = np.uint32(exponents[i])
+            word = np.uint32(0x200000) << e if e < np.uint32(2) else (e - np.uint32(1)) << np.uint32(23)
+            scales[i] = np.uint32(word).view(np.float32)
+        at += count
+    else:
+        factors = np.empty(TILE, np.float32)
+        _unpack_half(supers, TILE, unit, factors)
+        if scale == SUB_I8:
+            signed = carray(typed_pointer(at, np.int8(0)), (count,))
+            for g in range(count // TILE):
+                for c in range(TILE):
+                    scales[g * TILE + c] = factors[c] * np.float32(signed[g * TILE + c])
+        else:
+            mask = np.uint8(15) if low == NIBBLE else np.uint8(255)
+            whole = carray(typed_pointer(at, np.uint8(0)), (count,))
+            for g in range(count // TILE):
+                for c in range(TILE):
+                    scales[g * TILE + c] = factors[c] * np.float32(whole[g * TILE + c] & mask)
+        if low >= SUB_MIN:
+            shift = np.uint8(4) if low == NIBBLE else np.uint8(0)
+            minima = carray(typed_pointer(at if low == NIBBLE else at + count, np.uint8(0)), (count,))
+            _unpack_half(super_lows, TILE, 0, factors)
+            for g in range(count // TILE):
+                for c in range(TILE):
+                    lows[g * TILE + c] = -(factors[c] * np.float32(minima[g * TILE + c] >> shift))
+    if low == MIN:
+        _unpack_half(at, count, 0, lows)
+    elif low == ZERO:
+        zeros = carray(typed_pointer(at, np.uint8(0)), (count,))
+        for i in range(count):
+            lows[i] = np.float32(zeros[i])
+
+
+@njit(inline="always")
+def _unpack_half(source, count, unit, target):
+    """f16 / 2**unit to fp32 by whole numbers: finite ones, subnormal ones too, exactly."""
+    factor = np.int32((127 + 112 - unit) << 23).view(np.float32)
+    halves = carray(typed_pointer(source, np.uint16(0)), (count,))
+    for i in range(count):
+        h = np.uint32(halves[i])
+        magnitude = np.uint32((h & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * factor
+        sign = np.uint32((h & np.uint32(0x8000)) << np.uint32(16))
+        target[i] = np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32)
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group, scale, low, offset, unit, table, bias, out,
+                   out_stride):  # fmt: skip
+    """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): one rounding to the output's type.
+
+    x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. bits … unit: as in RecordLayout;
+    table: address of 16 bytes, or 0. bias: address of [n] in the output's type, or 0.
+    """
+    padded = (width + STEP - 1) // STEP * STEP
+    num_chunks = (padded + CHUNK - 1) // CHUNK
+    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    num_tiles = (n + TILE - 1) // TILE
+    num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
+    added = carray(typed_pointer(bias, out_tag), (n,))
+    for task in prange(num_tiles * num_parts):
+        tile, part = task // num_parts, task % num_parts
+        begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
+        panel = np.empty(CHUNK * TILE, np.uint8)
+        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.empty(_MOST_GROUPS * TILE, np.float32)
+        sums = np.empty((end - begin, TILE), np.float32)
+        for chunk in range(num_chunks):
+            k = min(CHUNK, padded - chunk * CHUNK)
+            groups = (k + group - 1) // group
+            record = weight + tile * tile_bytes + chunk * full
+            codes = record
+            if bits != 8:
+                unpack_codes(bits, record, k // STEP, panel.ctypes.data)
+                if table != 0:
+                    look_up(panel.ctypes.data, k * TILE, table)
+                codes = panel.ctypes.data
+            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
+            if low == ZERO:
+                for i in range(groups * TILE):
+                    lows[i] *= -scales[i]
+            for row in range(begin, end, TILE_ROWS):
+                rows = min(TILE_ROWS, end - row)
+                at = x + (chunk * num_rows + row) * x_stride
+                target = sums.ctypes.data + (row - begin) * TILE * 4
+                if low == NO_LOW:
+                    dot_panel(
+                        rows, codes, scales.ctypes.data, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
+                        chunk,
+                    )  # fmt: skip
+                else:
+                    dot_panel_low(
+                        rows, codes, scales.ctypes.data, lows.ctypes.data, k // 4, group // 4, offset, at, x_stride, groups,
+                        target, TILE * 4, chunk,
+                    )  # fmt: skip
+        first, columns = tile * TILE, min(TILE, n - tile * TILE)
+        for r in range(end - begin):
+            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]
+            if bias != 0:
+                for c in range(columns):
+                    sums[r, c] += load(added, first + c)
+            for c in range(columns):
+                store(line, c, sums[r, c])
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def integer_rows(out_tag, weight, ids, num_ids, width, bits, group, scale, low, offset, unit, table, order, out):
+    """out [num_ids, width] = rows `ids` (int64), dequantized: scale * (code - offset) + low, rounded to fp32 after each step as
+    `quant.cpu_records.dequantize` does, and once more to the output's type. order: as in `quantize`."""
+    padded = (width + STEP - 1) // STEP * STEP
+    num_chunks = (padded + CHUNK - 1) // CHUNK
+    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
+    columns = carray(typed_pointer(order, np.int32(0)), (width,))
+    dst = carray(typed_pointer(out, out_tag), (num_ids, width))
+    values = carray(typed_pointer(table, np.uint8(0)), (16,))
+    for r in prange(num_ids):
+        tile, column = rows[r] // TILE, rows[r] % TILE
+        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        line = dst[r]
+        for chunk in range(num_chunks):
+            k = min(CHUNK, padded - chunk * CHUNK)
+            record = weight + tile * tile_bytes + chunk * full
+            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
+            planes = carray(typed_pointer(record, np.uint8(0)), (k // STEP, bits, TILE, 4))
+            for i in range(min(k, width - chunk * CHUNK)):
+                code = np.float32(packed_code(planes, bits, column, i))
+                if table != 0:
+                    code = np.float32(values[np.int64(code)])
+                at = i // group * TILE + column
+                position = chunk * CHUNK + i
+                if order != 0:
+                    position = columns[position]
+                if low == ZERO:
+                    store(line, position, scales[at] * (code - lows[at]))
+                else:
+                    store(line, position, scales[at] * (code - np.float32(offset)) + lows[at])
+
+
+@njit(inline="always")
+def packed_code(planes, bits, column, i):
+    """Code i of a column, put together from its planes."""
+    step, unit, byte = i // STEP, i // 4 % 8, i % 4
+    code, row, shift, left = 0, 0, 0, bits
+    while left > 0:
+        plane = 8 if left == 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
+        per_row = 8 // plane
+        packed = np.int64(planes[step, row + unit // per_row, column, byte])
+        code |= ((packed >> (unit % per_row * plane)) & ((1 << plane) - 1)) << shift
+        row, shift, left = row + plane, shift + plane, left - plane
+    return code
+
+
+# ---- by address (entry.py) ----
+
+
+def quantize_entry(arguments: Any) -> None:
+    """The element type's bytes, and `quantize`'s arguments."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (10,))
+    if a[0] == 2:
+        quantize(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
+    else:
+        quantize(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
+
+
+def matmul_entry(arguments: Any) -> None:
+    """The same for `integer_matmul`."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (17,))
+    if a[0] == 2:
+        integer_matmul(
+            np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
+        )  # fmt: skip
+    else:
+        integer_matmul(
+            np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
+        )  # fmt: skip
+
+
+def rows_entry(arguments: Any) -> None:
+    """The same for `integer_rows`."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (14,))
+    if a[0] == 2:
+        integer_rows(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13])
+    else:
+        integer_rows(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13])

@@ -1,0 +1,104 @@
+"""The checked front of integer matmuls on the CPU: tensors in, checks, addresses to compiled kernels, tensors out (see cpu.py).
+
+All of it can be recorded in a cpu.Program. Work of several weights on the same rows shares their rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm_cli.kernels import cpu_integer, cpu_program, entry
+from nanovllm_cli.kernels.cpu import _check, _empty
+from nanovllm_cli.kernels.cpu import _launch as _launch_kind
+from nanovllm_cli.kernels.record_kinds import RecordLayout
+
+
+class Rounding(NamedTuple):
+    """How rows are rounded to int8 for a weight. group: columns that share a scale; per_row: one scale for the whole row, and
+    groups only for the sums. order: int32, the columns in the weight's order, or None. Compare with `same`."""
+
+    group: int
+    per_row: bool
+    order: torch.Tensor | None
+
+    def same(self, other: Rounding) -> bool:
+        return self.group == other.group and self.per_row == other.per_row and self.order is other.order
+
+
+class Rounded(NamedTuple):
+    """Rows [tokens, width] in int8, as cpu_integer.quantize leaves them: chunks of `tokens` rows of `stride` bytes."""
+
+    data: torch.Tensor
+    tokens: int
+    width: int
+    stride: int
+    rounding: Rounding
+
+
+class Packed(NamedTuple):
+    """A weight in records: data uint8 [layout.num_bytes]; table: layout.table as uint8 [16], or None."""
+
+    layout: RecordLayout
+    data: torch.Tensor
+    table: torch.Tensor | None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What the kernels are told of it, width … table."""
+        layout, table = self.layout, 0 if self.table is None else self.table.data_ptr()
+        return layout.width, layout.bits, layout.group, layout.scale, layout.low, layout.offset, layout.unit, table
+
+
+def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
+    """x [T, width], rounded to int8."""
+    tokens, width = x.shape
+    first = RecordLayout(1, width, 8, rounding.group, 0).chunk_width(0)
+    stride = 12 * -(-first // rounding.group) + first
+    chunks = -(-width // 256)
+    data = _empty((chunks * tokens * stride,), torch.uint8)
+    order = 0 if rounding.order is None else _check(rounding.order, torch.int32, width)
+    ints = (
+        x.itemsize, _check(x, x.dtype, tokens, width), tokens, width * x.itemsize, width, rounding.group, int(rounding.per_row),
+        order, data.data_ptr(), stride,
+    )  # fmt: skip
+    _launch(cpu_integer.quantize_entry, 16 * tokens * width, ints)
+    return Rounded(data, tokens, width, stride, rounding)
+
+
+def new(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `matmul` writes into, of the recording if there is one."""
+    return _empty((tokens, width), dtype)
+
+
+def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out [T, num_rows] = x @ weight.T (+ bias [num_rows] of out's type). out may be columns of a wider tensor."""
+    layout = weight.layout
+    assert (x.width, x.rounding.group) == (layout.width, layout.group)
+    assert out.shape == (x.tokens, layout.num_rows)
+    assert out.stride(1) == 1
+    assert weight.data.numel() == layout.num_bytes
+    added = 0 if bias is None else _check(bias, out.dtype, layout.num_rows)
+    ints = (
+        out.itemsize, x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
+        out.data_ptr(), out.stride(0) * out.itemsize,
+    )  # fmt: skip
+    _launch(cpu_integer.matmul_entry, x.tokens * layout.num_rows * layout.width, ints)
+
+
+def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ids [n] int64, dequantized: [n, width]. The caller has checked the ids."""
+    n, layout = ids.shape[0], weight.layout
+    out = _empty((n, layout.width), dtype)
+    columns = 0 if order is None else _check(order, torch.int32, layout.width)
+    ints = (
+        out.itemsize, weight.data.data_ptr(), _check(ids, torch.int64, n), n, *weight.numbers, columns, out.data_ptr()
+    )  # fmt: skip
+    _launch(cpu_integer.rows_entry, 8 * n * layout.width, ints)
+    return out
+
+
+def _launch(kernel: Callable[[Any], None], work: int, ints: tuple[int, ...]) -> None:
+    _launch_kind(cpu_program.CALL, work, torch.bfloat16, (entry.address(kernel), *ints))
