@@ -35,7 +35,7 @@ class Gptq:
     for the least error, rather than taken from the largest weight."""
 
     damping: float = 0.01
-    order: Literal["columns", "activity", "activity-groups"] = "columns"
+    order: Literal["columns", "activity", "activity-groups"] = "activity"
     search: bool = True
 
 

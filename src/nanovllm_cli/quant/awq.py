@@ -1,0 +1,163 @@
+"""AWQ: columns that see large activations are scaled up before a weight is rounded, and what feeds them is scaled down.
+
+Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration". The float model computes what
+it did: a scale goes into the norm or the rows of the weight before. Then each group's largest weights are clipped as far as that
+lowers the error. What comes out is floats, to be rounded to nearest in any format.
+
+    attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down
+
+Legend: n rows of a weight (outputs), K columns (inputs), G groups of c columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec
+from nanovllm_cli.quant.format import Format, Integer, Nf4
+from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
+
+# Scales are mean |x| ** exponent; 0 is none.
+EXPONENTS = tuple(i / 10 for i in range(10))
+# Of a group's largest weight: where it is clipped, while scales are looked for and in the end.
+COARSE_SHARES = (1.0, 0.92, 0.84, 0.76, 0.68)
+SHARES = tuple(1.0 - 0.02 * i for i in range(26))
+CLIP_PASSES = 2
+
+
+class _Fold(NamedTuple):
+    """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. input: where the
+    statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
+    several columns."""
+
+    source: str
+    readers: tuple[str, ...]
+    input: str
+    heads: tuple[int, int] = (1, 1)
+
+
+def scale_and_clip(
+    weights: Mapping[str, torch.Tensor],
+    seen: Mapping[str, InputStatistics],
+    spec: BlockSpec,
+    norm_offset: float,
+    formats: Mapping[str, Format | None],
+) -> dict[str, torch.Tensor]:
+    """The slots of a block, float32, changed so that rounding its matrices to their formats costs the outputs less.
+
+    weights: all slots of the block by name ("q.weight", "attention_norm.weight"). seen: by input ("qkv", "o", "gate_up", "down"),
+    of these weights. formats: of each matrix by slot name; what has none is neither scaled for nor clipped. norm_offset: see
+    NormSpec. But for the clipping, the block computes what it did.
+    """
+    result = {name: weight.float().clone() for name, weight in weights.items()}
+    hessians = {name: statistics.hessian for name, statistics in seen.items()}
+    for fold in _folds(spec):
+        formed = {name: form for name in fold.readers if (form := formats[f"{name}.weight"]) is not None}
+        if not formed:
+            continue
+        scales = _search([(result[f"{name}.weight"], form) for name, form in formed.items()], seen[fold.input], fold)
+        _apply(result, fold, scales, norm_offset)
+        wide = _spread(scales, fold)
+        hessians[fold.input] = hessians[fold.input] / wide / wide[:, None]
+    for fold in _folds(spec):
+        for name in fold.readers:
+            form = formats[f"{name}.weight"]
+            if form is not None and (group := _group_of(form)):
+                result[f"{name}.weight"] = _clip(result[f"{name}.weight"], hessians[fold.input], form, group)
+    return result
+
+
+def _folds(spec: BlockSpec) -> list[_Fold]:
+    attention = spec.attention
+    assert isinstance(attention, AttentionSpec)
+    heads = (attention.num_kv_heads, attention.num_heads // attention.num_kv_heads)
+    inner = [_Fold("v", ("o",), "o", heads), _Fold("up", ("down",), "down")]
+    if spec.order == "parallel":
+        return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), *inner]
+    return [_Fold("attention_norm", ("q", "k", "v"), "qkv"), _Fold("mlp_norm", ("gate", "up"), "gate_up"), *inner]
+
+
+def _search(readers: list[tuple[torch.Tensor, Format]], seen: InputStatistics, fold: _Fold) -> torch.Tensor:
+    """Scales, one for each row of the source, with the least error of the readers' outputs."""
+    kv_heads, group = fold.heads
+    activity = seen.mean_abs.view(kv_heads, group, -1).mean(1).flatten()
+    activity = activity.clamp_min(max(1e-4 * float(activity.max()), 1e-30))
+    best, least = torch.ones_like(activity), float("inf")
+    for exponent in EXPONENTS:
+        scales = activity**exponent
+        scales /= (scales.max() * scales.min()).sqrt()
+        wide = _spread(scales, fold)
+        hessian = seen.hessian / wide / wide[:, None]
+        error = sum(
+            mean_output_error(_rounded(weight * wide, hessian, form) / wide - weight, seen) for weight, form in readers
+        )
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def _spread(scales: torch.Tensor, fold: _Fold) -> torch.Tensor:
+    """Scales of the source's rows as those of the readers' columns."""
+    kv_heads, group = fold.heads
+    return scales.view(kv_heads, 1, -1).expand(-1, group, -1).flatten()
+
+
+def _apply(weights: dict[str, torch.Tensor], fold: _Fold, scales: torch.Tensor, norm_offset: float) -> None:
+    for name in fold.readers:
+        weights[f"{name}.weight"] *= _spread(scales, fold)
+    source = f"{fold.source}.weight"
+    if weights[source].dim() == 1:
+        weights[source] = (weights[source] + norm_offset) / scales - norm_offset
+        return
+    weights[source] /= scales[:, None]
+    if (bias := f"{fold.source}.bias") in weights:
+        weights[bias] /= scales
+
+
+def _group_of(form: Format) -> int:
+    """Columns that share a scale, if they are few enough for clipping to pay."""
+    return form.group if isinstance(form, Integer | Nf4) else 0
+
+
+def _rounded(weight: torch.Tensor, hessian: torch.Tensor, form: Format) -> torch.Tensor:
+    """About what the weight becomes: clipped, each group for itself, and rounded. All floats [n, K]."""
+    group = _group_of(form)
+    if not group:
+        return form.dequantize(form.quantize(weight))
+    n, width = weight.shape
+    grouped = weight.view(n, -1, group)
+    groups = torch.arange(width).view(-1, group)
+    own = hessian[groups[:, :, None], groups[:, None, :]]
+    best, least = grouped, torch.full((n, width // group), float("inf"))
+    for share in COARSE_SHARES:
+        rounded = form.dequantize(form.quantize(_clipped(grouped, share).view(n, width))).view(n, -1, group)
+        off = (rounded - grouped).transpose(0, 1)
+        error = ((off @ own) * off).sum(-1).T
+        better = error < least
+        best = torch.where(better[:, :, None], rounded, best)
+        least = torch.where(better, error, least)
+    return best.reshape(n, width)
+
+
+def _clip(weight: torch.Tensor, hessian: torch.Tensor, form: Format, group: int) -> torch.Tensor:
+    """weight [n, K] with each group's largest values cut where that lowers the error of the whole row's output: group by group,
+    while the others are as they were left."""
+    result = weight.clone()
+    off = form.dequantize(form.quantize(weight)) - weight
+    for first in [*range(0, weight.shape[1], group)] * CLIP_PASSES:
+        part = slice(first, first + group)
+        columns, own = weight[:, part], hessian[part, part]
+        others = off @ hessian[:, part] - off[:, part] @ own
+        clipped = _clipped(columns, torch.tensor(SHARES)[:, None, None])
+        change = form.dequantize(form.quantize(clipped.flatten(0, 1))).view_as(clipped) - columns
+        best = ((change @ own + 2 * others) * change).sum(-1).argmin(0), torch.arange(len(weight))
+        result[:, part], off[:, part] = clipped[best], change[best]
+    return result
+
+
+def _clipped(groups: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+    largest = groups.abs().amax(-1, keepdim=True) * share
+    return groups.minimum(largest).maximum(-largest)

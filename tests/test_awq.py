@@ -1,0 +1,155 @@
+"""AWQ: the float model is the same to rounding, and rounding it costs less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec
+from nanovllm_cli.quant import awq
+from nanovllm_cli.quant.awq import scale_and_clip
+from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.statistics import InputStatistics
+from nanovllm_cli.quantization.calibration import INPUTS
+from test_calibration import FAMILIES, block_weights, set_weight, setting
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+HIDDEN, INNER, HEAD = 64, 128, 16
+
+
+def formats(form: Format | None) -> dict[str, Format | None]:
+    return {f"{name}.weight": form for name in MATRICES}
+
+
+def statistics(width: int, generator: torch.Generator, loud: int = 4) -> InputStatistics:
+    """Inputs of which a few columns are a hundred times as large."""
+    inputs = torch.randn(400, width, generator=generator)
+    inputs[:, torch.randperm(width, generator=generator)[:loud]] *= 100
+    return InputStatistics(inputs.T @ inputs / 400, inputs.abs().mean(0), inputs)
+
+
+Block = tuple[BlockSpec, dict[str, torch.Tensor], dict[str, InputStatistics]]
+
+
+def block(heads: int = 4, kv_heads: int = 2, order: str = "pre") -> Block:
+    generator = torch.Generator().manual_seed(0)
+    q, kv = heads * HEAD, kv_heads * HEAD
+    shapes = {"q": (q, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, q)}
+    shapes |= {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
+    norms = ("attention_norm",) if order == "parallel" else ("attention_norm", "mlp_norm")
+    weights |= {f"{name}.weight": torch.rand(HIDDEN, generator=generator) + 0.5 for name in norms}
+    weights |= {f"{name}.bias": torch.randn(shapes[name][0], generator=generator) for name in ("v", "up")}
+    seen = {"qkv": statistics(HIDDEN, generator), "o": statistics(q, generator)}
+    seen |= {"gate_up": statistics(HIDDEN, generator), "down": statistics(INNER, generator)}
+    spec = BlockSpec(AttentionSpec(heads, kv_heads, HEAD, None), MLPSpec(INNER), order)  # type: ignore[arg-type]
+    return spec, weights, seen
+
+
+def loss(off: torch.Tensor, seen: InputStatistics) -> float:
+    """Mean squared error of all outputs in float64."""
+    d = off.double().numpy()
+    return float(np.einsum("nk,kj,nj->", d, seen.hessian.double().numpy(), d))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_leave_the_logits_of_a_model_as_they_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers, with the changed weights put into its model: biases, QK norms, shared key-value heads."""
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    model, spec, sequences, calibration = setting(family)
+    ids = torch.tensor([sequences[3]])
+    with torch.no_grad():
+        before = model(ids).logits
+    changed: set[str] = set()
+    for i in range(spec.num_layers):
+        weights = block_weights(model, i)
+        calibration.load(weights)
+        after = scale_and_clip(weights, calibration.observe(), spec.blocks[i], spec.norm.offset, formats(Integer(2, 2)))
+        calibration.advance()
+        for name, value in after.items():
+            if not torch.equal(value, weights[name]):
+                changed.add(name)
+                set_weight(model, i, name, value)
+    with torch.no_grad():
+        after_logits = model(ids).logits
+    assert {"attention_norm.weight", "mlp_norm.weight", "v.weight", "up.weight", "down.weight"} <= changed
+    assert ("v.bias" in changed) == (family == "qwen2")
+    assert float((after_logits - before).abs().max()) < 1e-5 * max(1.0, float(before.abs().max()))
+
+
+@pytest.mark.parametrize("order", ["pre", "sandwich", "parallel"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products worked in float64: (offset + norm) * column for every reader of a norm; o after v, for the value head that each
+    query head reads; down after up."""
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    spec, weights, seen = block(4, kv_heads, order)
+    after = scale_and_clip(weights, seen, spec, offset, formats(Integer(3, 32)))
+
+    def products(w: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        n = {name.removesuffix(".weight"): value.double().numpy() for name, value in w.items()}
+        mlp = n["attention_norm" if order == "parallel" else "mlp_norm"]
+        found = {part: (offset + n["attention_norm"]) * n[part] for part in ("q", "k", "v")}
+        found |= {part: (offset + mlp) * n[part] for part in ("gate", "up")}
+        found["down"] = n["down"] @ np.column_stack([found["up"], n["up.bias"]])
+        values = np.column_stack([found["v"], n["v.bias"]])
+        for head in range(4):
+            mine = slice(head * HEAD, (head + 1) * HEAD)
+            first = head // (4 // kv_heads) * HEAD
+            found[f"o{head}"] = n["o"][:, mine] @ values[first : first + HEAD]
+        # v and up stand in products only: their own rows are scaled
+        return {name: value for name, value in found.items() if name not in ("v", "up")}
+
+    for (name, expected), found in zip(products(weights).items(), products(after).values(), strict=True):
+        assert np.allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()), name
+    assert not torch.equal(after["o.weight"], weights["o.weight"])
+    assert not torch.equal(after["q.weight"], weights["q.weight"])
+
+
+@pytest.mark.parametrize("form", [Integer(4, 32), Integer(4, 32, zeros=True), Nf4(), Integer(8), Fp8()], ids=lambda f: f.name)
+def test_outputs_of_loud_columns_are_nearer(form: Format) -> None:
+    spec, weights, seen = block()
+    after = scale_and_clip(weights, seen, spec, 0.0, formats(form))
+    scales = {
+        "qkv": weights["attention_norm.weight"] / after["attention_norm.weight"],
+        "gate_up": weights["mlp_norm.weight"] / after["mlp_norm.weight"],
+        "down": weights["up.bias"] / after["up.bias"],
+        "o": (weights["v.bias"] / after["v.bias"]).view(2, 1, HEAD).expand(2, 2, HEAD).flatten(),
+    }
+    rows = {"v": weights["v.bias"] / after["v.bias"], "up": weights["up.bias"] / after["up.bias"]}
+    found = nearest = 0.0
+    for name, parts in INPUTS.items():
+        for part in parts:
+            weight, changed = weights[f"{part}.weight"], after[f"{part}.weight"]
+            nearest += loss(form.dequantize(form.quantize(weight)) - weight, seen[name])
+            back = form.dequantize(form.quantize(changed)) / scales[name] * rows.get(part, torch.ones(1))[:, None]
+            found += loss(back - weight, seen[name])
+    assert found < (1.01 if isinstance(form, Fp8) else 0.5) * nearest
+
+
+def test_what_keeps_its_format_is_left_alone() -> None:
+    spec, weights, seen = block()
+    untouched = scale_and_clip(weights, seen, spec, 0.0, formats(None))
+    assert all(torch.equal(untouched[name], weight) for name, weight in weights.items())
+    after = scale_and_clip(weights, seen, spec, 0.0, formats(None) | {"q.weight": Integer(8)})
+    changed = {name for name, weight in weights.items() if not torch.equal(after[name], weight)}
+    assert changed == {"q.weight", "k.weight", "v.weight", "attention_norm.weight"}, "k and v read the same norm"
+    products = [each["k.weight"] * each["attention_norm.weight"] for each in (after, weights)]
+    assert torch.allclose(*products)
+
+
+def test_columns_that_saw_nothing_do_no_harm() -> None:
+    spec, weights, seen = block()
+    quiet = {name: with_silence(each) for name, each in seen.items()}
+    after = scale_and_clip(weights, quiet, spec, 0.0, formats(Integer(4, 32)))
+    assert all(bool(torch.isfinite(weight).all()) for weight in after.values())
+
+
+def with_silence(seen: InputStatistics) -> InputStatistics:
+    inputs = seen.sample.clone()
+    inputs[:, :5] = 0
+    return InputStatistics(inputs.T @ inputs / len(inputs), inputs.abs().mean(0), inputs)
