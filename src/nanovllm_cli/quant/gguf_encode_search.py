@@ -97,8 +97,8 @@ def affine_groups(x, w, group, most, most_sub, d, dmin, scales, minima, lanes, c
         first_sub = wish(scales[g], d, most_sub)
         first_min = wish(minima[g], dmin, most_sub)
         for c in range(LANES):
-            lanes[0, c] = min(first_sub + c // 4, most_sub) * d
-            lanes[1, c] = min(first_min + c % 4, most_sub) * dmin
+            lanes[0, c] = np.float32(first_sub + c // 4) * d
+            lanes[1, c] = np.float32(first_min + c % 4) * dmin
             lanes[2, c] = ONE / lanes[0, c] if lanes[0, c] > 0 else np.float32(0)
             lanes[3, c] = 0
         for j in range(g * group, (g + 1) * group):
@@ -111,7 +111,7 @@ def affine_groups(x, w, group, most, most_sub, d, dmin, scales, minima, lanes, c
             if lanes[3, c] < lanes[3, best]:
                 best = c
         total += lanes[3, best]
-        sub[g], sub_min[g] = min(first_sub + best // 4, most_sub), min(first_min + best % 4, most_sub)
+        sub[g], sub_min[g] = first_sub + best // 4, first_min + best % 4
         for j in range(g * group, (g + 1) * group):
             codes[j] = np.uint8(np.rint(min(max((x[j] + lanes[1, best]) * lanes[2, best], np.float32(0)), most)))
     return total
@@ -119,7 +119,7 @@ def affine_groups(x, w, group, most, most_sub, d, dmin, scales, minima, lanes, c
 
 @njit(nogil=True, error_model="numpy")
 def wish(value, unit, most):
-    """The first of four whole numbers around value / unit, inside 0 … most."""
+    """The first of four whole numbers around value / unit, all of them within 0 … most."""
     if unit <= 0:
         return np.int32(0)
     return np.int32(min(max(np.floor(value / unit) - 1, np.float32(0)), np.float32(most - 3)))
