@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.quant.cpu_integer import CpuInteger
+from nanovllm_cli.quant.cpu_values import CpuValues
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows
 from nanovllm_cli.quant.storage import WeightStorage
 
@@ -31,7 +32,7 @@ class CpuStacked:
 
     @property
     def recordable(self) -> bool:
-        return all(isinstance(part, CpuInteger) for part in self._parts)
+        return all(part.recordable and isinstance(part, CpuInteger | CpuValues) for part in self._parts)
 
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         for part in self._parts:
@@ -56,6 +57,8 @@ class CpuStacked:
                     fitting = [integer.quantize(x, part.rounding)]
                     rounded += fitting
                 part.multiply(fitting[0], own_bias, out[:, columns])
+            elif isinstance(part, CpuValues):
+                part.multiply(x, own_bias, out[:, columns])
             else:
                 out[:, columns] = part.matmul(x, own_bias, out_dtype)
             first += part.num_rows

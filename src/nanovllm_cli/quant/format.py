@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.quant.gguf_blocks import block_type, dequantize
 from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
@@ -33,9 +32,6 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-
-BLOCKS = {kind.name for kind in GGMLQuantizationType if GGML_QUANT_SIZES[kind][0] > 1}
-"""GGUF's types that are blocks of several numbers."""
 
 ScaleType = Literal["float16", "bfloat16", "float32"]
 SCALE_TYPES: dict[ScaleType, torch.dtype] = {
@@ -242,14 +238,8 @@ class Blocks:
     def name(self) -> str:
         return self.type.lower()
 
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """Numbers and bytes of a block."""
-        block_len, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
-        return block_len, block_bytes
-
     def check_width(self, width: int) -> None:
-        size = self._sizes[0]
+        size = block_type(self.type).block_len
         if width % size:
             raise UnsupportedError(
                 f"{self.name}: rows of {width} don't divide into blocks of {size}",
@@ -257,8 +247,8 @@ class Blocks:
             )
 
     def row_bytes(self, width: int) -> float:
-        block_len, block_bytes = self._sizes
-        return width // block_len * block_bytes
+        kind = block_type(self.type)
+        return width // kind.block_len * kind.block_bytes
 
     def quantize(self, rows: torch.Tensor) -> BlockRows:
         self.check_width(rows.shape[1])
@@ -266,7 +256,7 @@ class Blocks:
 
     def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
         assert isinstance(rows, BlockRows)
-        return torch.from_numpy(dequantize(rows.data.numpy(), GGMLQuantizationType[self.type]))
+        return dequantize(self.type, rows.data)
 
 
 def _kept(scales: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.quant.format import BLOCKS, Blocks, Format
+from nanovllm_cli.quant.format import Blocks, Format
+from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose
 from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -91,10 +92,13 @@ class GGUFReader(PlainReader):
             yield from super().slices(name)
             return
         data = self.checkpoint.raw(name)
-        for first, end in row_slices(*data.shape):
-            rows = BlockRows(data[first:end])
-            check_finite(self.checkpoint, name, form.dequantize(rows))
-            yield rows, first
+        for first, end in row_slices(data.shape[0], 2 * self.shape(name)[1]):
+            rows = data[first:end]
+            parts = decompose(self.checkpoint.info(name).dtype_name, rows)
+            lows = parts.minima()
+            if not (parts.scales().isfinite().all() and (lows is None or lows.isfinite().all())):
+                raise not_finite(self.checkpoint, name)
+            yield BlockRows(rows), first
             self.checkpoint.release(name)
 
 
@@ -131,7 +135,10 @@ def check_finite(checkpoint: Checkpoint, name: str, rows: torch.Tensor) -> None:
         )
     low, high = torch.aminmax(rows)
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name!r} has values that are NaN or infinite",
-            DOWNLOAD_AGAIN,
-        )
+        raise not_finite(checkpoint, name)
+
+
+def not_finite(checkpoint: Checkpoint, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path}: tensor {name!r} has values that are NaN or infinite", DOWNLOAD_AGAIN
+    )

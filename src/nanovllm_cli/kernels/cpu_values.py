@@ -1,0 +1,353 @@
+"""Matmul of unrounded activations with packed weights on the CPU: a panel of codes becomes numbers of the compute type, in
+scratch that stays in the cache, and goes through the inner loop of all other matmuls (simd.py).
+
+Weights lie in records (quant/cpu_records.py). What a code stands for is one of
+
+    CODE      code - offset, or code - zero point
+    E4M3      an 8-bit float: sign, four bits of exponent, three of fraction
+    TABLE     one of 16 numbers, in fp32
+
+In bf16 a panel holds these numbers, all of them exact, and a group's scale multiplies its fp32 sums. In fp32 it holds the weight
+itself: scale * number + low. Groups come in ascending order, and a row's bits depend on that row and the weights alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange, types
+from numba.extending import overload
+
+from nanovllm_cli.kernels.cpu_integer import packed_code, record_bytes, unpack_scales
+from nanovllm_cli.kernels.cpu_numbers import dot64, load, store
+from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
+from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
+from nanovllm_cli.kernels.simd_int import look_up, unpack_codes
+
+CODE, E4M3, TABLE = range(3)
+ROWS_PER_TASK = 96
+_MOST_GROUPS = CHUNK // 16
+_UNITS = CHUNK // 4
+_E4M3_BIAS = np.float32(2.0**120)
+_E4M3_MAX = np.float32(448.0)
+
+
+@njit(inline="always")
+def _e4m3(code):
+    """The number that eight bits stand for, exactly. NaN (all but the sign set) does not occur: readers refuse it."""
+    magnitude = np.uint32((code & np.uint32(0x7F)) << np.uint32(20)).view(np.float32) * _E4M3_BIAS
+    sign = np.uint32((code & np.uint32(0x80)) << np.uint32(24))
+    return np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32)
+
+
+@njit(inline="always")
+def _value(code, kind, table, taken):
+    """fp32. taken: offset or zero point, for CODE."""
+    if kind == E4M3:
+        return _e4m3(code)
+    if kind == TABLE:
+        return table[code]
+    return np.float32(code) - taken
+
+
+@njit(inline="always")
+def _upper(value):
+    """The bf16 bits of an fp32 that is a bf16, in the lower half of 32 bits."""
+    return np.float32(value).view(np.uint32) >> np.uint32(16)
+
+
+def fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
+    """codes u32 [units * 64], each four codes along k, become a panel of the compute type, as `dot64` reads weights. taken: fp32
+    [groups * 64], scales and lows likewise; the last two count in fp32 only."""
+    raise NotImplementedError("compiled code only")
+
+
+def _filler(fill, kind):
+    """One unit of codes, with the kind known to the compiler: a branch inside would keep it from using vectors."""
+
+    @njit(nogil=True, error_model="numpy")
+    def of_one_kind(codes, table, taken, scales, lows, target):
+        fill(codes, kind, table, taken, scales, lows, target)
+
+    return of_one_kind
+
+
+@njit(inline="always")
+def _unit_bf16(codes, kind, table, taken, scales, lows, target):
+    pairs = target.view(np.uint32)
+    first, second = pairs[:TILE], pairs[TILE : 2 * TILE]
+    for c in range(TILE):
+        four, off = codes[c], taken[c]
+        a = _upper(_value(four & np.uint32(255), kind, table, off))
+        b = _upper(_value((four >> np.uint32(8)) & np.uint32(255), kind, table, off))
+        first[c] = a | (b << np.uint32(16))
+        a = _upper(_value((four >> np.uint32(16)) & np.uint32(255), kind, table, off))
+        b = _upper(_value(four >> np.uint32(24), kind, table, off))
+        second[c] = a | (b << np.uint32(16))
+
+
+@njit(inline="always")
+def _unit_f32(codes, kind, table, taken, scales, lows, target):
+    for j in range(4):
+        line = target[j * TILE : (j + 1) * TILE]
+        for c in range(TILE):
+            code = (codes[c] >> np.uint32(8 * j)) & np.uint32(255)
+            line[c] = scales[c] * _value(code, kind, table, taken[c]) + lows[c]
+
+
+def _make_fill(unit):
+    as_code, as_e4m3, as_table = (_filler(unit, kind) for kind in (CODE, E4M3, TABLE))
+
+    def fill(tag, codes, units, group, kind, table, taken, scales, lows, panel):
+        size = panel.size // CHUNK
+        for u in range(units):
+            some = codes[u * TILE : (u + 1) * TILE]
+            at = u * 4 // group * TILE
+            off, factor, low = taken[at : at + TILE], scales[at : at + TILE], lows[at : at + TILE]
+            target = panel[4 * u * size : 4 * (u + 1) * size]
+            if kind == CODE:
+                as_code(some, table, off, factor, low, target)
+            elif kind == E4M3:
+                as_e4m3(some, table, off, factor, low, target)
+            else:
+                as_table(some, table, off, factor, low, target)
+
+    return fill
+
+
+_fill_bf16, _fill_f32 = _make_fill(_unit_bf16), _make_fill(_unit_f32)
+
+
+@overload(fill_panel)
+def _fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
+    return _fill_bf16 if tag == types.uint16 else _fill_f32
+
+
+def scaled_after(tag):
+    """True if a panel holds numbers that are yet to be multiplied by their group's scale."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(scaled_after)
+def _scaled_after(tag):
+    after = tag == types.uint16
+    return lambda tag: after
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def value_matmul(
+    tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, bits, group, scale, low, offset, unit, table, kind,
+    numbers, bias, out, out_stride,
+):  # fmt: skip
+    """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
+
+    x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
+    that multiply a row's groups (x_groups 1: the whole row), or 0. width: along k. bits … unit: as in RecordLayout; table:
+    address of 16 bytes, or 0. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias: address of [n] in the
+    output's type, or 0.
+    """
+    size = 4 // _per_word(tag)
+    padded = (width + STEP - 1) // STEP * STEP
+    num_chunks = (padded + CHUNK - 1) // CHUNK
+    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    num_tiles = (n + TILE - 1) // TILE
+    num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
+    values = carray(typed_pointer(numbers, np.float32(0)), (16,))
+    added = carray(typed_pointer(bias, out_tag), (n,))
+    factors = carray(typed_pointer(x_scales, np.float32(0)), (num_rows, max(1, x_groups)))
+    by_group = scaled_after(tag) or x_groups > 1
+    for task in prange(num_tiles * num_parts):
+        tile, part = task // num_parts, task % num_parts
+        begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
+        unpacked = np.empty(_UNITS * TILE, np.uint32)
+        panel = _empty_like(tag, CHUNK * TILE)
+        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        taken = np.full(_MOST_GROUPS * TILE, np.float32(offset), np.float32)
+        sums = np.empty((end - begin, TILE), np.float32)
+        partial = np.empty((MAX_ROWS, TILE), np.float32)
+        for chunk in range(num_chunks):
+            k = min(CHUNK, padded - chunk * CHUNK)
+            real = min(k, width - chunk * CHUNK)
+            groups = (real + group - 1) // group
+            record = weight + tile * tile_bytes + chunk * full
+            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
+            if low == ZERO:
+                for i in range(groups * TILE):
+                    taken[i] = lows[i]
+                    lows[i] = np.float32(0.0)
+            if bits != 8:
+                unpack_codes(bits, record, k // STEP, unpacked.ctypes.data)
+                if table != 0:
+                    look_up(unpacked.ctypes.data, k * TILE, table)
+                fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)
+            else:
+                whole = carray(typed_pointer(record, np.uint32(0)), (_UNITS * TILE,))
+                fill_panel(tag, whole, k // 4, group, kind, values, taken, scales, lows, panel)
+            for row in range(begin, end, MAX_ROWS):
+                rows = min(MAX_ROWS, end - row)
+                at = x + row * x_stride + chunk * CHUNK * size
+                first = row - begin
+                if not by_group:
+                    w = panel.ctypes.data
+                    target = sums.ctypes.data + first * TILE * 4
+                    dot64(tag, rows, at, x_stride, w, w + 64, w + 128, w + 192, 256, real, target, TILE * 4, chunk)
+                    continue
+                for g in range(groups):
+                    w = panel.ctypes.data + g * group * TILE * size
+                    steps = (min(group, real - g * group) * size + 3) // 4
+                    dot64(
+                        tag, rows, at + g * group * size, x_stride, w, w + 64, w + 128, w + 192, 256, steps, partial.ctypes.data,
+                        TILE * 4, 0,
+                    )  # fmt: skip
+                    for r in range(rows):
+                        of_x = factors[row + r, (chunk * CHUNK // group + g)] if x_groups > 1 else np.float32(1.0)
+                        line = sums[first + r]
+                        new = chunk == 0 and g == 0
+                        for c in range(TILE):
+                            own = partial[r, c] * (scales[g * TILE + c] if scaled_after(tag) else np.float32(1.0))
+                            line[c] = own * of_x + (np.float32(0.0) if new else line[c])
+        first, columns = tile * TILE, min(TILE, n - tile * TILE)
+        for r in range(end - begin):
+            line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]
+            if x_groups == 1:
+                for c in range(columns):
+                    sums[r, c] *= factors[begin + r, 0]
+            if bias != 0:
+                for c in range(columns):
+                    sums[r, c] += load(added, first + c)
+            for c in range(columns):
+                store(line, c, sums[r, c])
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, numbers, out):
+    """out [num_ids, width] = rows `ids` (int64) of E4M3 or TABLE, dequantized: scale * number in fp32, rounded to the output's
+    type. Whole numbers: `cpu_integer.integer_rows`."""
+    padded = (width + STEP - 1) // STEP * STEP
+    num_chunks = (padded + CHUNK - 1) // CHUNK
+    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
+    values = carray(typed_pointer(numbers, np.float32(0)), (16,))
+    dst = carray(typed_pointer(out, tag), (num_ids, width))
+    for r in prange(num_ids):
+        tile, column = rows[r] // TILE, rows[r] % TILE
+        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        line = dst[r]
+        for chunk in range(num_chunks):
+            k = min(CHUNK, padded - chunk * CHUNK)
+            record = weight + tile * tile_bytes + chunk * full
+            unpack_scales(record, k, bits, group, scale, low, 0, scales, lows)
+            planes = carray(typed_pointer(record, np.uint8(0)), (k // STEP, bits, TILE, 4))
+            for i in range(min(k, width - chunk * CHUNK)):
+                at = i // group * TILE + column
+                code = np.uint32(packed_code(planes, bits, column, i))
+                store(line, chunk * CHUNK + i, scales[at] * _value(code, kind, values, np.float32(0.0)))
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def round_e4m3(tag, x, num_rows, width, group, fixed, out, scales):
+    """out [num_rows, width] = x / scale, rounded to what e4m3 can say, in x's type; scales fp32 [num_rows, groups].
+
+    A scale is the largest magnitude of a row's group / 448, or the one at the address `fixed` where that is not 0. group: columns
+    that share a scale.
+    """
+    source = carray(typed_pointer(x, tag), (num_rows, width))
+    target = carray(typed_pointer(out, tag), (num_rows, width))
+    groups = (width + group - 1) // group
+    factors = carray(typed_pointer(scales, np.float32(0)), (num_rows, groups))
+    given = np.float32(0.0)
+    if fixed != 0:  # outside of the loop, out of which numba would lift the reading without the condition
+        given = carray(typed_pointer(fixed, np.float32(0)), (1,))[0]
+    for r in prange(num_rows):
+        line, rounded = source[r], target[r]
+        for g in range(groups):
+            begin, end = g * group, min(width, (g + 1) * group)
+            largest = np.float32(0.0)
+            for i in range(begin, end):
+                magnitude = abs(load(line, i))
+                # a NaN stays: it compares as neither more nor less
+                largest = magnitude if not magnitude <= largest else largest
+            factor = given if fixed != 0 else largest / _E4M3_MAX
+            factors[r, g] = factor
+            inverse = np.float32(1.0) / factor if factor > np.float32(0.0) else np.float32(0.0)
+            for i in range(begin, end):
+                store(rounded, i, _to_e4m3(load(line, i) * inverse))
+
+
+@njit(inline="always")
+def _to_e4m3(value):
+    """Rounded to three bits after the leading one, ties to even, 2**-9 apart below 2**-6, at most 448. NaN stays NaN."""
+    bits = np.float32(value).view(np.uint32)
+    bits = np.uint32(bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) & np.uint32(0xFFF00000)
+    normal = np.uint32(bits).view(np.float32)
+    small = np.rint(np.float32(value) * np.float32(512.0)) * np.float32(1.0 / 512.0)
+    rounded = small if abs(value) < np.float32(2.0**-6) else normal
+    rounded = _E4M3_MAX if rounded > _E4M3_MAX else rounded
+    rounded = -_E4M3_MAX if rounded < -_E4M3_MAX else rounded
+    return rounded if value == value else np.float32(np.nan)
+
+
+def _per_word(tag):
+    """Numbers of the compute type in 32 bits."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_per_word)
+def _per_word_of(tag):
+    count = 2 if tag == types.uint16 else 1
+    return lambda tag: count
+
+
+def _empty_like(tag, size):
+    """An array of the tag's type."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_empty_like)
+def _empty_like_of(tag, size):
+    if tag == types.uint16:
+        return lambda tag, size: np.empty(size, np.uint16)
+    return lambda tag, size: np.empty(size, np.float32)
+
+
+# ---- by address (entry.py) ----
+
+
+def matmul_entry(arguments: Any) -> None:
+    """The element types' bytes (x's, the output's), and `value_matmul`'s arguments."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (22,))
+    if a[0] == 2 and a[1] == 2:
+        _matmul(np.uint16(0), np.uint16(0), a)
+    elif a[0] == 2:
+        _matmul(np.uint16(0), np.float32(0), a)
+    else:
+        _matmul(np.float32(0), np.float32(0), a)
+
+
+@njit(nogil=True, error_model="numpy")
+def _matmul(tag, out_tag, a):
+    value_matmul(
+        tag, out_tag, a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17],
+        a[18], a[19], a[20], a[21],
+    )  # fmt: skip
+
+
+def rows_entry(arguments: Any) -> None:
+    """The output's element bytes, and `value_rows`' arguments."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (12,))
+    if a[0] == 2:
+        value_rows(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11])
+    else:
+        value_rows(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11])
+
+
+def round_entry(arguments: Any) -> None:
+    """x's element bytes, and `round_e4m3`'s arguments."""
+    a = carray(typed_pointer(arguments, np.int64(0)), (8,))
+    if a[0] == 2:
+        round_e4m3(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7])
+    else:
+        round_e4m3(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7])
