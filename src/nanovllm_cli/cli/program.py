@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import convert, quantize, run
+from nanovllm_cli.cli import convert, quantize, run, verify
 from nanovllm_cli.cli.command import Command, Group
 from nanovllm_cli.cli.options import print_version
 
@@ -29,6 +29,7 @@ def build() -> typer.Typer:
     app.command("run", cls=Command)(run.run)
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
+    app.command("verify", cls=Command)(verify.verify)
     return app
 
 

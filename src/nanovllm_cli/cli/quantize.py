@@ -81,6 +81,14 @@ class QuantizeOptions:
             panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
         ),
     ] = None  # fmt: skip
+    target_bpw: Annotated[
+        float | None,
+        option(
+            "--target-bpw",
+            help="Bits a weight on average, over all matrices: formats of the layers are chosen by what they cost.",
+            panel=QUANTIZATION, metavar="BITS", min=1.0, max=16.0,
+        ),
+    ] = None  # fmt: skip
     head: Annotated[
         str | None,
         option("--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"),
@@ -172,10 +180,12 @@ def quantize(
     card = None
     with open_original(name, resolved.path) as original:
         plan = make_plan(original, choices)
+        method = pipeline.Method(options.algorithm, calibration, options.num_samples)
+        if options.target_bpw is not None:
+            plan = pipeline.plan_with_target(original, plan, options.target_bpw, method, progress)
         if options.dry_run:
             _print_weights(plan, screen)
         else:
-            method = pipeline.Method(options.algorithm, calibration, options.num_samples)
             verification = None if options.no_verify else pipeline.Verification(verify_text, options.verify_tokens)
             card = pipeline.quantize_model(
                 original, plan, method, output, verification, progress, replace=options.force

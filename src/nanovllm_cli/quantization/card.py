@@ -22,10 +22,10 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.plan import Plan
 from nanovllm_cli.quantization.quality import Comparison, Quality
+from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
-WINDOW = 512
 LOGIT_ROWS = 64
 _DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -78,17 +78,18 @@ class Card:
         )
 
 
-def windows_of(tokenizer: Tokenizer, text: str, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """The first num_tokens tokens of a text in pieces of WINDOW, each behind what the tokenizer puts before every text.
-    UsageError for a text that is too short to measure anything."""
-    prefix = tokenizer.encode("")
-    ids = [i for i in tokenizer.encode(text, add_special_tokens=False) if i < vocab_size]
-    step = WINDOW - len(prefix)
-    pieces = [prefix + ids[first : first + step] for first in range(0, min(num_tokens, len(ids)), step)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    if sum(len(piece) - 1 for piece in pieces) < 2:
-        raise UsageError("the text for the quality card is too short", "give a longer --verify-text, or --no-verify")
-    return pieces
+def windows_of(tokenizer: Tokenizer, text: NamedText, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """The text's first tokens, num_tokens at most. UsageError for a text that is too short to measure anything."""
+    found: list[list[int]] = []
+    left = num_tokens
+    for window in windows(tokenizer, text, vocab_size):
+        if left < 2:
+            break
+        found.append(window[:left])
+        left -= len(window)
+    if sum(len(window) - 1 for window in found) < 2:
+        raise UsageError(f"{text.name} is too short for a quality card", "give a longer --verify-text, or --no-verify")
+    return found
 
 
 def measure(

@@ -6,6 +6,7 @@ Legend: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -15,13 +16,13 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.models.decoder import Block, Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 
 class MeasuredModel:
-    """A checkpoint, loaded as the engine loads it, that runs texts of up to max_len tokens one at a time.
+    """A checkpoint, loaded as the engine loads it on a CPU, that runs texts of up to max_len tokens one at a time.
 
     Raises what loading raises.
     """
@@ -32,10 +33,9 @@ class MeasuredModel:
         max_len: int,
         *,
         dtype: DTypeName = "auto",
-        device: str = "cpu",
         progress: LoadProgress | None = None,
     ) -> None:
-        config = EngineConfig(dtype=dtype, device=device, num_blocks=1, max_num_seqs=1)
+        config = EngineConfig(dtype=dtype, device="cpu", num_blocks=1, max_num_seqs=1)
         self._worker = Worker(checkpoint, config, progress=progress)
         self._platform = self._worker.platform
         self._block_size = config.block_size
@@ -59,8 +59,33 @@ class MeasuredModel:
         with torch.inference_mode():
             return self.model.logits(hidden).cpu()
 
+    def streams(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """The residual stream [T, hidden] before each layer, then the rows after the last norm; float32, on the host."""
+        found: list[torch.Tensor] = []
+        blocks = self.model.blocks
+        self.model.blocks = [cast(Block, _Watched(block, found)) for block in blocks]
+        try:
+            last = self.hidden(ids)
+        finally:
+            self.model.blocks = blocks
+        assert isinstance(last, torch.Tensor), "norms are kernels of their own on a CPU"
+        return [*found, last.float()]
+
     def forget_layers(self) -> None:
         """Gives back all memory but that of the head: `logits` of rows that were computed before still works."""
         self._worker.close()
         self.model.blocks.clear()
         del self._cache, self.model.embedding
+
+
+class _Watched:
+    """A block that notes what comes in."""
+
+    def __init__(self, block: Block, found: list[torch.Tensor]) -> None:
+        self._block = block
+        self._found = found
+
+    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        stream = residual.float()
+        self._found.append((stream.clone() if x is None else stream + x.float()).cpu())
+        return self._block(x, residual, *rest)

@@ -12,19 +12,23 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.algorithms import Algorithm, RoundToNearest
+from nanovllm_cli.quantization.allocation import with_target
+from nanovllm_cli.quantization.calibrated import Calibrated, by_awq, by_gptq
 from nanovllm_cli.quantization.card import Card, measure, windows_of
 from nanovllm_cli.quantization.folder import write_folder
 from nanovllm_cli.quantization.gguf_file import write_gguf
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan
-from nanovllm_cli.quantization.texts import NamedText
+from nanovllm_cli.quantization.texts import NamedText, windows
+from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import split_parts
 from nanovllm_cli.weights.writer import OutputFile, OutputFolder, as_json, check_room
@@ -41,6 +45,13 @@ class Method:
     algorithm: AlgorithmName
     text: NamedText
     num_samples: int = 128
+
+    def sequences(self, original: Original) -> list[list[int]]:
+        """Token ids to calibrate with. UsageError where there are none."""
+        found = list(islice(windows(original.tokenizer(), self.text, original.spec.vocab_size), self.num_samples))
+        if not found:
+            raise UsageError(f"{self.text.name} has nothing to calibrate with", "give another --calibration")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +105,11 @@ class _Run(NamedTuple):
         """Of the quantized model at `path`."""
         if self.verification is None:
             return None
-        name, text = self.verification.text
-        windows = windows_of(
-            self.original.tokenizer(), text, self.verification.num_tokens, self.original.spec.vocab_size
-        )
+        text, num_tokens = self.verification.text, self.verification.num_tokens
+        windows = windows_of(self.original.tokenizer(), text, num_tokens, self.original.spec.vocab_size)
         with open_checkpoint(path) as quantized:
             quality = measure(self.original.checkpoint, quantized, windows, self.progress)
-        return Card(self.original.name, self.plan, self.method.algorithm, name, quality)
+        return Card(self.original.name, self.plan, self.method.algorithm, text.name, quality)
 
 
 def _write_folder(run: _Run, replace: bool) -> Card | None:
@@ -132,6 +141,13 @@ def _write_file(run: _Run, replace: bool) -> Card | None:
     return card
 
 
+def plan_with_target(
+    original: Original, plan: Plan, bits_a_weight: float, method: Method, progress: LoadProgress
+) -> Plan:
+    """See `allocation.with_target`."""
+    return with_target(plan, bits_a_weight, Walk(original, method.sequences(original), progress), progress)
+
+
 def check_apart(original: Original, plan: Plan, output: Path) -> None:
     """UsageError where the output is the input, or a folder that holds it or lies in it."""
     source, target = Path(os.path.realpath(original.checkpoint.path)), Path(os.path.realpath(output))
@@ -146,7 +162,7 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
     if parts.num_finished:
         progress.note(f"an earlier run has finished {parts.num_finished} of {len(units)} parts: going on from there")
     progress.stage(f"quantizing to {plan.to}", sum(i.weight.stored_bytes for u in units.values() for i in u), "B")
-    algorithm = _algorithm(original, method)
+    algorithm = _algorithm(original, plan, method, progress)
     for unit, items in units.items():
         if unit in parts:
             algorithm.resume(unit, parts.read(unit))
@@ -155,10 +171,11 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
         progress.advance(sum(item.weight.stored_bytes for item in items))
 
 
-def _algorithm(original: Original, method: Method) -> Algorithm:
+def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
     if method.algorithm == "rtn":
         return RoundToNearest(original)
-    raise UnsupportedError(f"{method.algorithm} is not there yet", "use --algorithm rtn")
+    walk = Walk(original, method.sequences(original), progress)
+    return Calibrated(original, plan, walk, {"gptq": by_gptq, "awq": by_awq}[method.algorithm])
 
 
 def _model_card(original: Original, plan: Plan, card: Card | None) -> str:

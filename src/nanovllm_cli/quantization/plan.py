@@ -65,10 +65,11 @@ class Weight(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A weight and what it becomes; None: it stays as it is."""
+    """A weight and what it becomes; None: it stays as it is. fixed: a --tensor-type says so."""
 
     weight: Weight
     format: Format | None
+    fixed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -180,7 +181,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         used.add(found)
         if form is not None:
             form.check_width(weight.shape[1])
-        items.append(Planned(weight, form))
+        items.append(Planned(weight, form, found is not None))
     for i, (pattern, _) in enumerate(patterns):
         if i not in used:
             names = ", ".join(item.weight.output for item in items if item.weight.unit in ("blocks.0", "embedding"))

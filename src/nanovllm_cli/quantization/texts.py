@@ -7,13 +7,18 @@ The bundled two are made by `scripts/bundled_texts.py`; they have no document in
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tokenizer import Tokenizer
 
+WINDOW = 512
 MAX_LINE_CHARS = 10_000_000
+_SOME_DAY = datetime(2026, 1, 1)  # templates may write the date, and equal runs give equal bytes
 _FOLDER = Path(__file__).resolve().parents[1] / "assets" / "texts"
 
 
@@ -28,19 +33,29 @@ def bundled_text(split: Literal["calibration", "verification"]) -> NamedText:
     return NamedText(f"the bundled {split} text", (_FOLDER / f"{split}.txt").read_text(encoding="utf-8"))
 
 
-def documents(text: NamedText, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> list[str]:
-    """The whole text, or what the lines of a .jsonl file say. render: what a chat template makes of messages. UsageError names
-    the line that means nothing."""
+def windows(tokenizer: Tokenizer, text: NamedText, vocab_size: int) -> Iterator[list[int]]:
+    """Token ids of the text's documents in pieces of at most WINDOW, each behind what the tokenizer puts before every text.
+    UsageError names the line of a .jsonl file that means nothing."""
+    prefix = tokenizer.encode("")
+    step = WINDOW - len(prefix)
+    for document in _documents(text, tokenizer):
+        ids = [i for i in tokenizer.encode(document, add_special_tokens=False) if i < vocab_size]
+        for first in range(0, len(ids), step):
+            if len(piece := prefix + ids[first : first + step]) > 1:
+                yield piece
+
+
+def _documents(text: NamedText, tokenizer: Tokenizer) -> Iterator[str]:
+    """The whole text, or what the lines of a .jsonl file say."""
     if not text.name.endswith((".jsonl", ".ndjson")):
-        return [text.text]
-    found = []
+        yield text.text
+        return
     for number, line in enumerate(text.text.splitlines(), 1):
         if line.strip():
-            found.append(_document(line, f"{text.name}, line {number}", render))
-    return found
+            yield _document(line, f"{text.name}, line {number}", tokenizer)
 
 
-def _document(line: str, where: str, render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+def _document(line: str, where: str, tokenizer: Tokenizer) -> str:
     if len(line) > MAX_LINE_CHARS:
         raise UsageError(f"{where}: longer than {MAX_LINE_CHARS} characters")
     try:
@@ -53,5 +68,11 @@ def _document(line: str, where: str, render: Callable[[Sequence[Mapping[str, Any
                 return str(value[key])
         messages = value.get("messages")
         if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-            return render(messages)
+            return _rendered(messages, where, tokenizer)
     raise UsageError(f'{where}: no "text", "prompt" or "messages" in it', 'write {"text": "..."} on each line')
+
+
+def _rendered(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> str:
+    if "default" not in tokenizer.chat_templates:
+        raise UsageError(f"{where}: messages, and the model has no chat template", 'write {"text": "..."} instead')
+    return ChatTemplate.of(tokenizer).render(messages, add_generation_prompt=False, now=_SOME_DAY)

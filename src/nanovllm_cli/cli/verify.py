@@ -1,0 +1,162 @@
+"""`nanovllm verify`: where two models, or two ways to compute one, part. The work is in `quantization/verify.py`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.config import DTypeName
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.quantization.verify import Difference
+    from nanovllm_cli.text.tokenizer import Tokenizer
+
+EXAMPLE = "for example: nanovllm verify tiny tiny-int8"
+COMPARISON = "Comparison"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What is compared with what."""
+
+    against: Annotated[
+        Literal["model", "float32", "transformers"] | None,
+        option(
+            "--against",
+            help="The other side: model is the second argument; float32 is MODEL itself in float32 on the CPU; transformers is "
+            "MODEL there, in float32. [model, or float32 without one]",
+            panel=COMPARISON, envvar=None,
+        ),
+    ] = None  # fmt: skip
+    dtype: Annotated[DTypeName, option("--dtype", help="What MODEL computes in. [auto]", panel=COMPARISON)] = "auto"
+    dtype_b: Annotated[
+        DTypeName, option("--dtype-b", help="What OTHER computes in. [auto]", panel=COMPARISON, envvar=None)
+    ] = "auto"
+    text: Annotated[
+        str | None, option("--text", help="What both read. [bundled]", panel=COMPARISON, metavar="FILE", envvar=None)
+    ] = None
+    tokens: Annotated[
+        int, option("--tokens", help="How much of it. [256]", panel=COMPARISON, min=2, max=512, envvar=None)
+    ] = 256
+    tolerance: Annotated[
+        float | None,
+        option(
+            "--tolerance",
+            help="Relative error of a token at a layer that still counts as equal. [0.05; 0.001 where both are float32]",
+            panel=COMPARISON, min=0.0, metavar="SHARE",
+        ),
+    ] = None  # fmt: skip
+    json: Annotated[bool, option("--json", help="The result as one JSON object.", panel=OUTPUT)] = False
+
+
+@expand
+def verify(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
+    ] = None,
+    other_word: Annotated[
+        str | None,
+        typer.Argument(metavar="OTHER", help="Another form of the same model: quantized, converted, a copy."),
+    ] = None,
+    source: SourceOptions,
+    options: VerifyOptions,
+    messages: MessageOptions,
+) -> None:
+    """Find the first layer and the first token where two forms of a model part.
+
+    Both read the same tokens. For each layer: the relative error of the residual stream, and the first token whose error is
+    above the tolerance; then the first token after which the two choose otherwise, and whether tokenizers and templates
+    agree. Exit code 0: equal within the tolerance; 1: different.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    names = [word for word in (source.model, model_word, other_word) if word]
+    if not names:
+        raise UsageError("no model was named", EXAMPLE)
+    if len(names) > 2:
+        raise UsageError("more than two models were named", EXAMPLE)
+    against = options.against or ("model" if len(names) == 2 else "float32")
+    if (against == "model") != (len(names) == 2):
+        raise UsageError(f"--against {against} and {len(names)} models contradict each other", EXAMPLE)
+    if isinstance(ctx.obj, Settings):
+        names = [ctx.obj.resolve(name) for name in names]
+    screen.announce(f"opening {names[0]}")
+    with signals.insisting():
+        from nanovllm_cli.quantization import verify as verification
+        from nanovllm_cli.quantization.verify_text import OurWords, TransformersWords, differences
+        from nanovllm_cli.weights.source import resolve
+    signals.check()
+    progress = ProgressLine(screen)
+    paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
+    words = OurWords(paths[0])
+    ids = _ids(options, words.tokenizer)
+    a = verification.trace(paths[0], ids, options.dtype, progress)
+    if against == "transformers":
+        apart = differences(words, TransformersWords(paths[0]))
+        b = verification.trace_transformers(paths[0], ids)
+    elif against == "model":
+        apart = differences(words, OurWords(paths[1]))
+        b = verification.trace(paths[1], ids, options.dtype_b, progress)
+    else:
+        apart = []
+        b = verification.trace(paths[0], ids, "float32", progress)
+    progress.done()
+    found = verification.compare(a, b, apart, options.tolerance)
+    if options.json:
+        screen.answer(json.dumps(found.as_json()) + "\n")
+    else:
+        _print(found, words.tokenizer, ids, screen)
+    if not found.equal:
+        raise typer.Exit(1)
+
+
+def _ids(options: VerifyOptions, tokenizer: Tokenizer) -> list[int]:
+    if options.text is None:
+        from nanovllm_cli.quantization.texts import bundled_text
+
+        text = bundled_text("verification").text
+    else:
+        text = decode(read_file(options.text), options.text)
+    ids = tokenizer.encode(text)[: options.tokens]
+    if len(ids) < 2:
+        raise UsageError(f"{options.text} is too short to compare anything", "give a longer --text")
+    return ids
+
+
+def _print(found: Difference, tokenizer: Tokenizer, ids: list[int], screen: Console) -> None:
+    lines = [f"{'':<14}{'mean error':>12}{'worst':>12}{'at token':>10}  first token above {found.tolerance:g}"]
+    for layer in found.layers:
+        first = "-" if layer.first_token is None else f"{layer.first_token} {_shown(tokenizer, ids[layer.first_token])}"
+        lines.append(f"{layer.name:<14}{layer.mean:>12.3g}{layer.worst:>12.3g}{layer.worst_token:>10}  {first}")
+    lines.append(f"same most likely next token: {found.same_top:.2%} of {found.tokens}")
+    if found.top is not None:
+        top = found.top
+        lines.append(
+            f"first other choice: after token {top.token} {_shown(tokenizer, ids[top.token])}, "
+            f"{_shown(tokenizer, top.a)} and {_shown(tokenizer, top.b)}"
+        )
+    lines += [f"tokenizers differ: {line}" for line in found.tokenizer]
+    if found.equal:
+        lines.append("equal within the tolerance")
+    elif found.first_layer is not None:
+        lines.append(f"different: first at {found.first_layer.name}, token {found.first_layer.first_token}")
+    else:
+        lines.append("different")
+    screen.answer("\n".join(lines) + "\n")
+
+
+def _shown(tokenizer: Tokenizer, token_id: int) -> str:
+    return repr(tokenizer.id_to_bytes(token_id).decode("utf-8", "replace"))

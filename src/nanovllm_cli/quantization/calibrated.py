@@ -1,0 +1,109 @@
+"""GPTQ and AWQ in a model: block by block, each seeing what the quantized ones before it give.
+
+GPTQ goes through a block in the order of its computation: what the MLP sees comes through the quantized attention. AWQ changes
+the floats of a block together, norms and biases among them, and rounds to nearest. Embedding and head are rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.quant.awq import scale_and_clip
+from nanovllm_cli.quant.format import Format, Fp8, Integer
+from nanovllm_cli.quant.gptq import Gptq, quantize_gptq
+from nanovllm_cli.quantization.algorithms import RoundToNearest
+from nanovllm_cli.quantization.calibration import INPUTS
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.parts import Rows
+from nanovllm_cli.quantization.plan import Plan, Planned
+from nanovllm_cli.quantization.walk import Walk
+
+# Groups lie in the order of the columns: a folder has no place for another.
+_GPTQ = Gptq(order="activity")
+
+Block = Mapping[str, torch.Tensor]
+Formats = Mapping[str, Format | None]
+ChooseBlock = Callable[[Walk, Block, Formats, Original], dict[str, Rows]]
+"""A block's weights by slot and the formats of its matrices -> rows by slot, and other slots that have to change with them."""
+
+
+class Calibrated:
+    """An Algorithm over a walk: `choose` decides about the numbers of a block."""
+
+    def __init__(self, original: Original, plan: Plan, walk: Walk, choose: ChooseBlock) -> None:
+        self._original = original
+        self._walk = walk
+        self._choose = choose
+        self._nearest = RoundToNearest(original)
+        self._formats = {item.weight.ours: item.format for item in plan.items}
+
+    def quantize(self, unit: str, items: list[Planned]) -> dict[str, Rows]:
+        if not unit.startswith("blocks."):
+            return self._nearest.quantize(unit, items)
+        weights = self._walk.enter(_layer(unit))
+        formats = {slot: self._formats[f"{unit}.{slot}"] for slot in weights if f"{unit}.{slot}" in self._formats}
+        found = self._choose(self._walk, weights, formats, self._original)
+        self._walk.leave(_floats(found, formats))
+        return {f"{unit}.{slot}": rows for slot, rows in found.items()}
+
+    def resume(self, unit: str, rows: dict[str, Rows]) -> None:
+        if unit.startswith("blocks."):
+            self._walk.enter(_layer(unit))
+            found = {ours.removeprefix(f"{unit}."): value for ours, value in rows.items()}
+            self._walk.leave(_floats(found, {slot: self._formats.get(f"{unit}.{slot}") for slot in found}))
+
+
+def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
+    """A ChooseBlock. UnsupportedError for formats that GPTQ has no grid for."""
+    found: dict[str, Rows] = {}
+    for source, parts in INPUTS.items():
+        slots = [f"{part}.weight" for part in parts if formats[f"{part}.weight"] is not None]
+        if not slots:
+            continue
+        hessian = walk.calibration.observe((source,))[source].hessian
+        done: dict[str, Rows] = {
+            slot: quantize_gptq(weights[slot], hessian, _grid(formats[slot]), _GPTQ) for slot in slots
+        }
+        walk.calibration.load(_floats(done, formats))
+        found |= done
+    return found
+
+
+def by_awq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
+    """A ChooseBlock."""
+    block, offset = original.spec.blocks[walk.calibration.layer], original.spec.norm.offset
+    changed = scale_and_clip(weights, walk.calibration.observe(), block, offset, formats)
+    found: dict[str, Rows] = {}
+    for slot, rows in changed.items():
+        form = formats.get(slot)
+        if form is not None:
+            found[slot] = form.quantize(rows)
+        elif not torch.equal(rows, weights[slot]):
+            found[slot] = rows
+    return found
+
+
+def _grid(form: Format | None) -> Integer | Fp8:
+    if isinstance(form, Integer | Fp8):
+        return form
+    name = "" if form is None else form.name
+    raise UnsupportedError(f"gptq chooses codes of int and fp8 formats, not of {name}", "use --algorithm awq, or rtn")
+
+
+def _floats(rows: Mapping[str, Rows], formats: Formats) -> dict[str, torch.Tensor]:
+    """What the rows stand for."""
+    floats = {}
+    for slot, value in rows.items():
+        form = formats.get(slot)
+        if not isinstance(value, torch.Tensor):
+            assert form is not None
+            value = form.dequantize(value)
+        floats[slot] = value
+    return floats
+
+
+def _layer(unit: str) -> int:
+    return int(unit.split(".")[1])

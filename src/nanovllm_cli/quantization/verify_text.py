@@ -1,0 +1,118 @@
+"""Whether two models make the same tokens of the same words: texts of many kinds, control tokens, ends, chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanovllm_cli.errors import NanovllmError, UnsupportedError
+from nanovllm_cli.llm import load_tokenizer
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.gguf_export import PROBES
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+Messages = Sequence[Mapping[str, Any]]
+CHATS: tuple[Messages, ...] = (
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 1 + 1? \n"}],
+    [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "<|im_end|> Ünïcödé 🙂"},
+    ],
+)
+
+
+class Words(Protocol):
+    """One side. ends, controls: ids that end an answer, and control tokens; None where that is not known."""
+
+    ends: set[int] | None
+    controls: dict[str, int] | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render(self, messages: Messages) -> str | None:
+        """The prompt; None without a template, or where it refuses the messages."""
+
+
+class OurWords:
+    def __init__(self, path: Path) -> None:
+        with open_checkpoint(path) as checkpoint:
+            self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
+        self.ends: set[int] | None = set(self.tokenizer.eos_ids)
+        self.controls: dict[str, int] | None = dict(self.tokenizer.control_tokens)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def render(self, messages: Messages) -> str | None:
+        if "default" not in self.tokenizer.chat_templates:
+            return None
+        try:
+            return ChatTemplate.of(self.tokenizer).render(messages)
+        except NanovllmError:
+            return None
+
+
+class TransformersWords:
+    """UnsupportedError where transformers is not installed, or refuses the tokenizer."""
+
+    ends: set[int] | None = None
+    controls: dict[str, int] | None = None
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as failure:
+            raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
+        folder = path if path.is_dir() else path.parent
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as failure:  # whatever a library does with a tokenizer that it can't read
+            reason = str(failure).strip().split("\n")[0][:200]
+            raise UnsupportedError(f"transformers can't load the tokenizer of {folder}: {reason}") from failure
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text).input_ids)
+
+    def render(self, messages: Messages) -> str | None:
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except Exception:  # a template that refuses
+            return None
+
+
+def differences(a: Words, b: Words) -> list[str]:
+    """What differs, a line each; of many texts the first."""
+    found = []
+    for text in PROBES:
+        one, other = a.encode(text), b.encode(text)
+        if one != other:
+            at = next(
+                (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
+            )
+            found.append(f"the text {text[:40]!r}: token {at} of {one[at : at + 3]} … and {other[at : at + 3]} …")
+            break
+    if a.ends is not None and b.ends is not None and a.ends != b.ends:
+        found.append(f"tokens that end an answer: {sorted(a.ends)} and {sorted(b.ends)}")
+    if a.controls is not None and b.controls is not None and a.controls != b.controls:
+        apart = sorted(text for text, _ in a.controls.items() ^ b.controls.items())
+        found.append(f"control tokens: {', '.join(dict.fromkeys(apart))[:200]}")
+    for messages in CHATS:
+        one_chat, other_chat = a.render(messages), b.render(messages)
+        if one_chat != other_chat:
+            found.append(f"the template, for {messages[-1]['content']!r}: {_around(one_chat, other_chat)}")
+            break
+    return found
+
+
+def _around(one: str | None, other: str | None) -> str:
+    """Where two renderings part."""
+    if one is None or other is None:
+        return f"{'nothing' if one is None else 'a prompt'} and {'nothing' if other is None else 'a prompt'}"
+    at = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    return f"character {at}, {one[at : at + 30]!r} and {other[at : at + 30]!r}"

@@ -1,0 +1,169 @@
+"""`nanovllm verify`: it finds the layer and the token where something was changed, and nothing where nothing was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.verify import Trace, compare, trace, trace_transformers
+from nanovllm_cli.quantization.verify_text import OurWords, TransformersWords, differences
+from quantizing import TINY, quantize
+
+IDS = [4087, 11, 250, 3000, 17, 900, 12, 45, 77, 1200, 5, 9, 31, 33, 35, 2, 4]
+
+
+def traced(path: Path, dtype: Any = "float32") -> Trace:
+    return trace(path, IDS, dtype, NullProgress())
+
+
+def changed_copy(folder: Path, name: str, change: Any) -> Path:
+    shutil.copytree(TINY, folder)
+    tensors = load_file(TINY / "model.safetensors")
+    tensors[name] = change(tensors[name].clone())
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_model_equals_itself() -> None:
+    found = compare(traced(TINY), traced(TINY), [])
+    assert found.equal
+    assert [layer.name for layer in found.layers] == ["embedding", "layer 0", "layer 1", "layer 2", "layer 3, norm"]
+    assert all(layer.worst == 0.0 for layer in found.layers)
+    assert found.same_top == 1.0
+
+
+def test_streams_and_logits_are_transformers(tmp_path: Path) -> None:
+    ours, theirs = traced(TINY), trace_transformers(TINY, IDS)
+    found = compare(ours, theirs, [])
+    assert found.equal
+    assert found.tolerance == 1e-3
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_the_layer_that_was_changed_is_found(tmp_path: Path, layer: int) -> None:
+    other = changed_copy(tmp_path / "m", f"model.layers.{layer}.mlp.down_proj.weight", lambda w: w * 1.1)
+    found = compare(traced(TINY), traced(other), [])
+    assert found.first_layer is not None
+    assert found.first_layer.name == (f"layer {layer}" if layer < 3 else "layer 3, norm")
+    assert not found.equal
+
+
+def test_the_token_that_was_changed_is_found(tmp_path: Path) -> None:
+    def change(table: torch.Tensor) -> torch.Tensor:
+        table[IDS[6]] += 0.5
+        return table
+
+    found = compare(traced(TINY), traced(changed_copy(tmp_path / "m", "model.embed_tokens.weight", change)), [])
+    assert found.first_layer is not None
+    assert (found.first_layer.name, found.first_layer.first_token) == ("embedding", 6)
+
+
+def test_a_dtype_counts_as_equal_and_coarse_numbers_do_not(tmp_path: Path) -> None:
+    assert compare(traced(TINY, "bfloat16"), traced(TINY), []).equal
+    quantize("q4_0", tmp_path / "m.gguf")
+    assert not compare(traced(tmp_path / "m.gguf"), traced(TINY), []).equal
+    assert compare(traced(tmp_path / "m.gguf"), traced(TINY), [], tolerance=2.0).equal
+
+
+def test_errors_are_relative_lengths_and_a_near_tie_is_none() -> None:
+    b = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    a = b + torch.tensor([[0.0, 0.5], [0.0, 0.0]])
+    logits = torch.tensor([[1.0, 1.001, -5.0], [1.0, 3.0, 0.0]])
+    flipped = torch.tensor([[1.001, 1.0, -5.0], [4.0, 3.0, 0.0]])
+    found = compare(Trace([a, b], flipped, torch.float32), Trace([b, b], logits, torch.float32), [], tolerance=0.05)
+    first = found.layers[0]
+    assert (first.mean, first.worst, first.worst_token, first.first_token) == (pytest.approx(0.05), 0.1, 0, 0)
+    assert found.top is not None
+    assert (found.top.token, found.top.a, found.top.b) == (1, 0, 1)
+    assert found.same_top == 0.0
+
+
+def test_a_nan_is_a_difference() -> None:
+    good = torch.ones(2, 3)
+    bad = good.clone()
+    bad[1, 1] = float("nan")
+    found = compare(Trace([bad, good], good, torch.float32), Trace([good, good], good, torch.float32), [])
+    assert found.first_layer is not None
+    assert found.first_layer.first_token == 1
+
+
+def test_models_of_other_shapes_and_foreign_tokens_are_refused() -> None:
+    one, other = torch.ones(2, 3), torch.ones(2, 4)
+    with pytest.raises(UsageError, match="layer by layer"):
+        compare(Trace([one, one], one, torch.float32), Trace([other, other], one, torch.float32), [])
+    with pytest.raises(UsageError, match="4096"):
+        trace(TINY, [4096, 1], "float32", NullProgress())
+
+
+def test_transformers_failures_are_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(UnsupportedError, match="transformers can't load"):
+        trace_transformers(tmp_path, IDS)
+
+
+# ---- tokenizers ----
+
+
+def test_tokenizers_agree_with_themselves_and_with_transformers(tmp_path: Path) -> None:
+    assert differences(OurWords(TINY), OurWords(TINY)) == []
+    assert differences(OurWords(TINY), TransformersWords(TINY)) == []
+    quantize("q8_0", tmp_path / "m.gguf")
+    assert differences(OurWords(TINY), OurWords(tmp_path / "m.gguf")) == []
+
+
+def test_a_changed_tokenizer_or_template_is_found(tmp_path: Path) -> None:
+    other = tmp_path / "m"
+    shutil.copytree(TINY, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:200]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template.replace("<|im_end|>", "<|im_end|> "))
+    lines = differences(OurWords(TINY), OurWords(other))
+    assert any(line.startswith("the text") for line in lines)
+    assert any(line.startswith("the template") for line in lines)
+
+
+# ---- the command ----
+
+
+def verify(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm_cli", "verify", *words], capture_output=True, text=True, timeout=250
+    )
+
+
+def test_exit_codes_say_equal_or_different(tmp_path: Path) -> None:
+    other = changed_copy(tmp_path / "m", "model.layers.1.self_attn.o_proj.weight", lambda w: -w)
+    same = verify("tiny", "--tokens", "32", "--json")
+    assert (same.returncode, json.loads(same.stdout)["equal"]) == (0, True)
+    different = verify("tiny", str(other), "--tokens", "32")
+    assert different.returncode == 1
+    assert "different: first at layer 1, token 0" in different.stdout
+    assert different.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no model was named"),
+        (["tiny", "tiny", "-m", "tiny"], "more than two"),
+        (["tiny", "--against", "model"], "contradict"),
+        (["tiny", "tiny", "--against", "transformers"], "contradict"),
+    ],
+)
+def test_contradictions_are_usage_errors(words: list[str], says: str) -> None:
+    done = verify(*words)
+    assert done.returncode == 2
+    assert says in done.stderr
