@@ -89,8 +89,8 @@ def test_gptq_zero_points_of_the_first_version_wrap_around(tmp_path: Path) -> No
 
 def test_gptq_with_rules_by_module_reads_bits_and_groups_from_the_tensors(tmp_path: Path) -> None:
     four, expected_four = gptq(4, 32)(64, 96, random())
-    eight, expected_eight = gptq(8, 48)(64, 96, random())
-    config = gptq_config(4, 32) | {"dynamic": {"+:.*k_proj": {"bits": 8, "group_size": 48}}}
+    eight, expected_eight = gptq(8, 48, symmetric=False)(64, 96, random())
+    config = gptq_config(4, 32) | {"dynamic": {"+:.*k_proj": {"bits": 8, "group_size": 48, "sym": False}}}
     other = NAME.replace("q_proj", "k_proj")
     reader = open_quantized(write(tmp_path, module(four) | module(eight, other), config))
     np.testing.assert_allclose(read_weight(reader), expected_four, rtol=1e-6)
@@ -172,6 +172,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any], type[NanovllmError], str]] = {
     "bits as text": (GPTQ, GPTQ_CONFIG | {"bits": "4"}, CheckpointError, "'bits'"),
     "a marlin layout": (GPTQ, GPTQ_CONFIG | {"checkpoint_format": "marlin"}, UnsupportedError, "marlin"),
     "the old marlin flag": (GPTQ, GPTQ_CONFIG | {"is_marlin_format": True}, UnsupportedError, "layout"),
+    "rotated": (GPTQ, GPTQ_CONFIG | {"rotation": "hadamard"}, UnsupportedError, "hadamard"),
     "not symmetric after all": (
         with_changes(GPTQ, qzeros=at((0, 0), 0)), GPTQ_CONFIG, CheckpointError, "qzeros' should hold 8 everywhere",
     ),

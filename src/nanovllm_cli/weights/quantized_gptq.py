@@ -111,7 +111,10 @@ def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantiz
     bits, group = config.integer("bits"), _group_size(config)
     if bits not in BITS:
         raise UnsupportedError(f"{config.where}: GPTQ weights of {bits} bits", f"known: {', '.join(map(str, BITS))}")
-    config.flag("desc_act", False)  # g_idx says it
+    if config.values.get("rotation"):
+        raise UnsupportedError(
+            f"{config.where}: rotated weights ({config.values['rotation']!r:.40})", "take a model without them"
+        )
     symmetric = config.flag("sym", True)
     # gptqmodel's rules by module: bits and groups then follow from the tensors' shapes, and any module may have zero points.
     varies = bool(config.values.get("dynamic"))
