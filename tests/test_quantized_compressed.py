@@ -342,6 +342,7 @@ BAD = {
         PACKED, PACK, CheckpointError, "weight_scale' has scales", weight_scale=torch.full((33, 2), torch.nan)
     ),
     "codes as floats": bad(PACKED, PACK, CheckpointError, "holds F32", weight_packed=torch.ones(33, 8)),
+    "no order": bad(PACKED, weights(actorder="group"), CheckpointError, "weight_g_idx' is missing"),
     "a group out of range": bad(
         PACKED, PACK, CheckpointError, "out of range", weight_g_idx=torch.full((64,), 2, dtype=torch.int32)
     ),

@@ -146,6 +146,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any], type[NanovllmError], str]] = {
     "no scales": (with_changes(GPTQ, scales=None), GPTQ_CONFIG, CheckpointError, f"{NAME}.scales' is missing"),
     "no zeros": (with_changes(GPTQ, qzeros=None), GPTQ_CONFIG, CheckpointError, f"{NAME}.qzeros' is missing"),
     "no codes": (with_changes(GPTQ, qweight=None), GPTQ_CONFIG, CheckpointError, f"{NAME}.qweight' is missing"),
+    "no order": (with_changes(GPTQ, g_idx=None), GPTQ_CONFIG, CheckpointError, f"{NAME}.g_idx' is missing"),
     "a scale of zero": (with_changes(GPTQ, scales=at((0, 0), 0)), GPTQ_CONFIG, CheckpointError, "scales' has scales that"),
     "a negative scale": (with_changes(GPTQ, scales=at((2, 63), -1)), GPTQ_CONFIG, CheckpointError, "scales' has scales that"),
     "a scale that is NaN": (with_changes(GPTQ, scales=at((1, 1), torch.nan)), GPTQ_CONFIG, CheckpointError, "NaN"),

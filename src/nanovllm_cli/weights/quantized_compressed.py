@@ -187,7 +187,9 @@ def _packed(module: Module, scheme: Scheme) -> IntegerWeight:
             raise codes.unsupported("has one zero point a tensor", "known: one a channel or group")
         words = num_words(num_rows, scheme.bits)
         weight = replace(weight, zeros=module.part("weight_zero_point", ("I32",), (words, weight.scales.shape[1])))
-    groups = module.part("weight_g_idx", ("I32", "I64"), (width,)) if module.has("weight_g_idx") else None
+    groups = None
+    if scheme.ordered or module.has("weight_g_idx"):
+        groups = module.part("weight_g_idx", ("I32", "I64"), (width,))
     if groups is None:
         return weight
     weight = replace(weight, others=(*weight.others, groups))

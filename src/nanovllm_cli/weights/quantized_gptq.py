@@ -118,8 +118,11 @@ def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantiz
     symmetric = config.flag("sym", True)
     # gptqmodel's rules by module: bits and groups then follow from the tensors' shapes, and any module may have zero points.
     varies = bool(config.values.get("dynamic"))
+    ordered = config.flag("desc_act", False)
     weights: dict[str, QuantizedWeight] = {}
     for module in modules(checkpoint, SUFFIXES):
+        if ordered:
+            module.part("g_idx", ("I32", "I64"))  # without it nobody knows the order
         weights[module.weight_name] = _gptq_weight(
             module, None if varies else bits, None if varies else group, symmetric and not varies, GPTQ_FORMATS[layout]
         )

@@ -27,13 +27,15 @@ Activation = Literal["none", "int8", "dynamic", "static"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """group: columns that share a scale, with the strategy "group". activation: int8 of integers, dynamic and static of FP8."""
+    """group: columns that share a scale, with the strategy "group". ordered: weight_g_idx says which columns those are.
+    activation: int8 of integers, dynamic and static of FP8."""
 
     kind: Kind
     bits: int
     strategy: Literal["tensor", "channel", "group", "block"]
     group: int
     symmetric: bool
+    ordered: bool
     activation: Activation
 
 
@@ -89,6 +91,7 @@ def _scheme(section: ConfigReader) -> Scheme:
         strategy,  # type: ignore[arg-type]
         group if strategy == "group" else 0,
         weights.flag("symmetric", True),
+        weights.values.get("actorder") in ("group", "dynamic", True),
         _activation(section, kind),
     )
 
