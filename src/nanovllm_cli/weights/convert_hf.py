@@ -5,6 +5,7 @@ What the file says and a folder has no place for is named in `notes`. What would
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +28,12 @@ _MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN2: "qwen2", QWEN3: "qwen
 _OF_THE_FILE = {
     "general.architecture", "general.type", "general.file_type", "general.quantization_version", "general.size_label",
     "general.alignment", "tokenizer.chat_templates", "tokenizer.ggml.pre", "split.no", "split.count", "split.tensors.count",
+}  # fmt: skip
+# GGUF keys -> what a model card calls them, where the `gguf` package looks for them (gguf/metadata.py)
+_CARD = {
+    **{f"general.{key}": key for key in ("name", "author", "version", "organization", "finetune", "basename", "description")},
+    "general.license": "license", "general.license.name": "license_name", "general.license.link": "license_link",
+    "general.tags": "tags", "general.languages": "language",
 }  # fmt: skip
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
@@ -62,6 +69,8 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
         "generation_config.json": as_json(_generation(checkpoint, tokenizer)),
         **tokenizer.files,
     }
+    if card := _card(metadata):
+        files["README.md"] = card
     notes = [f"GGUF metadata: {', '.join(unused)}"[:1000]] if (unused := _unused_keys(metadata)) else []
     return HFFiles(files, tokenizer, notes + tokenizer.notes)
 
@@ -135,6 +144,16 @@ def _generation(checkpoint: Checkpoint, tokenizer: HFTokenizer) -> dict[str, Any
         **({"do_sample": not greedy} if sampling or greedy else {}),
         **sampling,
     }
+
+
+def _card(metadata: Mapping[str, Any]) -> bytes | None:
+    """A model card whose front matter says what the file says of itself; JSON values are YAML values."""
+    lines = [
+        f"{name}: {json.dumps(metadata[key], ensure_ascii=False)}"
+        for key, name in _CARD.items()
+        if isinstance(metadata.get(key), str | list)
+    ]
+    return "\n".join(["---", *lines, "---", ""]).encode() if lines else None
 
 
 def _unused_keys(metadata: Mapping[str, Any]) -> list[str]:

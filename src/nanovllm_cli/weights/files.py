@@ -161,7 +161,7 @@ def some(names: list[str], limit: int = 5) -> str:
 def pickle_error(where: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: pickled weights, which can run any code when they are read, are never opened",
-        "use a repository or a copy that has .safetensors or .gguf files",
+        "use a copy that has .safetensors or .gguf files, or make one of a folder of yours: nanovllm convert FOLDER",
     )
 
 

@@ -31,7 +31,7 @@ from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_DIMS = 16
-_ANSWER_SECONDS = 600.0
+_ANSWER_SECONDS = 300.0  # a file of the old format is read whole before the first answer
 _GET_ANOTHER = "the file is damaged, or is no checkpoint: take the model in safetensors"
 
 
@@ -51,7 +51,8 @@ class PickledCheckpoint(Closing):
         )
         self._child = subprocess.Popen(
             [sys.executable, "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env=_environment(),
         )  # fmt: skip
         try:
             self._infos = _infos(path, self._ask({"list": True}))
@@ -79,7 +80,7 @@ class PickledCheckpoint(Closing):
         self._ask({"name": name, "rows": rows, "num_bytes": num_bytes})
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype or stored)
-        data = torch.frombuffer(bytearray(self._read(num_bytes)), dtype=torch.uint8).view(stored).reshape(shape)
+        data = torch.frombuffer(self._read(num_bytes), dtype=torch.uint8).view(stored).reshape(shape)
         return data if dtype is None else data.to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:
@@ -115,14 +116,17 @@ class PickledCheckpoint(Closing):
             raise CheckpointError(
                 f"{self.path}: its list of tensors has {size} bytes, at most {_MAX_ANSWER_BYTES} are read"
             )
-        return self._read(size)
+        return bytes(self._read(size))
 
-    def _read(self, num_bytes: int) -> bytes:
+    def _read(self, num_bytes: int) -> bytearray:
         assert self._child.stdout is not None
-        ready, _, _ = select.select([self._child.stdout], [], [], _ANSWER_SECONDS)
-        data = self._child.stdout.read(num_bytes) if ready else b""
-        if len(data) != num_bytes:
-            raise self._died()
+        data = bytearray()
+        while len(data) < num_bytes:
+            ready, _, _ = select.select([self._child.stdout], [], [], _ANSWER_SECONDS)
+            piece = self._child.stdout.read(num_bytes - len(data)) if ready else b""
+            if not piece:
+                raise self._died()
+            data += piece
         return data
 
     def _died(self) -> NanovllmError:

@@ -1,0 +1,256 @@
+"""`nanovllm convert` as a command: what it prints, what it refuses, and what is left when it is stopped at any point."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from nanovllm_cli.errors import DoesNotFitError, UsageError
+from nanovllm_cli.weights import convert
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.source import resolve
+from test_cli_driver import SOURCE, environment, nanovllm
+
+TINY = resolve("tiny").path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_there_and_back_by_default(tmp_path: Path) -> None:
+    there = nanovllm(tmp_path, "convert", "tiny")
+    assert (there.code, there.out) == (0, "tiny-BF16.gguf\n")
+    assert "nanovllm run tiny-BF16.gguf" in there.err
+    assert any(line.startswith("total") and "46" in line for line in there.err.splitlines())
+    back = nanovllm(tmp_path, "convert", "tiny-BF16.gguf", "-q")
+    assert (back.code, back.out, back.err) == (0, "tiny-hf\n", "")
+    assert names(tmp_path) == ["tiny-BF16.gguf", "tiny-hf"]
+    assert (tmp_path / "tiny-hf" / "chat_template.jinja").read_bytes() == (TINY / "chat_template.jinja").read_bytes()
+
+
+def test_json_says_what_was_done(tmp_path: Path) -> None:
+    done = nanovllm(tmp_path, "convert", "tiny", "--outtype", "q8_0", "-o", "x.gguf", "--json")
+    record = json.loads(done.out)
+    assert done.code == 0
+    assert record["output"] == "x.gguf"
+    assert record["written"] is True
+    assert record["not_carried"] == []
+    assert {row["class"]: row["to"] for row in record["tensors"]}["mlp"] == "Q8_0"
+    assert sum(row["count"] for row in record["tensors"]) == 46
+    assert abs(record["bytes"] - (tmp_path / "x.gguf").stat().st_size) < 300_000
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = nanovllm(tmp_path, "convert", "tiny", "--dtype", "float16", "--to", "safetensors", "--dry-run")
+    assert (done.code, done.out) == (0, "")
+    assert "would write tiny-f16" in done.err
+    assert names(tmp_path) == []
+
+
+def test_parts_make_a_folder(tmp_path: Path) -> None:
+    done = nanovllm(tmp_path, "convert", "tiny", "--split-max-size", "2M", "-q")
+    assert done.out == "tiny-BF16\n"
+    assert all(name.endswith(".gguf") for name in names(tmp_path / "tiny-BF16"))
+    assert nanovllm(tmp_path, "convert", "tiny-BF16", "--to", "gguf", "-o", "whole.gguf", "-q").code == 0
+    with open_checkpoint(tmp_path / "whole.gguf") as whole, open_checkpoint(tmp_path / "tiny-BF16") as parts:
+        assert whole.names() == parts.names()
+
+
+def test_an_existing_output_needs_force(tmp_path: Path) -> None:
+    (tmp_path / "tiny-BF16.gguf").write_text("mine")
+    refused = nanovllm(tmp_path, "convert", "tiny")
+    assert refused.code == 2
+    assert "exists already" in refused.err
+    assert "--force" in refused.err
+    assert (tmp_path / "tiny-BF16.gguf").read_text() == "mine"
+    assert nanovllm(tmp_path, "convert", "tiny", "--force", "-q").code == 0
+    assert (tmp_path / "tiny-BF16.gguf").stat().st_size > 1_000_000
+
+
+def test_the_input_is_never_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source, output in ((TINY, "m.gguf"), (Path("m.gguf"), "folder")):
+        with convert.open_source(source) as checkpoint:
+            made = convert.plan(checkpoint, "hf" if output == "folder" else "gguf")
+            convert.write(checkpoint, made, Path(output))
+    os.link("m.gguf", "hard.gguf")
+    Path("soft.gguf").symlink_to("m.gguf")
+    cases: tuple[tuple[str, convert.Target, str], ...] = (
+        ("m.gguf", "gguf", "m.gguf"), ("m.gguf", "gguf", "hard.gguf"), ("m.gguf", "gguf", "soft.gguf"),
+        ("soft.gguf", "gguf", "m.gguf"), ("folder", "hf", "folder"), ("folder", "hf", "."), ("m.gguf", "hf", "."),
+        ("folder/model.safetensors", "hf", "folder"), ("folder", "gguf", "folder/model.safetensors"),
+        ("folder", "gguf", "folder/config.json"), ("folder", "gguf", "folder"),
+    )  # fmt: skip
+    for source_name, target, output in cases:
+        with convert.open_source(Path(source_name)) as checkpoint, pytest.raises(UsageError, match="is the input"):
+            convert.check_output(checkpoint, convert.plan(checkpoint, target), Path(output), replace=True)
+    refused = nanovllm(tmp_path, "convert", "m.gguf", "--to", "gguf", "-o", "soft.gguf", "--force")
+    assert refused.code == 2
+    assert "is the input" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        ((), 2, "no model was named"),
+        (("nothing-like-it",), 3, "no model"),
+        (("tiny", "--outtype", "q9_z"), 2, "no type"),
+        (("tiny", "--outtype", "q8_0", "--to", "hf"), 2, "--to gguf"),
+        (("tiny", "--to", "onnx"), 2, "onnx"),
+        (("tiny", "--split-max-size", "much"), 2, "much"),
+        (("tiny", "-o", "no/such/folder.gguf"), 1, "create it first"),
+        (("tiny", "-o", "/dev/null/x.gguf"), 1, "cannot write"),
+        (("tiny", "--to", "hf", "-o", "notes", "--force"), 2, "diary.txt"),
+        (("notes",), 1, "no .safetensors"),
+        (("broken.gguf",), 1, "broken.gguf"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_hint(flags: tuple[str, ...], code: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("dear")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
+    done = nanovllm(tmp_path, "convert", *flags)
+    assert done.code == code, done.err
+    assert words in done.err
+    assert len(done.err.strip().splitlines()) <= 2
+    assert done.out == ""
+    assert names(tmp_path) == ["broken.gguf", "notes"]
+
+
+KILLS = textwrap.dedent("""
+    import hashlib, os, random, shutil, signal, sys, time
+    from pathlib import Path
+    import torch
+    torch.set_num_threads(1)
+    from nanovllm_cli.weights import convert
+
+    here, source, target, count = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    output = here / "out"
+
+    def work(place):
+        with convert.open_source(source) as checkpoint:
+            convert.write(checkpoint, convert.plan(checkpoint, target, "f32"), place, replace=True)
+
+    def content(path):
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        return [(file.name, hashlib.sha256(file.read_bytes()).digest()) for file in files if file.is_file()]
+
+    work(here / "reference"); shutil.rmtree(here / "reference") if target == "hf" else (here / "reference").unlink()
+    began = time.monotonic()
+    work(here / "reference")
+    took = time.monotonic() - began
+    whole, original = [data for _, data in content(here / "reference")], content(source)
+    generator = random.Random(5)
+    killed = 0
+    for number in range(count):
+        if number % 2 and output.exists():
+            shutil.rmtree(output) if output.is_dir() else output.unlink()
+        pid = os.fork()
+        if pid == 0:
+            work(output)
+            os._exit(0)
+        time.sleep(generator.random() * took * 1.3)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        killed += os.WIFSIGNALED(status)
+        assert content(source) == original, "the input changed"
+        assert not output.exists() or [data for _, data in content(output)] == whole, "half an output"
+        assert set(os.listdir(here)) <= {"out", "reference", ".out.partial", ".out.replaced"}
+    work(output)
+    assert [data for _, data in content(output)] == whole
+    assert sorted(os.listdir(here)) == ["out", "reference"], os.listdir(here)
+    print("killed", killed)
+""")
+
+
+@pytest.mark.parametrize("target", ["gguf", "hf"])
+def test_killed_at_fifty_points_the_output_is_absent_or_whole(target: str, tmp_path: Path) -> None:
+    """Twenty-five a format. Every second time there is an older output to be replaced."""
+    source = TINY
+    if target == "hf":
+        nanovllm(tmp_path, "convert", "tiny", "-q", "-o", "tiny.gguf")
+        source = tmp_path / "tiny.gguf"
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(here), str(source), target, "25"],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) >= 10
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanovllm_cli", "convert", "tiny", "--to", "gguf", "--outtype", "q4_0", "-o", "big.gguf"],
+        cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".big.gguf.partial").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    if process.returncode == 0:  # it was faster than the signal
+        assert names(tmp_path) == ["big.gguf"]
+    else:
+        assert process.returncode == 130
+        assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", ["gguf", "hf"])
+def test_a_full_disk_is_an_error_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+    """A limit on the size of files, where the fourth megabyte does not fit."""
+    command = f"ulimit -f 3000; exec {sys.executable} -m nanovllm_cli convert tiny --to {target} -o out"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cannot write out" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 2
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))  # type: ignore[attr-defined]
+    with convert.open_source(TINY) as source, pytest.raises(DoesNotFitError):
+        convert.check_output(source, convert.plan(source, "gguf"), tmp_path / "x.gguf", replace=False)
+
+
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """A model of 400 MB is converted within 300 MB above what the imports take."""
+    script = textwrap.dedent("""
+        import json, resource, sys, torch
+        from pathlib import Path
+        from nanovllm_cli.weights import convert
+        from nanovllm_cli.weights.writer import SafetensorsWriter, TensorOut
+        torch.set_num_threads(1)
+        here = Path(sys.argv[1])
+        (here / "m").mkdir()
+        (here / "m" / "config.json").write_text('{"architectures": ["X"]}')
+        with (here / "m" / "model.safetensors").open("wb") as file:
+            writer = SafetensorsWriter(file, [TensorOut("a", (100_000, 1000), torch.float32)])
+            writer.write("a", (torch.zeros(1000, 1000) for _ in range(100)))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with convert.open_source(here / "m") as source:
+            convert.write(source, convert.plan(source, "hf", "bf16"), here / "out")
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+    )
+    assert int(done.stdout) < 150, done.stderr
