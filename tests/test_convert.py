@@ -28,10 +28,12 @@ from engines import SMALL, random_model
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.quant.gguf_encode import ENCODED
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.convert_names import halves_to_pairs, pairs_to_halves
+from nanovllm_cli.weights.convert_tensors import BLOCK_TYPES
 from nanovllm_cli.weights.source import resolve
 from test_models import CASES as MODELS
 from test_models import DIVISORS, rope
@@ -293,6 +295,59 @@ def test_types_are_those_of_the_gguf_package_bit_by_bit(kind: str, tmp_path: Pat
     assert up.data.tobytes() == encoded.tobytes()
     assert down.tensor_type == (gguf.GGMLQuantizationType.F16 if kind[0] == "q" else numbers)  # rows of 72
     assert found["blk.0.attn_q.bias"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def test_every_type_that_can_be_encoded_is_offered() -> None:
+    assert {kind.upper() for kind in BLOCK_TYPES} == set(ENCODED)
+
+
+def test_rows_too_narrow_for_a_k_quant_get_blocks_of_32(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        **BASE | {"hidden_size": 288, "intermediate_size": 512, "num_attention_heads": 12, "head_dim": 24}
+    )
+    converted(make(tmp_path / "source", config), tmp_path / "m.gguf", "gguf", "q4_k")
+    found = {name: kind for name, (kind, _) in stored(tmp_path / "m.gguf").items()}
+    assert (found["blk.0.ffn_down.weight"], found["blk.0.ffn_up.weight"]) == ("Q4_K", "Q5_0")
+
+
+def test_numbers_past_what_a_type_carries_name_their_tensor(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", LlamaConfig(**BASE | {"hidden_size": 96}), torch.float32)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.mlp.gate_proj.weight"][0] = 1e30
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"gate_proj"):
+        converted(source, tmp_path / "m.gguf", "gguf", "q8_0")
+
+
+def test_a_model_of_the_hub_is_called_by_its_repository(tmp_path: Path) -> None:
+    """Its folder's name is a commit."""
+    source = make(tmp_path / "0123abcd", LlamaConfig(**BASE))
+    with convert.open_source(source) as checkpoint:
+        header = convert.plan(checkpoint, "gguf", name="someone/Good-Model-7B-Instruct-v1.5").header
+    assert header["general.name"].value == "Good Model 7B Instruct v1.5"
+    assert header["general.finetune"].value == "Instruct"
+    assert header["general.basename"].value == "Good-Model"
+
+
+def test_gguf_of_an_architecture_that_nobody_here_knows_is_copied_and_split(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mystery")
+    writer.add_uint8("mystery.u8", 7)
+    writer.add_array("mystery.flags", [True, False])
+    writer.add_array("mystery.halves", [0.5, 1.5])
+    writer.add_tensor("experts", np.arange(2 * 3 * 32, dtype=np.float32).reshape(2, 3, 32))
+    writer.add_tensor("codes", np.arange(5, dtype=np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    converted(tmp_path / "m.gguf", tmp_path / "copy.gguf", "gguf")
+    assert (tmp_path / "copy.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    converted(tmp_path / "m.gguf", tmp_path / "q8.gguf", "gguf", "q8_0")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "q8.gguf").tensors}
+    assert found["experts"].tensor_type == gguf.GGMLQuantizationType.Q8_0
+    assert found["codes"].tensor_type == gguf.GGMLQuantizationType.I32
+    with pytest.raises(UnsupportedError, match="mystery"):
+        converted(tmp_path / "m.gguf", tmp_path / "folder", "hf")
 
 
 def test_parts_hold_the_whole_and_become_one_file_again(tmp_path: Path) -> None:

@@ -94,6 +94,11 @@ def test_the_input_is_never_the_output(tmp_path: Path, monkeypatch: pytest.Monke
     for source_name, target, output in cases:
         with convert.open_source(Path(source_name)) as checkpoint, pytest.raises(UsageError, match="is the input"):
             convert.check_output(checkpoint, convert.plan(checkpoint, target), Path(output), replace=True)
+    with convert.open_source(Path("m.gguf")) as checkpoint:
+        convert.write(checkpoint, convert.plan(checkpoint, "gguf", split_bytes=3_000_000), Path("parts"))
+    first, *_, last = sorted(Path("parts").iterdir())
+    with convert.open_source(first) as checkpoint, pytest.raises(UsageError, match="is the input"):
+        convert.check_output(checkpoint, convert.plan(checkpoint, "gguf"), last, replace=True)
     refused = nanovllm(tmp_path, "convert", "m.gguf", "--to", "gguf", "-o", "soft.gguf", "--force")
     assert refused.code == 2
     assert "is the input" in refused.err

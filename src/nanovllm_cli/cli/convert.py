@@ -114,7 +114,7 @@ def convert(
     with conversion.open_source(resolved.path) as checkpoint:
         target = _target(options, checkpoint)
         check_outtype(outtype, target)
-        made = conversion.plan(checkpoint, target, outtype, options.split_max_size)
+        made = conversion.plan(checkpoint, target, outtype, options.split_max_size, name=resolved.repo)
         output = Path(options.output or _default_name(resolved.repo or str(resolved.path), made, outtype))
         conversion.check_output(checkpoint, made, output, replace=options.force)
         if not options.dry_run:

@@ -48,7 +48,7 @@ from nanovllm_cli.weights.convert_tensors import (
     safetensors_type,
     slices,
 )
-from nanovllm_cli.weights.files import is_setting, some
+from nanovllm_cli.weights.files import is_setting, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, part_names
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
@@ -82,7 +82,8 @@ _FILE_TYPES = {
 class Plan:
     """What a conversion will write. `files`: small ones of a folder, by name. `copies`: taken over as they are.
 
-    `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each.
+    `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each. `is_known`: the
+    output is of an architecture that can be loaded here.
     """
 
     target: Target
@@ -93,6 +94,7 @@ class Plan:
     copies: list[tuple[Path, str]] = field(default_factory=list)
     split_bytes: int | None = None
     tokenizer: Tokenizer | None = None
+    is_known: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -117,15 +119,23 @@ def open_source(path: Path) -> Checkpoint:
     return open_checkpoint(path)
 
 
-def plan(source: Checkpoint, target: Target, outtype: str = "auto", split_bytes: int | None = None) -> Plan:
-    """How `source` becomes a model in `target`'s format, its matrices in `outtype` (auto: as they are).
+def plan(
+    source: Checkpoint,
+    target: Target,
+    outtype: str = "auto",
+    split_bytes: int | None = None,
+    *,
+    name: str | None = None,
+) -> Plan:
+    """How `source` becomes a model in `target`'s format, its matrices in `outtype` (auto: as they are). `name`: of the model,
+    where that is not its folder's.
 
     Raises UnsupportedError for what the format cannot say, CheckpointError for what contradicts itself.
     """
     if source.format == "hf" and target == "hf":
         result = _folder_to_folder(source, outtype)
     elif source.format == "hf":
-        result = _folder_to_gguf(source, outtype)
+        result = _folder_to_gguf(source, outtype, name or folder_of(source).resolve().name)
     elif target == "hf":
         result = _gguf_to_folder(source, outtype)
     else:
@@ -183,7 +193,7 @@ def main_type(steps: list[Step]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
-def _folder_to_gguf(source: Checkpoint, outtype: str) -> Plan:
+def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     if source.config.get("quantization_config"):
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
     family, spec = hf_family(source.config), read_spec(source, PlainReader(source))
@@ -197,11 +207,11 @@ def _folder_to_gguf(source: Checkpoint, outtype: str) -> Plan:
         steps.append(_turned(Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after)),
                              spec, family, to_gguf=True))  # fmt: skip
     names = {step.name for step in steps}
-    header = gguf_header(source, folder_of(source), spec, family, names, file_type(main_type(steps)))
+    header = gguf_header(source, folder_of(source), model_name, spec, family, names, file_type(main_type(steps)))
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
-    return Plan("gguf", steps, notes + header.notes, header.header)
+    return Plan("gguf", steps, notes + header.notes, header.header, is_known=True)
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
@@ -225,7 +235,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     if blocks and outtype == "auto":
         notes.append(f"{', '.join(blocks)} becomes float32, which loses nothing; --outtype bf16 takes half the room")
     files = hf_files(source, spec, family, _dtype(main_type(steps)))
-    return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer)
+    return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer, is_known=True)
 
 
 def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
@@ -256,11 +266,14 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
         after = safetensors_type(info.dtype_name, outtype)
         size = torch.Size(info.shape).numel() * _dtype(after).itemsize
         steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
-    config = dict(source.config)
+    made = Plan("hf", steps, copies=_settings(folder_of(source)))
     if outtype != "auto":
-        config.pop("dtype", None)
-        config["torch_dtype"] = str(_dtype(outtype.upper())).removeprefix("torch.")
-    return Plan("hf", steps, files={"config.json": as_json(config)}, copies=_settings(folder_of(source)))
+        config = {key: value for key, value in source.config.items() if key != "dtype"}
+        made.files["config.json"] = as_json(
+            config | {"torch_dtype": str(_dtype(outtype.upper())).removeprefix("torch.")}
+        )
+        made.copies = [(path, name) for path, name in made.copies if name != "config.json"]
+    return made
 
 
 def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> list[str]:
@@ -353,7 +366,7 @@ def _read_again(made: Plan, path: Path) -> None:
         found = {name: (written.info(name).shape, written.info(name).dtype_name) for name in written.names()}
         if found != {step.name: (step.shape, step.after) for step in made.steps}:
             raise OutputError(f"{path}: what was written is not what was meant", "check the disk, and report this")
-        if made.header or made.tokenizer is not None:
+        if made.is_known:
             read_spec(written, PlainReader(written))
 
 
@@ -367,9 +380,9 @@ def file_type(kind: str) -> LlamaFileType:
 
 
 def _settings(folder: Path) -> list[tuple[Path, str]]:
-    """Small files of a folder that stay as they are: tokenizer, templates, generation config, licence, card."""
+    """Small files of a folder that stay as they are: configs, tokenizer, templates, licence, card."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    kept = [name for name in names if (is_setting(name) and name != "config.json") or name in _MORE_FILES]
+    kept = [name for name in names if is_setting(name) or name in _MORE_FILES]
     templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates]
 
@@ -378,12 +391,11 @@ def _is_input_file(source: Checkpoint, target: Path) -> bool:
     """Whether `target` is the input under another name (a hard link), or lies among a folder's own files."""
     if not target.exists() or not target.is_file():
         return False
-    inputs = folder_of(source).iterdir() if source.format == "hf" or source.path.is_dir() else [source.path]
-    return any(
-        entry.is_file() and entry.samefile(target)
-        for entry in inputs
-        if entry.suffix != ".gguf" or source.format == "gguf"
-    )
+    if source.format == "gguf":
+        inputs = [source.path.with_name(part) for part in split_parts(source.path.name)]
+    else:
+        inputs = [entry for entry in folder_of(source).iterdir() if entry.suffix != ".gguf"]
+    return any(entry.is_file() and entry.samefile(target) for entry in inputs)
 
 
 def _dtype(kind: str) -> torch.dtype:

@@ -52,9 +52,18 @@ class GGUFHeader(NamedTuple):
 
 
 def gguf_header(
-    checkpoint: Checkpoint, folder: Path, spec: ModelSpec, family: Family, names: set[str], file_type: LlamaFileType
+    checkpoint: Checkpoint,
+    folder: Path,
+    name: str,
+    spec: ModelSpec,
+    family: Family,
+    names: set[str],
+    file_type: LlamaFileType,
 ) -> GGUFHeader:
-    """`names`: what the file's tensors will be called. Raises UnsupportedError for what GGUF cannot say of this family."""
+    """`name`: of the model, `org/name` or a folder's; `names`: what the file's tensors will be called.
+
+    Raises UnsupportedError for what GGUF cannot say of this family.
+    """
     architecture = "llama" if family is MISTRAL else family.name  # llama.cpp has one for both
     builder = HeaderBuilder(architecture)
     context_length = checkpoint.config.get("max_position_embeddings", 2048)
@@ -64,7 +73,7 @@ def gguf_header(
     tensors = divisor_tensors(sayable.spec)
     notes = [*sayable.notes, *_unused_keys(checkpoint)]
     builder.add_type("model")
-    notes += _add_card(builder, checkpoint, folder)
+    notes += _add_card(builder, checkpoint, folder, name)
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, context_length)
@@ -116,9 +125,9 @@ def _add_rope(builder: HeaderBuilder, rope: Any, context_length: int) -> None:
         builder.add_rope_scaling_orig_ctx_len(rope.original_len)
 
 
-def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Name, licence, tags and the like, from the model card and the folder's name, by the package's own rules."""
-    parameters = sum(torch.Size(checkpoint.info(name).shape).numel() for name in checkpoint.names())
+def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name: str) -> list[str]:
+    """Name, licence, tags and the like, from the model card and the model's name, by the package's own rules."""
+    parameters = sum(torch.Size(checkpoint.info(tensor).shape).numel() for tensor in checkpoint.names())
     card_path = folder / "README.md"
     notes = []
     card: dict[str, Any] = {}
@@ -131,7 +140,7 @@ def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path) -> l
     except Exception as error:  # the package trusts what it reads; a card that breaks it is left out
         notes.append(f"the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200])
         metadata = Metadata()
-    metadata.name = metadata.name or Metadata.id_to_title(folder.resolve().name) or "model"
+    metadata.name = metadata.name or Metadata.id_to_title(Path(name).name) or "model"
     metadata.size_label = metadata.size_label or size_label(parameters, parameters, 0, 0)
     try:
         metadata.set_gguf_meta_model(builder)

@@ -19,24 +19,13 @@ _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 def gguf_name(hf_name: str) -> str | None:
     """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight; None for a tensor that GGUF has no name for."""
-    return _translate(hf_name, _TO_GGUF)
-
-
-def hf_name(gguf_name: str) -> str | None:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
-    return _translate(gguf_name, _TO_HF)
-
-
-def _translate(name: str, table: dict[str, str]) -> str | None:
-    numbers = [part for part in name.split(".") if part.isdecimal()]
-    if not numbers:
-        return table.get(name)
-    pattern = ".".join("{i}" if part.isdecimal() else part for part in name.split("."))
-    return table[pattern].replace("{i}", numbers[0]) if len(numbers) == 1 and pattern in table else None
+    parts = hf_name.split(".")
+    number = next((part for part in parts if part.isdecimal()), "")
+    pattern = ".".join("{i}" if part == number else part for part in parts) if number else hf_name
+    return _TO_GGUF[pattern].replace("{i}", number) if pattern in _TO_GGUF else None
 
 
 _TO_GGUF = {HF_NAMES[ours]: GGUF_NAMES[ours] for ours in HF_NAMES}
-_TO_HF = {gguf: hf for hf, gguf in _TO_GGUF.items()}
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:

@@ -14,7 +14,6 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.writer import TensorOut
@@ -22,7 +21,9 @@ from nanovllm_cli.weights.writer import TensorOut
 SLICE_BYTES = 16 << 20  # of float32
 
 PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-BLOCK_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "tq2_0", "tq1_0", "mxfp4")
+BLOCK_TYPES = (
+    "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k", "tq2_0", "tq1_0", "mxfp4",
+)  # fmt: skip
 """What can be written, under llama.cpp's names for --outtype."""
 
 # Where rows do not divide into blocks of 256: as llama.cpp's quantizer does, a type with blocks of 32.
@@ -119,8 +120,12 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
         raise CheckpointError(
             f"tensor {step.source!r} has values that are NaN or infinite", "the file is damaged; get it again"
         )
-    encoded = Blocks(step.after).quantize(values.reshape(-1, step.shape[-1]))
-    return encoded.data
+    from nanovllm_cli.quant.gguf_encode import encode  # brings numba, which copies and plain types do without
+
+    try:
+        return encode(step.after, values.reshape(-1, step.shape[-1]))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"tensor {step.source!r}: {error.message}", error.hint) from error
 
 
 def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:

@@ -59,7 +59,7 @@ class _Output:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+        if isinstance(error, OSError):
             raise self._failed(error) from error
 
     def close(self) -> None:
