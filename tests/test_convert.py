@@ -323,8 +323,8 @@ def test_a_model_of_the_hub_is_called_by_its_repository(tmp_path: Path) -> None:
     """Its folder's name is a commit."""
     source = make(tmp_path / "0123abcd", LlamaConfig(**BASE))
     with convert.open_source(source) as checkpoint:
-        header = convert.plan(checkpoint, "gguf", name="someone/Good-Model-7B-Instruct-v1.5").header
-    assert header["general.name"].value == "Good Model 7B Instruct v1.5"
+        header = convert.plan(checkpoint, "gguf", name="someone/Good-Model-Instruct-v1.5").header
+    assert header["general.name"].value == "Good Model Instruct v1.5"
     assert header["general.finetune"].value == "Instruct"
     assert header["general.basename"].value == "Good-Model"
 

@@ -134,9 +134,7 @@ def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name
     try:
         if card_path.is_file() and card_path.stat().st_size <= MAX_CARD_BYTES:
             card = Metadata.load_model_card(folder)
-        metadata = Metadata.apply_metadata_heuristic(
-            Metadata(), card, dict(checkpoint.config), folder.resolve(), parameters
-        )
+        metadata = Metadata.apply_metadata_heuristic(Metadata(), card, dict(checkpoint.config), Path(name), parameters)
     except Exception as error:  # the package trusts what it reads; a card that breaks it is left out
         notes.append(f"the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200])
         metadata = Metadata()

@@ -14,6 +14,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.writer import TensorOut
@@ -120,8 +121,6 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
         raise CheckpointError(
             f"tensor {step.source!r} has values that are NaN or infinite", "the file is damaged; get it again"
         )
-    from nanovllm_cli.quant.gguf_encode import encode  # brings numba, which copies and plain types do without
-
     try:
         return encode(step.after, values.reshape(-1, step.shape[-1]))
     except UnsupportedError as error:
