@@ -234,7 +234,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:
-    """A model of 400 MB is converted within 300 MB above what the imports take."""
+    """A model of 400 MB is converted within 150 MB above what the imports take."""
     script = textwrap.dedent("""
         import json, resource, sys, torch
         from pathlib import Path
