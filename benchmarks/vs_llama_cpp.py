@@ -1,7 +1,11 @@
-"""nanovllm against llama.cpp on the CPU: one file of random weights, one machine, one run, sides taking turns.
+"""nanovllm against llama.cpp on the CPU: the same random weights, one machine, one run, sides taking turns.
 
     pip install llama-cpp-python
     python benchmarks/vs_llama_cpp.py --threads 2 --output benchmarks/results/vs_llama_cpp.json
+    python benchmarks/vs_llama_cpp.py --pair int8
+
+A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, q4_k_m the same
+file, which llama.cpp quantizes.
 
 Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
 together (both after prompts of 32 tokens). Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
@@ -25,13 +29,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 PREFILL, PROMPT, STEPS, BATCH = 512, 32, 48, 16
+# Pair: (our --quant or None, llama.cpp's type or None, whether we load llama.cpp's file)
+PAIRS = {
+    "bf16": (None, None, False),
+    "int8": ("int8", "Q8_0", False),
+    "int4": ("int4:group=32", "Q4_0", False),
+    "q4_k_m": (None, "Q4_K_M", True),
+}
 
 
-def measure_ours(path: str, threads: int) -> dict[str, float]:
+def measure_ours(path: str, threads: int, quant: str | None) -> dict[str, float]:
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
 
     config = EngineConfig(
-        threads=threads, max_model_len=2048, num_blocks=2048, max_num_seqs=BATCH, enable_prefix_caching=False
+        threads=threads, max_model_len=2048, num_blocks=2048, max_num_seqs=BATCH, enable_prefix_caching=False, quant=quant
     )
     llm = LLM(path, config=config)
     vocab = llm.spec.vocab_size
@@ -67,7 +78,7 @@ def measure_ours(path: str, threads: int) -> dict[str, float]:
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
-def measure_llama_cpp(path: str, threads: int) -> dict[str, float]:
+def measure_llama_cpp(path: str, threads: int, quant: None) -> dict[str, float]:
     import ctypes
 
     import llama_cpp as lib
@@ -120,7 +131,19 @@ def measure_llama_cpp(path: str, threads: int) -> dict[str, float]:
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
-SIDES = {"nanovllm": measure_ours, "llama.cpp": measure_llama_cpp}
+SIDES: dict[str, Any] = {"nanovllm": measure_ours, "llama.cpp": measure_llama_cpp}
+
+
+def quantize_by_llama_cpp(source: Path, target: Path, kind: str) -> None:
+    import ctypes
+
+    import llama_cpp as lib
+
+    lib.llama_log_set(ctypes.cast(None, lib.llama_log_callback), None)
+    settings = lib.llama_model_quantize_default_params()
+    settings.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if lib.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(settings)):
+        raise SystemExit(f"llama.cpp could not make {kind} of {source}")
 
 
 def machine() -> dict[str, Any]:
@@ -143,10 +166,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--file", type=Path, help="keep the weights here and use them again")
+    parser.add_argument("--pair", choices=PAIRS, default="bf16")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--quant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(SIDES[options.side](str(options.file), options.threads)))
+        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant)))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = options.file or Path(folder) / "random.gguf"
@@ -154,6 +179,13 @@ def main() -> None:
             from shapes import write_gguf
 
             write_gguf(path, options.shape)
+        quant, kind, same_file = PAIRS[options.pair]
+        theirs = path
+        if kind is not None:
+            theirs = path.with_suffix(f".{kind}.gguf")
+            if not theirs.exists():
+                quantize_by_llama_cpp(path, theirs, kind)
+        files = {"nanovllm": theirs if same_file else path, "llama.cpp": theirs}
         rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for number in range(options.rounds):
             for side in SIDES:
@@ -163,24 +195,26 @@ def main() -> None:
                     "--side",
                     side,
                     "--file",
-                    str(path),
+                    str(files[side]),
                     "--threads",
                     str(options.threads),
                 ]
+                if side == "nanovllm" and quant is not None:
+                    command += ["--quant", quant]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
     medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
     ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
-    print(
-        f"| {options.shape}, BF16, {options.threads} threads | nanovllm tok/s | llama.cpp tok/s | ratio |\n|---|---|---|---|"
-    )
+    print(f"| {options.shape}, {options.pair}, {options.threads} threads | nanovllm tok/s | llama.cpp tok/s | ratio |")
+    print("|---|---|---|---|")
     for k, ratio in ratios.items():
         print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians['llama.cpp'][k]:.1f} | {ratio:.2f} |")
     if options.output:
         report = {
             "machine": machine(),
             "shape": options.shape,
+            "pair": options.pair,
             "threads": options.threads,
             "rounds": rounds,
             "ratios": ratios,

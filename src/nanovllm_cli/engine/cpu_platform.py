@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,7 @@ from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_formats import make_storage
+from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format import Format
@@ -39,6 +41,7 @@ class CpuPlatform:
         self.ops = CpuOps()
         self.threads = _num_threads(config, progress)
         self._thread: int | None = None
+        self._has_integer = False
 
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float32 for matrices that are, else bfloat16."""
@@ -57,18 +60,27 @@ class CpuPlatform:
 
     def compile(self, dtype: torch.dtype) -> None:
         kept = cache_dtypes(self.config.cache_types, dtype)
-        if self.progress is None or warm.is_compiled(dtype, kept):
-            warm.warm_up(dtype, kept)
+        self._warm_up(warm.is_compiled(dtype, kept), lambda: warm.warm_up(dtype, kept))
+
+    def _warm_up(self, is_compiled: bool, warm_up: Callable[[], None]) -> None:
+        if self.progress is None or is_compiled:
+            warm_up()
             return
         self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
-        warm.warm_up(dtype, kept)
+        warm_up()
         self.progress.done()
 
     def available_bytes(self) -> int:
         return available_bytes()
 
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
-        return DenseStorage(num_rows, width, dtype) if form is None else make_storage(form, num_rows, width, dtype)
+        if form is None:
+            return DenseStorage(num_rows, width, dtype)
+        storage = make_storage(form, num_rows, width, dtype)
+        if isinstance(storage, CpuInteger) and not self._has_integer:
+            self._has_integer = True
+            self._warm_up(warm.integer_is_compiled(), warm.warm_up_integer)
+        return storage
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CpuStacked(parts, dtype)

@@ -36,6 +36,8 @@ from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, l
 
 ROWS_PER_TASK = 256
 _MOST_GROUPS = CHUNK // 16
+# Adding 1.5 * 2**23 leaves a float's nearest whole number (even in the middle) in its lowest bits.
+_ROUNDING, _ROUNDING_BITS = np.float32(12582912.0), np.int32(0x4B400000)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
@@ -65,16 +67,17 @@ def quantize(tag, x, num_rows, x_stride, width, group, per_row, order, out, stri
             sums = carray(typed_pointer(target + 8 * groups, np.int32(0)), (groups,))
             codes = carray(typed_pointer(target + 12 * groups, np.int8(0)), (part.size,))
             for g in range(groups):
-                begin, end = g * group, min(part.size, (g + 1) * group)
-                largest = whole if per_row != 0 else _largest(part[begin:end])
+                # Slices, because a loop that doesn't start at 0 is not vectorised.
+                piece, rounded = part[g * group : (g + 1) * group], codes[g * group : (g + 1) * group]
+                largest = whole if per_row != 0 else _largest(piece)
                 scale = largest / np.float32(127.0)
                 total = np.int32(0)
-                # A row with a NaN or an infinity has no codes; its scale makes a NaN of whatever it is multiplied with.
+                # A group with a NaN or an infinity has no codes; its scale makes a NaN of whatever it is multiplied with.
                 finite = largest < np.float32(np.inf)
                 inverse = np.float32(127.0) / largest if finite and largest > np.float32(1e-36) else np.float32(0.0)
-                for i in range(begin, end):
-                    code = np.int32(np.rint(part[i] * inverse)) if finite else np.int32(0)
-                    codes[i] = np.int8(code)
+                for i in range(piece.size):
+                    code = np.int32(np.float32(piece[i] * inverse + _ROUNDING).view(np.int32) - _ROUNDING_BITS)
+                    rounded[i] = np.int8(code)
                     total += code
                 scales[g] = scale if finite else np.float32(np.nan)
                 scales[groups + g] = scales[g] * np.float32(total)
@@ -134,21 +137,24 @@ def unpack_scales(record, width, bits, group, scale, low, unit, scales, lows):
         if scale == SUB_I8:
             signed = carray(typed_pointer(at, np.int8(0)), (count,))
             for g in range(count // TILE):
+                target, source = scales[g * TILE : (g + 1) * TILE], signed[g * TILE : (g + 1) * TILE]
                 for c in range(TILE):
-                    scales[g * TILE + c] = factors[c] * np.float32(signed[g * TILE + c])
+                    target[c] = factors[c] * np.float32(source[c])
         else:
             mask = np.uint8(15) if low == NIBBLE else np.uint8(255)
             whole = carray(typed_pointer(at, np.uint8(0)), (count,))
             for g in range(count // TILE):
+                target, source = scales[g * TILE : (g + 1) * TILE], whole[g * TILE : (g + 1) * TILE]
                 for c in range(TILE):
-                    scales[g * TILE + c] = factors[c] * np.float32(whole[g * TILE + c] & mask)
+                    target[c] = factors[c] * np.float32(np.uint8(source[c] & mask))
         if low >= SUB_MIN:
             shift = np.uint8(4) if low == NIBBLE else np.uint8(0)
             minima = carray(typed_pointer(at if low == NIBBLE else at + count, np.uint8(0)), (count,))
             _unpack_half(super_lows, TILE, 0, factors)
             for g in range(count // TILE):
+                target, source = lows[g * TILE : (g + 1) * TILE], minima[g * TILE : (g + 1) * TILE]
                 for c in range(TILE):
-                    lows[g * TILE + c] = -(factors[c] * np.float32(minima[g * TILE + c] >> shift))
+                    target[c] = -(factors[c] * np.float32(np.uint8(source[c] >> shift)))
     if low == MIN:
         _unpack_half(at, count, 0, lows)
     elif low == ZERO:

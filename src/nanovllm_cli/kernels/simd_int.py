@@ -29,7 +29,7 @@ TILE_ROWS = MAX_ROWS if WIDE else 2
 UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
 STEP_UNITS = 8
-PREFETCH_BYTES = 2048
+PREFETCH_BYTES = 8192
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)

@@ -1,4 +1,5 @@
-"""Compile every CPU kernel for one dtype and kind of KV cache, or load it from the cache, before somebody waits for a token.
+"""Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
+dtype and kind of KV cache, and apart from them those of integer weights.
 
 The first run on a machine takes about half a minute of compiling; a marker in numba's cache folder tells later ones that it is
 done, so that only the first says so.
@@ -11,7 +12,8 @@ from pathlib import Path
 import numba
 import torch
 
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, integer
+from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 
 
 def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
@@ -44,12 +46,38 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         logits = step()
     program.replay()
     assert logits.isfinite().all()
-    try:
-        _marker(dtype, kept).touch()
-    except OSError:
-        return  # a cache that can't be written: numba compiles again next time, and says nothing either
+    _mark(_marker(dtype, kept))
+
+
+def integer_is_compiled() -> bool:
+    """The same for `warm_up_integer`."""
+    return _folder().joinpath(_INTEGER).exists()
+
+
+def warm_up_integer() -> None:
+    """Run the kernels of integer weights once on next to nothing."""
+    layout = RecordLayout(64, 32, 4, 32, F16)
+    weight = integer.Packed(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8), None)
+    x = integer.quantize(torch.zeros(1, 32, dtype=torch.bfloat16), integer.Rounding(32, False, None))
+    integer.matmul(x, weight, None, torch.zeros(1, 64))
+    integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, torch.bfloat16)
+    _mark(_folder() / _INTEGER)
+
+
+_INTEGER = "compiled-integer"
 
 
 def _marker(dtype: torch.dtype, kept: cpu.CacheDTypes) -> Path:
     names = "-".join(str(kind).removeprefix("torch.") for kind in (dtype, *kept))
-    return Path(numba.config.CACHE_DIR or ".") / f"compiled-{names}"
+    return _folder() / f"compiled-{names}"
+
+
+def _mark(marker: Path) -> None:
+    try:
+        marker.touch()
+    except OSError:
+        return  # a cache that can't be written: numba compiles again next time, and says nothing either
+
+
+def _folder() -> Path:
+    return Path(numba.config.CACHE_DIR or ".")
