@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_cli.engine.sampling_state import SequenceState
+from nanovllm_cli.kernels import cpu_sampling, cpu_sampling_rows
 from nanovllm_cli.sampling_params import SamplingParams
 
 Floats = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
+Ints = NDArray[np.int64]
+LOWEST = float(np.finfo(np.float32).min)
 
 
 class NearTie(Exception):
@@ -77,3 +85,62 @@ def _fair_order(distances: list[float], logits: list[float]) -> None:
     for i in range(len(distances) - 1):
         if distances[i + 1] - distances[i] < 1e-5 and logits[i] != logits[i + 1]:
             raise NearTie
+
+
+# ---- the same in integers, as `kernels.cpu_sampling` defines it: sorted in full, one row, plain numpy ----
+
+
+def exact_weights(gaps: Floats32) -> Ints:
+    """floor(2**40 * e**gap) with the kernels' own exponential, which a test holds against float64's."""
+    values, places = np.unique(gaps, return_inverse=True)
+    return np.array([cpu_sampling_rows.weight(value) for value in values], dtype=np.int64)[places]
+
+
+def exact_draw(logits: Floats32, params: SamplingParams, uniform: float, exclude_top: bool) -> int:
+    """The id drawn; the largest logit must be finite and the temperature positive."""
+    ranked = np.lexsort((np.arange(len(logits)), -logits))
+    kept = ranked[logits[ranked] > -np.inf]
+    if params.min_p > 0:
+        floor = np.float32(max(LOWEST, float(logits.max()) + params.temperature * math.log(params.min_p)))
+        kept = kept[logits[kept] >= floor]
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    with np.errstate(over="ignore"):
+        gaps = (logits - logits.max()) / np.float32(params.temperature)
+    weights = exact_weights(gaps)
+    if params.typical_p < 1:
+        ids = np.sort(kept)
+        surprises = np.minimum(-gaps[ids].astype(np.float64), 1e3)
+        expected = (weights[ids] * surprises).cumsum()[-1] / weights[ids].sum()
+        ids = ids[np.argsort(np.abs(surprises - expected), kind="stable")]
+        ids = _exact_until(ids, weights, params.typical_p)
+        kept = np.array([i for i in ranked if i in set(ids.tolist())])
+    if params.top_p < 1:
+        kept = _exact_until(kept, weights, params.top_p)
+    if exclude_top:
+        top = kept[weights[kept] >= params.xtc_threshold * weights[kept].sum()]
+        kept = np.array([i for i in kept if i not in set(top[:-1].tolist())])
+    kept = np.sort(kept)
+    sums = weights[kept].cumsum()
+    return int(kept[np.argmax(sums > int(uniform * int(sums[-1])))])
+
+
+def _exact_until(ids: Ints, weights: Ints, share: float) -> Ints:
+    sums = weights[ids].cumsum()
+    return ids[: int(np.argmax(sums >= max(1, math.ceil(share * int(sums[-1]))))) + 1]
+
+
+def exact_edits(logits: Floats32, edits: Sequence[NDArray[np.float32]]) -> Floats32:
+    """logits after what `kernels.cpu_sampling.adjust_rows` says of a row's edits."""
+    logits = logits.copy()
+    for token, scale, minus, then_minus in (edit for part in edits for edit in part):
+        x = logits[int(token)]
+        logits[int(token)] = (x / scale if x > 0 else x * scale) - minus - then_minus
+    return logits
+
+
+def adjusted_row(logits: Floats32, state: SequenceState) -> Floats32:
+    """What the kernel makes of a row by one sequence's parameters and history."""
+    source, copy = logits[None].copy(), np.empty((1, len(logits)), dtype=np.float32)
+    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(source, [0]), [state.allowed], [state.edits()], copy)
+    return copy[0]

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
 from nanovllm_cli.sampling_params import SamplingParams
+from sampler_reference import adjusted_row
 
 VOCAB = 40
 ids_of = st.lists(st.integers(0, 9), max_size=40)
@@ -41,8 +42,7 @@ def adjusted(
     state = SequenceState(NewSequence(0, list(prompt), params, 0, stop_ids), len(logits), bad_words, None)
     for token_id in output:
         state.append(token_id)
-    result = logits.copy()
-    state.adjust(result)
+    result = adjusted_row(logits, state)
     assert state.adjusts or np.array_equal(result, logits)
     return result
 

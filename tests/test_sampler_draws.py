@@ -1,4 +1,4 @@
-"""One row: which tokens the filters keep, and which of them a random number hits."""
+"""Which tokens the filters keep, and which of them a random number hits: by definition, by transformers, and to the bit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,40 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from nanovllm_cli.kernels import cpu_sampling
-from nanovllm_cli.kernels.cpu_sampling import draw_token, most_likely, row_logprobs
+from nanovllm_cli.kernels import cpu, cpu_sampling
+from nanovllm_cli.kernels.cpu_sampling import RowLogprobs
+from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, UNIFORM, XTC_THRESHOLD
 from nanovllm_cli.sampling_params import SamplingParams
-from sampler_reference import NearTie, distribution, softmax
+from sampler_reference import NearTie, distribution, exact_draw, exact_edits, exact_weights, softmax
 
 Row = NDArray[np.float32]
 
 
 def row(size: int, seed: int, scale: float = 3.0) -> Row:
     return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+def setting(params: SamplingParams, uniform: float, exclude_top: bool) -> list[float]:
+    values = cpu_sampling.draw_settings(params)
+    values[UNIFORM], values[XTC_THRESHOLD] = uniform, params.xtc_threshold if exclude_top else 0.0
+    return values
+
+
+def draw_token(logits: Row, params: SamplingParams, uniform: float, exclude_top: bool) -> int:
+    rows = cpu_sampling.row_addresses(logits[None], [0])
+    drawn: int = cpu_sampling.draw_tokens(rows, len(logits), np.array([setting(params, uniform, exclude_top)]))[0]
+    return drawn
+
+
+def row_logprobs(logits: Row, token_id: int, num_top: int) -> RowLogprobs:
+    rows = cpu_sampling.row_addresses(logits[None], [0])
+    (found,) = cpu_sampling.logprobs(rows, len(logits), [token_id], [num_top])
+    assert found is not None
+    return found
+
+
+def most_likely(logits: Row, count: int) -> list[int]:
+    return row_logprobs(logits, 0, count).top_ids
 
 
 def check_draws(logits: Row, params: SamplingParams, exclude_top: bool, expected: NDArray[np.float64]) -> None:
@@ -113,48 +137,122 @@ def test_each_filter_keeps_what_transformers_keeps(size: int, warper: object, pa
 @pytest.mark.parametrize("top_p", [0.0, 0.2, 0.9, 0.99, 0.9999])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 8.0])
 def test_the_nucleus_of_a_large_row_is_that_of_a_full_sort(scale: float, top_p: float) -> None:
-    logits = row(40_000, 5, scale)
-    kept = cpu_sampling._nucleus(logits, 0.9, top_p).ids
+    logits, params = row(40_000, 5, scale), SamplingParams(temperature=0.9, top_p=top_p)
+    for uniform in (0.0, 0.3, 0.77, 1 - 2**-53):
+        assert draw_token(logits, params, uniform, False) == exact_draw(logits, params, uniform, False)
 
-    weights = np.exp((logits - logits.max()) / np.float32(0.9)) * np.float32(2**40)
-    weights = weights.astype(np.int64)
-    ranked = np.lexsort((np.arange(len(logits)), -logits))
-    running = weights[ranked].cumsum()
-    count = int(np.argmax(running >= top_p * running[-1])) + 1
-    assert np.array_equal(kept, np.sort(ranked[:count]))
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=filters(), exclude_top=st.booleans(), size=st.sampled_from([1, 2, 63, 64, 65, 129, 700, 4095, 4097]),
+    kind=st.sampled_from(["normal", "ties", "banned", "flat"]), seed=st.integers(0, 999), uniform=st.floats(0, 1 - 2**-53),
+)  # fmt: skip
+def test_a_draw_is_that_of_a_full_sort_in_integers(
+    params: SamplingParams, exclude_top: bool, size: int, kind: str, seed: int, uniform: float
+) -> None:
+    logits = row(size, seed, 0.01 if kind == "flat" else 3.0)
+    if kind == "ties":
+        logits = np.round(logits)
+    if kind == "banned":
+        logits[1:][np.random.default_rng(seed).random(size - 1) < 0.9] = -np.inf
+    assert draw_token(logits, params, uniform, exclude_top) == exact_draw(logits, params, uniform, exclude_top)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_a_batch_are_drawn_each_by_its_own_settings(threads: int) -> None:
+    random, logits = np.random.default_rng(0), np.stack([row(3001, seed) for seed in range(9)])
+    logits[3, 70], logits[6] = np.nan, -np.inf
+    which = [0, 8, 3, 3, 5, 6, 0, 1, 2, 4, 7]
+    kinds = [
+        {},
+        {"top_k": 9},
+        {"top_p": 0.7},
+        {"typical_p": 0.6, "min_p": 0.01},
+        {"temperature": 0},
+        {"xtc_threshold": 0.05},
+    ]
+    asked = [(SamplingParams(**kinds[i % 6]), float(random.random()), i % 6 == 5) for i in range(len(which))]  # type: ignore[arg-type]
+    cpu.set_num_threads(threads)
+    rows, table = cpu_sampling.row_addresses(logits, which), np.array([setting(*each) for each in asked])
+    drawn = cpu_sampling.draw_tokens(rows, 3001, table).tolist()
+    for i, (found, (params, uniform, exclude_top)) in enumerate(zip(drawn, asked, strict=True)):
+        if which[i] in (3, 6):
+            assert found == (NOT_FINITE if which[i] == 3 else NOTHING_LEFT)
+        elif params.is_greedy:
+            assert found == logits[which[i]].argmax()
+        else:
+            assert found == exact_draw(logits[which[i]], params, uniform, exclude_top)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 95, 1000])
+def test_rows_are_masked_and_then_edited_in_order(size: int) -> None:
+    random, logits = np.random.default_rng(size), np.stack([row(size, seed) for seed in range(6)])
+    before = logits.copy()
+    logits[4, size // 2] = np.inf
+    which = [5, 0, 0, 4, 2, 3]
+    allowed = random.random((6, size)) < 0.7
+    masks = [None, cpu_sampling.packed_bits(allowed[1]), None, *map(cpu_sampling.packed_bits, allowed[3:])]
+    masks[5] = masks[5][: size // 64]  # type: ignore[index]
+    allowed[[0, 2]], allowed[5, 32 * (size // 64) :] = True, False
+    edits = []
+    for i in range(6):
+        edits.append([cpu_sampling.no_change(random.integers(0, size, count)) for count in (0, i, 40)])
+        for part in edits[-1]:
+            part[:, 1:] = np.abs(random.standard_normal((len(part), 3))) + 0.1
+            part[:1, 2] = np.inf
+    copies = np.empty_like(logits)
+    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(logits, which), masks, edits, copies)
+    for i, source in enumerate(which):
+        if source == 4:
+            assert np.isnan(copies[i, 0])
+        else:
+            assert np.array_equal(
+                copies[i], exact_edits(np.where(allowed[i], before[source], -np.inf).astype(np.float32), edits[i])
+            )
+
+
+def test_an_edit_outside_the_row_is_refused() -> None:
+    logits = np.zeros((1, 40), np.float32)
+    for token in (-1, 40):
+        with pytest.raises(AssertionError):
+            cpu_sampling.adjust_rows(
+                cpu_sampling.row_addresses(logits, [0]),
+                [None],
+                [[cpu_sampling.no_change([token])]],
+                np.empty_like(logits),
+            )
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 1025, 5000])
-def test_as_many_entries_are_kept_as_their_weights_need(size: int) -> None:
-    keys = np.random.default_rng(0).permutation(size).astype(np.float32)
-    for target in {1, 2, size // 4, size // 2, size // 2 + 1, size - 1, size} - {0}:
-        kept = cpu_sampling._first_until(keys, np.ones(size, dtype=np.int64), target)
-        assert np.array_equal(kept, keys >= size - target)
-    assert cpu_sampling._first_until(keys, np.ones(size, dtype=np.int64), 0).sum() == 1
-    assert [cpu_sampling._share(0.3, 5), cpu_sampling._share(0.5, 4), cpu_sampling._share(0.0, 5)] == [2, 2, 0]
+def test_as_many_tokens_are_kept_as_their_weights_need(size: int) -> None:
+    """Of equal tokens top_p keeps as many as hold its share, the lowest ids: a draw at the end hits the last of them."""
+    even = np.zeros(size, dtype=np.float32)
+    for count in {1, 2, size // 4, size // 2, size // 2 + 1, size - 1, size} - {0}:
+        params = SamplingParams(top_p=min(1.0, count / size * (1 - 2**-50)))
+        assert draw_token(even, params, 1 - 2**-53, False) == min(count, size) - 1
 
 
 def test_a_draw_at_the_border_of_two_tokens_takes_the_second() -> None:
-    for size in (2, 2 * cpu_sampling._BLOCK, 4 * cpu_sampling._BLOCK):
+    for size in (2, 128, 8192, 100_000):
         even = np.zeros(size, dtype=np.float32)
         for params in (SamplingParams(), SamplingParams(min_p=0.5), SamplingParams(top_p=1 - 2**-50)):
             assert draw_token(even, params, 0.5, False) == size // 2
 
 
-@settings(max_examples=200, deadline=None)
-@given(total=st.integers(1, 2**62))
-def test_no_number_aims_past_the_last_token(total: int) -> None:
-    assert cpu_sampling._aim(0.0, total) == 0
-    assert max(0, total - 2048) <= cpu_sampling._aim(1 - 2**-53, total) < total
-    assert cpu_sampling._aim(1 - 2**-53, 2**55 + 7) < 2**55 + 7
+@pytest.mark.parametrize("size", [1, 2, 63, 100, 4096, 4097, 150_000])
+def test_no_number_aims_past_the_last_token(size: int) -> None:
+    even = np.zeros(size, dtype=np.float32)
+    for params in (SamplingParams(), SamplingParams(min_p=0.5), SamplingParams(top_p=1 - 2**-53)):
+        assert draw_token(even, params, 0.0, False) == 0
+        assert draw_token(even, params, 1 - 2**-53, False) == size - 1
 
 
 def test_a_draw_at_the_border_of_two_blocks_skips_what_weighs_nothing() -> None:
-    block = cpu_sampling._BLOCK
-    logits = np.zeros(3 * block, dtype=np.float32)
-    logits[block : block + block // 2] = -np.inf
-    logits[-block // 2 :] = -np.inf
-    assert draw_token(logits, SamplingParams(), 0.5, False) == block + block // 2
+    for block in (64, 4096):
+        logits = np.zeros(3 * block, dtype=np.float32)
+        logits[block : block + block // 2] = -np.inf
+        logits[-block // 2 :] = -np.inf
+        assert draw_token(logits, SamplingParams(), 0.5, False) == block + block // 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 20, 64, 1000, 4999, 5000, 9000])
@@ -164,36 +262,38 @@ def test_the_most_likely_are_those_of_a_full_sort(count: int, kind: str) -> None
         "normal": row(5000, 1),
         "ties": np.round(row(5000, 2)),
         "equal": np.full(5000, 1.5, dtype=np.float32),
-        "ascending": np.arange(5000, dtype=np.float32),
+        "ascending": np.arange(5000, dtype=np.float32) / 100,
         "mostly banned": np.where(np.arange(5000) % 97 == 0, row(5000, 3), -np.inf).astype(np.float32),
     }[kind]
     ranked = np.lexsort((np.arange(5000), -logits))
     expected = [i for i in ranked.tolist() if logits[i] > -np.inf][:count]
-    assert most_likely(logits, count).tolist() == expected
-    kept = cpu_sampling._shortlist(logits, SamplingParams(top_k=count))
-    if kept is None:
-        assert count >= 5000
-    else:
-        assert kept.tolist() == sorted(expected)
+    assert most_likely(logits, count) == expected
+    drawn = {draw_token(logits, SamplingParams(temperature=100, top_k=count), u, False) for u in (0.0, 0.4, 1 - 2**-53)}
+    assert drawn <= set(expected)
+    assert {min(expected), max(expected)} <= drawn
 
 
-def test_weights_do_not_depend_on_where_in_memory_a_logit_lies() -> None:
-    gaps = -np.random.default_rng(0).random(1 << 16, dtype=np.float32) * 40
-    whole = cpu_sampling._weights(gaps)
-    for start in range(33):
-        for size in (1, 3, 7, 16, 17, 31, 33, 1000):
-            assert np.array_equal(cpu_sampling._weights(gaps[start : start + size]), whole[start : start + size])
-    some = np.random.default_rng(1).integers(0, len(gaps), 999)
-    assert np.array_equal(cpu_sampling._weights(gaps[some]), whole[some])
+def test_weights_are_float64s_exponentials_wherever_a_logit_lies() -> None:
+    gaps = np.concatenate(
+        [-np.random.default_rng(0).random(2000, dtype=np.float32) * 40, np.float32([0, -0.0, -1e-30, -3e38])]
+    )
+    weights = exact_weights(gaps)
+    expected = np.exp(gaps.astype(np.float64)) * 2**40
+    assert (np.abs(weights - expected) <= 1 + 2e-7 * expected).all()
+    assert exact_weights(np.float32([0, -np.inf, -28])).tolist() == [2**40, 0, 0]
+
+    many = np.tile(gaps, 7)  # a row's sums, by vectors; one by one above
+    drawn = draw_token(many, SamplingParams(), 0.9, False)
+    assert drawn == int(np.argmax(np.tile(weights, 7).cumsum() > int(0.9 * int(weights.sum() * 7))))
 
 
-@pytest.mark.parametrize("size", [1, 2, cpu_sampling._BLOCK - 1, cpu_sampling._BLOCK, cpu_sampling._BLOCK + 1, 151_936])
+@pytest.mark.parametrize("size", [1, 2, 4095, 4096, 4097, 151_936])
 def test_an_unfiltered_row_is_drawn_from_as_a_whole(size: int) -> None:
     logits = row(size, size, 1.0)
     expected = softmax(logits.astype(np.float64) / 1.3)
     params = SamplingParams(temperature=1.3)
     ends = expected.cumsum()
-    for token_id in {0, size // 2, size - 1, min(size, cpu_sampling._BLOCK) - 1, min(size - 1, cpu_sampling._BLOCK)}:
+    for token_id in {0, size // 2, size - 1, min(size, 4096) - 1, min(size - 1, 4096)}:
         uniform = ends[token_id] - expected[token_id] / 2
         near = draw_token(logits, params, uniform, False)
         assert abs(ends[near] - ends[token_id]) < 1e-6

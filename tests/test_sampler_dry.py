@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, DryBreakers, DryHistory
+from nanovllm_cli.kernels.cpu_sampling_rows import MINUS, SCALE, THEN_MINUS, TOKEN
 from nanovllm_cli.sampling_params import SamplingParams
 
 VOCAB = 6
@@ -49,9 +52,11 @@ def literal(tokens: list[int], params: SamplingParams, breakers: list[list[int]]
 
 
 def penalties_of(history: DryHistory) -> dict[int, float]:
-    logits = np.zeros(VOCAB, dtype=np.float32)
-    history.penalize(logits)
-    return {token_id: -float(logits[token_id]) for token_id in np.flatnonzero(logits).tolist()}
+    edits = history.edits()
+    assert len(set(edits[:, TOKEN].tolist())) == len(edits)
+    assert (edits[:, SCALE] == 1).all()
+    assert (edits[:, THEN_MINUS] == 0).all()
+    return {int(token_id): penalty for token_id, penalty in edits[:, [TOKEN, MINUS]].tolist() if penalty}
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,10 +113,7 @@ def test_a_very_long_repetition_stays_finite_and_cheap() -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=1.75)
     history = DryHistory([1] * 20_000, params, make_breakers([]))
     history.append(1)
-    logits = np.zeros(VOCAB, dtype=np.float32)
-    history.penalize(logits)
-    assert np.isfinite(logits).all()
-    assert logits[1] < -1e30
+    assert 1e30 < penalties_of(history)[1] < math.inf
 
 
 TOKENS = [

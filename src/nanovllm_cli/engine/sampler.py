@@ -19,7 +19,8 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
 
 vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
 top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
-cannot matter.
+cannot matter. All rows of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the
+list of what its own tokens change (`sampling_state`).
 
 A row that holds NaN or +inf, or where nothing may be drawn, ends its own sequence and no other.
 """
@@ -37,15 +38,22 @@ from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
-from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import (
     MAX_VOCABULARY,
-    allowed_tokens,
+    Edits,
+    Ids,
+    RowLogprobs,
+    Words,
+    adjust_rows,
     as_rows,
-    draw_token,
+    draw_tokens,
     largest,
-    row_logprobs,
+    logprobs,
+    mask_words,
+    row_addresses,
 )
+from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, TEMPERATURE, UNIFORM, XTC_THRESHOLD
 
 _NOT_FINITE = "the model's logits are not finite: NaN or infinity"
 _NOTHING_LEFT = "no token is left to draw: every one is banned"
@@ -74,7 +82,7 @@ class Sampler:
         )
         self._states: dict[int, SequenceState] = {}
         self._refused: dict[int, str] = {}
-        self._row = np.empty(vocab_size, dtype=np.float32)
+        self._scratch = np.empty((0, vocab_size), dtype=np.float32)
 
     def add(self, new: NewSequence) -> None:
         """Register a sequence; again, from its start, where a step that failed is repeated.
@@ -92,9 +100,9 @@ class Sampler:
         params = new.params
         vocab_size = self._vocab_size
         params.check_vocabulary(vocab_size)
-        outside = max(new.prompt_ids, default=0)
-        if outside >= vocab_size:
-            raise UsageError(f"the prompt holds token id {outside}, outside the vocabulary of {vocab_size} tokens")
+        for token_id in (min(new.prompt_ids, default=0), max(new.prompt_ids, default=0)):
+            if not 0 <= token_id < vocab_size:
+                raise UsageError(f"the prompt holds token id {token_id}, outside the vocabulary of {vocab_size} tokens")
         bad_words = []
         if params.bad_words:
             if self._encode is None:
@@ -126,7 +134,7 @@ class Sampler:
 
         logits: [R, V] float32, not changed. rows: which row of logits each sequence draws from; by default each its
         own, in order. masks: for each sequence the tokens it may draw, as bool or packed bits
-        (`kernels.cpu_sampling.allowed_tokens`), or None for all of them.
+        (`kernels.cpu_sampling.mask_words`), or None for all of them.
         """
         rows = range(len(seq_ids)) if rows is None else rows
         masks = [None] * len(seq_ids) if masks is None else masks
@@ -144,14 +152,26 @@ class Sampler:
                 self._take_largest(seq_id, state, ids[row], values[row])
                 for seq_id, state, row in zip(seq_ids, states, rows, strict=True)
             ]
+        if not seq_ids:
+            return []
         matrix = as_rows(logits)
-        uniforms = _uniforms(states, DRAW_TOKEN)
-        chances = _uniforms(states, EXCLUDE_TOP_CHOICES) if any(state.params.has_xtc for state in states) else uniforms
-        with np.errstate(all="ignore"):
-            return [
-                self._draw(seq_id, self._states[seq_id], matrix[row], mask, uniform, chance)
-                for seq_id, row, mask, uniform, chance in zip(seq_ids, rows, masks, uniforms, chances, strict=True)
-            ]
+        assert matrix.shape[1] == self._vocab_size
+        originals = row_addresses(matrix, rows)
+        sources, errors = self._adjusted(states, originals, masks)
+        ids = draw_tokens(sources, self._vocab_size, _settings(states)).tolist()
+        for index, token_id in enumerate(ids):
+            if token_id < 0:
+                errors.setdefault(index, _NOT_FINITE if token_id == NOT_FINITE else _NOTHING_LEFT)
+        asking = [i for i, state in enumerate(states) if state.params.logprobs is not None and i not in errors]
+        found = dict(zip(asking, self._logprobs(originals, asking, ids, states), strict=True))
+        drawn = []
+        for index, (seq_id, state, token_id) in enumerate(zip(seq_ids, states, ids, strict=True)):
+            if index in errors:
+                drawn.append(Drawn(seq_id, [], error=errors[index]))
+                continue
+            state.append(token_id)
+            drawn.append(Drawn(seq_id, [token_id], found.get(index)))
+        return drawn
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
@@ -159,12 +179,11 @@ class Sampler:
 
         A row that is not finite gives NaN, rank 0 and no alternatives.
         """
-        with np.errstate(all="ignore"):
-            matrix = as_rows(logits[: len(targets)])
-            return [
-                _logprobs(row, target, num) if np.isfinite(row.max()) else TokenLogprobs(target, math.nan, 0, ())
-                for row, target in zip(matrix, targets, strict=True)
-            ]
+        if not targets:
+            return []
+        matrix = as_rows(logits[: len(targets)])
+        found = logprobs(row_addresses(matrix, range(len(targets))), matrix.shape[1], targets, [num] * len(targets))
+        return [_token_logprobs(target, entry) for target, entry in zip(targets, found, strict=True)]
 
     def _take_largest(self, seq_id: int, state: SequenceState, token_id: int, logit: float) -> Drawn:
         if not np.isfinite(logit):
@@ -172,50 +191,42 @@ class Sampler:
         state.append(token_id)
         return Drawn(seq_id, [token_id])
 
-    def _draw(
-        self,
-        seq_id: int,
-        state: SequenceState,
-        logits: NDArray[np.float32],
-        mask: torch.Tensor | None,
-        uniform: float,
-        chance: float,
-    ) -> Drawn:
-        params = state.params
-        try:
-            _check(logits)
-            adjusted = self._adjusted(state, logits, mask)
-            if params.is_greedy:
-                token_id = int(adjusted.argmax())
-            else:
-                exclude_top = params.has_xtc and chance < params.xtc_probability
-                token_id = draw_token(adjusted, params, uniform, exclude_top)
-            logprobs = None if params.logprobs is None else [_logprobs(logits, token_id, params.logprobs)]
-            state.append(token_id)
-        except Exception as error:  # whatever it is, the other sequences go on
-            return Drawn(seq_id, [], error=_reason(error))
-        return Drawn(seq_id, [token_id], logprobs)
-
     def _adjusted(
-        self, state: SequenceState, logits: NDArray[np.float32], mask: torch.Tensor | None
-    ) -> NDArray[np.float32]:
-        """The row as it is drawn from: itself where nothing changes it, else this sampler's one row of scratch."""
-        if mask is None and not state.adjusts:
-            return logits
-        np.copyto(self._row, logits)
-        if mask is not None:
-            np.copyto(self._row, -np.inf, where=~allowed_tokens(mask, self._vocab_size))
-        state.adjust(self._row)
-        _check(self._row)
-        return self._row
+        self, states: Sequence[SequenceState], rows: Ids, masks: Sequence[torch.Tensor | None]
+    ) -> tuple[Ids, dict[int, str]]:
+        """The rows as they are drawn from: at their own addresses where nothing changes them, else copies in this sampler's
+        scratch; and by index in the batch what went wrong."""
+        changed = [i for i, state in enumerate(states) if masks[i] is not None or state.adjusts]
+        errors: dict[int, str] = {}
+        if not changed:
+            return rows, errors
+        if len(self._scratch) < len(changed):
+            self._scratch = np.empty((len(changed), self._vocab_size), dtype=np.float32)
+        copies = self._scratch[: len(changed)]
+        allowed: list[Words | None] = [None] * len(changed)
+        edits: list[list[Edits]] = [[] for _ in changed]
+        for place, index in enumerate(changed):
+            try:
+                allowed[place] = _allowed(states[index], masks[index])
+                with np.errstate(all="ignore"):
+                    edits[place] = states[index].edits()
+            except Exception as error:  # whatever it is, the other sequences go on
+                errors[index] = _reason(error)
+        adjust_rows(rows[changed], allowed, edits, copies)
+        sources = rows.copy()
+        sources[changed] = row_addresses(copies, range(len(changed)))
+        return sources, errors
 
-
-def _check(logits: NDArray[np.float32]) -> None:
-    largest_logit = logits.max()
-    if largest_logit == -np.inf:
-        raise RequestError(_NOTHING_LEFT)
-    if not np.isfinite(largest_logit):
-        raise RequestError(_NOT_FINITE)
+    def _logprobs(
+        self, rows: Ids, asking: Sequence[int], ids: Sequence[int], states: Sequence[SequenceState]
+    ) -> list[list[TokenLogprobs]]:
+        """Of the token drawn by each of those asking, in the model's own logits."""
+        if not asking:
+            return []
+        num_top = [states[i].params.logprobs or 0 for i in asking]
+        token_ids = [ids[i] for i in asking]
+        found = logprobs(rows[asking], self._vocab_size, token_ids, num_top)
+        return [[_token_logprobs(token_id, entry)] for token_id, entry in zip(token_ids, found, strict=True)]
 
 
 def _reason(error: Exception) -> str:
@@ -224,14 +235,33 @@ def _reason(error: Exception) -> str:
     return f"sampling failed: {type(error).__name__}: {error}"
 
 
-def _uniforms(states: Sequence[SequenceState], purpose: int) -> list[float]:
-    seeds, positions = [state.seed for state in states], [state.position for state in states]
-    numbers: list[float] = philox_uniforms(seeds, positions, purpose).tolist()
-    return numbers
+def _allowed(state: SequenceState, mask: torch.Tensor | None) -> Words | None:
+    """The ids that both a sequence's parameters and its mask allow; None for all."""
+    if mask is None:
+        return state.allowed
+    words = mask_words(mask)
+    if state.allowed is None:
+        return words
+    both = min(len(words), len(state.allowed))
+    return words[:both] & state.allowed[:both]
 
 
-def _logprobs(logits: NDArray[np.float32], token_id: int, num: int) -> TokenLogprobs:
-    found = row_logprobs(logits, token_id, num)
-    return TokenLogprobs(
-        token_id, found.logprob, found.rank, tuple(zip(found.top_ids, found.top_logprobs, strict=True))
-    )
+def _settings(states: Sequence[SequenceState]) -> NDArray[np.float64]:
+    """What each draw needs of its request, with its random number, and without XTC where its chance does not come up."""
+    settings = np.array([state.draw_settings for state in states])
+    if settings[:, TEMPERATURE].any():
+        settings[:, UNIFORM] = _uniforms(states, DRAW_TOKEN)
+    if settings[:, XTC_THRESHOLD].any():
+        chances = np.array([state.params.xtc_probability for state in states])
+        settings[_uniforms(states, EXCLUDE_TOP_CHOICES) >= chances, XTC_THRESHOLD] = 0.0
+    return settings
+
+
+def _uniforms(states: Sequence[SequenceState], purpose: int) -> NDArray[np.float64]:
+    return philox_uniforms([state.seed for state in states], [state.position for state in states], purpose)
+
+
+def _token_logprobs(token_id: int, found: RowLogprobs | None) -> TokenLogprobs:
+    if found is None:
+        return TokenLogprobs(token_id, math.nan, 0, ())
+    return TokenLogprobs(token_id, found.logprob, found.rank, tuple(zip(found.top_ids, found.top_logprobs, strict=True)))

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_cli.kernels.cpu_sampling import Edits, no_change
+from nanovllm_cli.kernels.cpu_sampling_rows import MINUS
 from nanovllm_cli.sampling_params import SamplingParams
 
-Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 TokenSequence = tuple[int, ...]
 
@@ -73,28 +74,30 @@ class DryHistory:
         self._size += 1
         self._look_for_breaker(size)
 
-    def penalize(self, logits: Logits) -> None:
-        """Take DRY's penalties from logits [V] in place."""
+    def edits(self) -> Edits:
+        """DRY's penalties for the next token, one a token."""
         params = self._params
         size, allowed = self._size, params.dry_allowed_length
         window = size if params.dry_penalty_last_n < 0 else min(size, params.dry_penalty_last_n)
         start = size - window
         longest = size - 1 - self._break_end if self._break_start >= start else window
         if window <= allowed or longest < allowed:
-            return
+            return no_change(())
         lengths = np.minimum(self._matches[start : size - 1], np.arange(1, window))
         lengths = np.minimum(lengths, longest)
         places = np.flatnonzero(lengths >= allowed)
-        places = places[np.argsort(lengths[places], kind="stable")]
-        ids = self._tokens[start + 1 + places]
-        exponents = lengths[places] - allowed
+        if not len(places):
+            return no_change(())
+        places = places[np.argsort(-lengths[places], kind="stable")]
+        ids, longest_places = np.unique(self._tokens[start + 1 + places], return_index=True)
+        exponents = lengths[places[longest_places]] - allowed
         if params.dry_base > 1.000001:
             exponents = np.minimum(exponents, int(_LOG_FLOAT_MAX / math.log(params.dry_base)))
         penalties = params.dry_multiplier * np.power(params.dry_base, exponents.astype(np.float64))
         counts = ~self._breakers.single[ids]
-        ids, penalties = ids[counts], penalties[counts]
-        # A token that follows several places is written several times; the last, the longest, stays.
-        logits[ids] = logits[ids] - penalties.astype(np.float32)
+        edits = no_change(ids[counts])
+        edits[:, MINUS] = penalties[counts]
+        return edits
 
     def _look_for_breaker(self, end: int) -> None:
         """Remember the breaker that starts last; of several that start there the longest."""

@@ -12,13 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_cli.kernels import cpu_sampling_random
+
 DRAW_TOKEN = 0
 EXCLUDE_TOP_CHOICES = 1
 
-_ROUNDS = 10
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
-_LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
@@ -44,9 +42,8 @@ def philox_uniforms(seeds: Sequence[int], positions: Sequence[int], purpose: int
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Ten rounds. counter [4, B] and key [2, B] hold 32-bit words; so does the result [4, B]."""
-    even, odd = counter[0::2], counter[1::2]
-    for index in range(_ROUNDS):
-        round_key = key + _KEY_STEPS[:, None] * np.uint64(index) & _LOW
-        product = _MULTIPLIERS[:, None] * even
-        even, odd = (product >> _32)[::-1] ^ odd ^ round_key, (product & _LOW)[::-1]
-    return np.stack((even[0], odd[0], even[1], odd[1]))
+    words, key = np.array(counter, order="C"), np.ascontiguousarray(key)
+    assert words.dtype == key.dtype == np.uint64
+    assert (words.shape, key.shape) == ((4, words.shape[1]), (2, words.shape[1]))
+    cpu_sampling_random.philox4x32(words.ctypes.data, key.ctypes.data, words.shape[1])
+    return words

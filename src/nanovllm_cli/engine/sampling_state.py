@@ -1,8 +1,8 @@
 """What one sequence's next draw depends on beside the model's logits: its parameters, and the tokens so far.
 
-`adjust` changes a row of logits in place, in vLLM's order: allowed ids, bad words, min_tokens, logit_bias, penalties;
-DRY comes last, as behind llama.cpp's penalties. What it costs grows with what a request asks for and with its
-length, not with the vocabulary.
+Both as data that the whole step's rows are changed by together (`kernels.cpu_sampling.adjust_rows`): the ids it allows, and edits
+of single logits, in vLLM's order: bad words, min_tokens, logit_bias, penalties; DRY comes last, as behind llama.cpp's penalties.
+What they cost grows with what a request asks for and with its length, not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_dry import DryBreakers, DryHistory
+from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, no_change, packed_bits
+from nanovllm_cli.kernels.cpu_sampling_rows import MINUS, SCALE, THEN_MINUS
+from nanovllm_cli.sampling_params import SamplingParams
 
-Logits = NDArray[np.float32]
-Ids = NDArray[np.int64]
 BadWord = tuple[int, ...]
 
 
@@ -32,15 +32,19 @@ class SequenceState:
         params = new.params
         self.params = params
         self.seed = new.seed
+        self.draw_settings = draw_settings(params)
         self.output_ids: list[int] = []
-        self._bad_words = bad_words
-        self._stop_ids = np.array([token_id for token_id in new.stop_ids if token_id < vocab_size], dtype=np.int64)
-        self._allowed_ids: Ids | None = None
+        self.allowed: Words | None = None
         if params.allowed_token_ids is not None:
-            self._allowed_ids = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
-        self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)
-        self._biases = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
-        self._counts = TokenCounts(new.prompt_ids, params.penalty_last_n) if params.has_penalties else None
+            allowed = np.zeros(vocab_size, dtype=np.bool_)
+            allowed[list(params.allowed_token_ids)] = True
+            self.allowed = packed_bits(allowed)
+        self._bad_words = [(list(begin), _bans([last])) for *begin, last in bad_words]
+        self._stop_bans = _bans([token_id for token_id in new.stop_ids if 0 <= token_id < vocab_size])
+        biases = params.logit_bias or {}
+        self._biases = no_change(list(biases))
+        self._biases[:, MINUS] = [-bias for bias in biases.values()]
+        self._counts = TokenCounts(new.prompt_ids, params) if params.has_penalties else None
         self._dry = DryHistory(new.prompt_ids, params, dry_breakers) if dry_breakers is not None else None
 
     @property
@@ -52,9 +56,9 @@ class SequenceState:
     def adjusts(self) -> bool:
         """Whether the next draw's logits differ from the model's."""
         return bool(
-            self._allowed_ids is not None
+            self.allowed is not None
             or self._bad_words
-            or len(self._bias_ids)
+            or len(self._biases)
             or self._bans_stop_ids
             or self._counts
             or self._dry
@@ -67,7 +71,7 @@ class SequenceState:
 
     @property
     def _bans_stop_ids(self) -> bool:
-        return self.position < self.params.min_tokens and len(self._stop_ids) > 0
+        return self.position < self.params.min_tokens and len(self._stop_bans) > 0
 
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
@@ -76,77 +80,74 @@ class SequenceState:
         if self._dry is not None:
             self._dry.append(token_id)
 
-    def adjust(self, logits: Logits) -> None:
-        """Change a row of logits [V] in place."""
-        if self._allowed_ids is not None:
-            allowed = logits[self._allowed_ids]
-            logits.fill(-np.inf)
-            logits[self._allowed_ids] = allowed
-        for *begin, last in self._bad_words:
-            if not begin or self.output_ids[-len(begin) :] == begin:
-                logits[last] = -np.inf
+    def edits(self) -> list[Edits]:
+        """What changes the next draw's logits, in this order, after what is not `allowed` has been banned."""
+        edits = [ban for begin, ban in self._bad_words if not begin or self.output_ids[-len(begin) :] == begin]
         if self._bans_stop_ids:
-            logits[self._stop_ids] = -np.inf
-        if len(self._bias_ids):
-            logits[self._bias_ids] += self._biases
+            edits.append(self._stop_bans)
+        edits.append(self._biases)
         if self._counts is not None:
-            params = self.params
-            self._counts.penalize(logits, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            edits.append(self._counts.edits)
         if self._dry is not None:
-            self._dry.penalize(logits)
+            edits.append(self._dry.edits())
+        return edits
 
 
 class TokenCounts:
-    """How often each token stands in the last `last_n` tokens (-1: in all), and how often of those in the output.
+    """How often each token stands in the last `penalty_last_n` tokens (-1: in all), how often of those in the output, and what
+    that takes from its logit: repetition of everything seen, then frequency and presence in the output.
 
-    Kept in arrays of the distinct tokens, in order of their first sight; a token that left the window stays with a
-    count of zero.
+    An edit for each distinct token, in order of their first sight; a token that left the window stays, without effect.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], last_n: int) -> None:
-        self._last_n = last_n
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._params = params
+        self._last_n = params.penalty_last_n
         self._tokens = list(prompt_ids)
         self._prompt_len = len(self._tokens)
-        window = self._tokens if last_n < 0 else self._tokens[max(0, self._prompt_len - last_n) :]
+        window = self._tokens if self._last_n < 0 else self._tokens[max(0, self._prompt_len - self._last_n) :]
         ids, counts = np.unique(np.array(window, dtype=np.int64), return_counts=True)
-        self._size = len(ids)
-        self._ids = ids
-        self._in_window = counts
-        self._in_output = np.zeros_like(counts)
         self._slots = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
+        self._in_window = counts.tolist()
+        self._in_output = [0] * len(ids)
+        self._edits = no_change(ids)
+        self._edits[:, SCALE] = params.repetition_penalty
+
+    @property
+    def edits(self) -> Edits:
+        return self._edits[: len(self._slots)]
 
     def append(self, token_id: int) -> None:
-        slot = self._slots.setdefault(token_id, self._size)
-        if slot == self._size:
-            self._add_slot(token_id)
-        self._in_window[slot] += 1
-        self._in_output[slot] += 1
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._in_window):
+            self._add_slot(slot, token_id)
         self._tokens.append(token_id)
+        self._count(slot, 1, 1)
         leaves = len(self._tokens) - 1 - self._last_n
         if self._last_n >= 0 and leaves >= 0:
-            slot = self._slots[self._tokens[leaves]]
-            self._in_window[slot] -= 1
-            self._in_output[slot] -= leaves >= self._prompt_len
+            self._count(self._slots[self._tokens[leaves]], -1, -(leaves >= self._prompt_len))
 
-    def penalize(self, logits: Logits, repetition: float, presence: float, frequency: float) -> None:
-        """Repetition of everything seen, then presence and frequency of the output, on logits [V] in place."""
-        ids, in_output = self._ids[: self._size], self._in_output[: self._size]
-        seen = logits[ids]
-        if repetition != 1.0:
-            changed = np.where(seen > 0, seen / np.float32(repetition), seen * np.float32(repetition))
-            seen = np.where(self._in_window[: self._size] > 0, changed, seen)
-        seen -= np.float32(frequency) * in_output.astype(np.float32)
-        seen -= np.float32(presence) * (in_output > 0)
-        logits[ids] = seen
+    def _count(self, slot: int, in_window: int, in_output: int) -> None:
+        self._in_window[slot] += in_window
+        self._in_output[slot] += in_output
+        params, times = self._params, self._in_output[slot]
+        edit = self._edits[slot]
+        edit[SCALE] = params.repetition_penalty if self._in_window[slot] else 1.0
+        edit[MINUS] = np.float32(params.frequency_penalty) * np.float32(times)
+        edit[THEN_MINUS] = params.presence_penalty if times else 0.0
 
-    def _add_slot(self, token_id: int) -> None:
-        if self._size == len(self._ids):
-            more = np.zeros(max(16, self._size), dtype=np.int64)
-            self._ids = np.concatenate((self._ids, more))
-            self._in_window = np.concatenate((self._in_window, more))
-            self._in_output = np.concatenate((self._in_output, more))
-        self._ids[self._size] = token_id
-        self._size += 1
+    def _add_slot(self, slot: int, token_id: int) -> None:
+        if slot == len(self._edits):
+            self._edits = np.concatenate((self._edits, no_change([0] * max(16, slot))))
+        self._edits[slot] = no_change([token_id])
+        self._in_window.append(0)
+        self._in_output.append(0)
+
+
+def _bans(token_ids: Sequence[int]) -> Edits:
+    edits = no_change(token_ids)
+    edits[:, MINUS] = np.inf
+    return edits
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]], vocab_size: int) -> list[BadWord]:

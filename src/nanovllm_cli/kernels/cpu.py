@@ -62,7 +62,7 @@ def set_num_threads(threads: int) -> None:
     torch.set_num_threads(1)
 
 
-def _use_threads_for(work: float) -> None:
+def use_threads_for(work: float) -> None:
     """Choose the threads for kernels of so many multiply-adds. It changes who computes, never what: every bit is the same."""
     threads = 1 if work < SERIAL_WORK else _State.most or numba.config.NUMBA_NUM_THREADS
     if threads != _State.current:
@@ -149,7 +149,7 @@ class Program:
 
     def replay(self) -> None:
         """Run every kernel in order."""
-        _use_threads_for(self._work / max(1, len(self._rows)))
+        use_threads_for(self._work / max(1, len(self._rows)))
         tags = _TAGS[self._dtype], *_cache_tags(self._cache_dtypes)
         cpu_program.replay(*tags, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
 
@@ -169,7 +169,7 @@ def _launch(
     if _State.recording is not None:
         _State.recording.add(kind, work, ints, floats, cache_dtypes)
         return
-    _use_threads_for(work)
+    use_threads_for(work)
     tag = _TAGS[dtype]
     match kind:
         case cpu_program.MATMUL:
@@ -216,7 +216,7 @@ def pack_rows(packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
     """rows [n, k] become rows first_row … first_row + n - 1 of a packed weight of the same width and dtype."""
     n, k = rows.shape
     assert (first_row + n) * k <= packed.numel()
-    _use_threads_for(n * k)
+    use_threads_for(n * k)
     cpu_matmul.pack_rows(
         _TAGS[packed.dtype], _PAIRS[packed.dtype], _check(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row
     )

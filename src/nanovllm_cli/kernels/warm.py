@@ -10,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numba
+import numpy as np
 import torch
 
-from nanovllm_cli.kernels import cpu, integer
+from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, integer
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
+from nanovllm_cli.sampling_params import SamplingParams
 
 
 def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
@@ -46,6 +48,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         logits = step()
     program.replay()
     assert logits.isfinite().all()
+    _draw(cpu_sampling.as_rows(logits))
     _mark(_marker(dtype, kept))
 
 
@@ -65,6 +68,17 @@ def warm_up_integer() -> None:
 
 
 _INTEGER = "compiled-integer"
+
+
+def _draw(logits: cpu_sampling.Logits) -> None:
+    """Every kernel of a draw, of whatever is in them."""
+    vocab_size, copies = logits.shape[1], np.empty_like(logits)
+    counter, key = np.zeros((4, 1), dtype=np.uint64), np.zeros((2, 1), dtype=np.uint64)
+    cpu_sampling_random.philox4x32(counter.ctypes.data, key.ctypes.data, 1)
+    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(logits, [0]), [None], [[]], copies)
+    rows = cpu_sampling.row_addresses(copies, [0])
+    cpu_sampling.draw_tokens(rows, vocab_size, np.array([cpu_sampling.draw_settings(SamplingParams())]))
+    cpu_sampling.logprobs(rows, vocab_size, [0], [1])
 
 
 def _marker(dtype: torch.dtype, kept: cpu.CacheDTypes) -> Path:

@@ -1,0 +1,447 @@
+"""Drawing for all rows of a step at once, rows dealt to the threads. What is computed stands in `cpu_sampling`'s docstring.
+
+A row is one task and sees no other, so a draw cannot depend on the batch. Its bits depend on the processor no more: a weight is a
+fixed chain of float32 operations, and what follows is integers, or float64 in order.
+
+A row is first cut into blocks of 64 logits, of which the largest are noted (finding NaN and infinity on the way). A shortlist
+then reads only blocks that hold something of it, and the k-th largest block is a bound for top_k. Where weights have to add up
+to a share, a radix selection by key finds the last entry that counts, and nothing is sorted.
+
+Legend: V tokens, P blocks, C candidates. Addresses and counts only; the caller has checked them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+from nanovllm_cli.kernels.simd import typed_pointer
+
+TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTINGS = range(8)
+"""Columns of a row's settings, float64. MIN_P_GAP: temperature * log(min_p). Off is temperature 0 (the largest wins), MIN_P_GAP
+-inf, TOP_K 0, TYPICAL_P and TOP_P 1, XTC_THRESHOLD 0."""
+
+TOKEN, SCALE, MINUS, THEN_MINUS, EDIT = range(5)
+"""Columns of an edit of one logit, float32 (exact for any id that `cpu_sampling.MAX_VOCABULARY` lets through). A positive logit
+is divided by SCALE, another multiplied; then the other two are subtracted. A ban subtracts infinity."""
+
+NOTHING_LEFT, NOT_FINITE = -1, -2
+"""In place of an id: every logit is -inf; NaN or +inf among them."""
+
+_BLOCK = 64
+_DIGIT = 11
+_LOWEST = np.float32(np.finfo(np.float32).min)
+_ONE = np.float32(2.0**40)
+_NEGLIGIBLE = np.float32(-40.0)
+_NEG_INF = np.float32(-np.inf)
+
+_inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Of functions that only compiled ones call: what Python would need of them takes a third of the time to compile."""
+
+
+@intrinsic
+def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32 with one rounding, also on a processor without the instruction."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), code
+
+
+@njit(error_model="numpy")
+def weight(gap):
+    """floor(2**40 * e**gap) for gap <= 0, with numpy's float32 exponential bit for bit where numpy has FMA.
+
+    Formula and coefficients: numpy's `simd_exp_FLOAT`, e**r on |r| <= log(2) / 2 as a quotient of polynomials.
+    """
+    x = max(gap, _NEGLIGIBLE)
+    rounding = np.float32(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction
+    n = np.float32(np.float32(np.float32(x * np.float32(1.44269504088896341)) + rounding) - rounding)
+    r = _fma(n, np.float32(-6.93145752e-1), x)
+    r = _fma(n, np.float32(-1.42860677e-6), r)
+    over = _fma(np.float32(5.082762527590693718096e-04), r, np.float32(6.757896990527504603057e-03))
+    over = _fma(over, r, np.float32(5.114512081637298353406e-02))
+    over = _fma(over, r, np.float32(2.473615434895520810817e-01))
+    over = _fma(over, r, np.float32(7.257664613233124478488e-01))
+    over = _fma(over, r, np.float32(9.999999999980870924916e-01))
+    under = _fma(np.float32(2.159509375685829852307e-02), r, np.float32(-2.742335390411667452936e-01))
+    under = _fma(under, r, np.float32(1.0))
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.int64(np.float32(np.float32(over / under) * power) * _ONE)
+
+
+@_inner
+def _ordered(x):
+    """Signed bits that order as float32 does (0.0 above -0.0), with NaN at the ends."""
+    bits = np.float32(x).view(np.int32)
+    return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_inner
+def _sum(values, count):
+    total = np.int64(0)
+    for i in range(count):
+        total += values[i]
+    return total
+
+
+@_inner
+def _block_peaks(logits, peaks):
+    """The largest of each block to peaks [P], and of all; -inf where there is none, +inf for a row that is not finite."""
+    size = len(logits)
+    highest = np.int32(-0x80000000)
+    lowest = np.int32(0x7FFFFFFF)
+    for block in range(len(peaks)):
+        top = np.int32(-0x80000000)
+        start = block * _BLOCK
+        if start + _BLOCK <= size:
+            for i in range(_BLOCK):
+                key = _ordered(logits[start + i])
+                top = max(top, key)
+                lowest = min(lowest, key)
+        else:
+            for i in range(start, size):
+                key = _ordered(logits[i])
+                top = max(top, key)
+                lowest = min(lowest, key)
+        peaks[block] = np.int32(top ^ np.int32((top >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        highest = max(highest, top)
+    if highest >= _ordered(np.float32(np.inf)) or lowest < _ordered(_NEG_INF):
+        return np.float32(np.inf)
+    return np.int32(highest ^ np.int32((highest >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@_inner
+def _first_largest(logits, peaks, peak):
+    block = 0
+    while peaks[block] != peak:
+        block += 1
+    i = block * _BLOCK
+    while logits[i] != peak:
+        i += 1
+    return i
+
+
+@_inner
+def _total(logits, peak, temperature):
+    """Weight of a whole stretch of logits."""
+    total = np.int64(0)
+    for i in range(len(logits)):
+        total += weight(np.float32(np.float32(logits[i] - peak) / temperature))
+    return total
+
+
+@_inner
+def _at_least(logits, peaks, floor, ids):
+    """Ids, ascending, of the logits that reach floor, to ids; how many."""
+    count = 0
+    for block in range(len(peaks)):
+        if peaks[block] >= floor:
+            for i in range(block * _BLOCK, min(len(logits), (block + 1) * _BLOCK)):
+                ids[count] = i
+                count += logits[i] >= floor
+    return count
+
+
+@_inner
+def _keys_of_float32(values):
+    """Unsigned keys that order as the values do, 0.0 and -0.0 as one."""
+    keys = np.empty(len(values), np.uint64)
+    for i in range(len(values)):
+        keys[i] = np.uint64(np.int64(_ordered(values[i] + np.float32(0.0))) + np.int64(0x80000000))
+    return keys
+
+
+@_inner
+def _last_that_counts(keys, weights, target, bits):
+    """Where the fewest entries with the largest keys reach `target` in weight: the lowest key of them, and how much is needed of
+    those that have it (they count in order). Keys of `bits` bits; one digit at a time, from the highest."""
+    count = len(keys)
+    alive = np.empty(count, np.int64)
+    for i in range(count):
+        alive[i] = i
+    held = np.empty(1 << _DIGIT, np.int64)
+    prefix, shift = np.uint64(0), bits
+    while shift > 0 and count > 0:
+        width = min(_DIGIT, shift)
+        shift -= width
+        mask = np.uint64((1 << width) - 1)
+        for digit in range(len(held)):
+            held[digit] = 0
+        low, high = np.int64(mask), np.int64(0)
+        for j in range(count):
+            digit = np.int64((keys[alive[j]] >> np.uint64(shift)) & mask)
+            held[digit] += weights[alive[j]]
+            low, high = min(low, digit), max(high, digit)
+        digit = high
+        while digit > low and held[digit] < target:
+            target -= held[digit]
+            digit -= 1
+        left = 0
+        for j in range(count):
+            i = alive[j]
+            alive[left] = i
+            left += np.int64((keys[i] >> np.uint64(shift)) & mask) == digit
+        count = left
+        prefix = (prefix << np.uint64(width)) | np.uint64(digit)
+    return prefix, target
+
+
+@_inner
+def _keep_until(keys, bits, ids, gaps, weights, count, target):
+    """Keep, in their order, the fewest of `count` candidates with the largest keys whose weights reach target (at least 1)."""
+    last, missing = _last_that_counts(keys[:count], weights[:count], max(np.int64(1), target), bits)
+    kept = 0
+    for i in range(count):
+        key, weight = keys[i], weights[i]
+        if key > last or (key == last and missing > 0):
+            if key == last:
+                missing -= weight
+            ids[kept], gaps[kept], weights[kept] = ids[i], gaps[i], weight
+            kept += 1
+    return kept
+
+
+@_inner
+def _most_likely(logits, peaks, floor, limit, ids):
+    """Ids, ascending, of the `limit` (0: all) most likely tokens of those that reach floor, to ids; how many."""
+    if 0 < limit < len(peaks):
+        bound, _ = _last_that_counts(_keys_of_float32(peaks), np.ones(len(peaks), np.int64), limit, np.int64(32))
+        bits = np.int32(np.int64(bound) - np.int64(0x80000000))
+        floor = max(floor, np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32))
+    count = _at_least(logits, peaks, floor, ids)
+    if 0 < limit < count:
+        values = np.empty(count, np.float32)
+        for i in range(count):
+            values[i] = logits[ids[i]]
+        ones = np.ones(count, np.int64)
+        count = _keep_until(_keys_of_float32(values), np.int64(32), ids, values, ones, count, limit)
+    return count
+
+
+@_inner
+def _weigh(logits, peak, temperature, ids, gaps, weights, count):
+    """Gaps and weights of `count` candidates; their total."""
+    total = np.int64(0)
+    for i in range(count):
+        gaps[i] = np.float32(np.float32(logits[ids[i]] - peak) / temperature)
+        weights[i] = weight(gaps[i])
+        total += weights[i]
+    return total
+
+
+@_inner
+def _typical_keys(gaps, weights, count, total):
+    """Keys that are largest where a token's surprise is nearest to the expected one. Below e**-1000 nothing is rarer."""
+    expected = 0.0
+    for i in range(count):
+        expected += np.float64(weights[i]) * min(-np.float64(gaps[i]), 1e3)
+    expected /= np.float64(total)
+    keys = np.empty(count, np.uint64)
+    for i in range(count):
+        distance = abs(min(-np.float64(gaps[i]), 1e3) - expected)
+        keys[i] = ~np.float64(distance).view(np.uint64)
+    return keys
+
+
+@_inner
+def _without_top_choices(ids, gaps, weights, count, threshold):
+    """Keep all but the tokens that hold `threshold` of the weight; the least likely of those, the last of equal ones, stays."""
+    limit, least = threshold * np.float64(_sum(weights, count)), -1
+    for i in range(count):
+        if np.float64(weights[i]) >= limit and (least < 0 or gaps[i] <= gaps[least]):
+            least = i
+    kept = 0
+    for i in range(count):
+        if np.float64(weights[i]) < limit or i == least:
+            ids[kept], gaps[kept], weights[kept] = ids[i], gaps[i], weights[i]
+            kept += 1
+    return kept
+
+
+@_inner
+def _hit_in_row(logits, peak, temperature, uniform):
+    """The draw over all tokens: by stretches first, then in the one that is hit."""
+    stretch = 4096
+    totals = np.empty((len(logits) + stretch - 1) // stretch, np.int64)
+    for s in range(len(totals)):
+        totals[s] = _total(logits[s * stretch : (s + 1) * stretch], peak, temperature)
+    aim = np.int64(uniform * np.float64(_sum(totals, len(totals))))
+    s = 0
+    while aim >= totals[s]:
+        aim -= totals[s]
+        s += 1
+    i = s * stretch
+    aim -= weight(np.float32(np.float32(logits[i] - peak) / temperature))
+    while aim >= 0:
+        i += 1
+        aim -= weight(np.float32(np.float32(logits[i] - peak) / temperature))
+    return i
+
+
+@_inner
+def _draw(logits, setting):
+    """The id drawn from logits [V] by settings [SETTINGS], or why there is none."""
+    size = len(logits)
+    peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
+    peak = _block_peaks(logits, peaks)
+    if peak == np.inf:
+        return NOT_FINITE
+    if peak == -np.inf:
+        return NOTHING_LEFT
+    if setting[TEMPERATURE] == 0.0:
+        return _first_largest(logits, peaks, peak)
+    temperature, top_k = np.float32(setting[TEMPERATURE]), np.int64(setting[TOP_K])
+    limit = top_k if top_k < size else 0
+    whole = setting[MIN_P_GAP] == -np.inf and limit == 0
+    typical_p, top_p, threshold = setting[TYPICAL_P], setting[TOP_P], setting[XTC_THRESHOLD]
+    if whole and typical_p == 1.0 and top_p == 1.0 and threshold == 0.0:
+        return _hit_in_row(logits, peak, temperature, setting[UNIFORM])
+    ids, gaps, weights = np.empty(size, np.int64), np.empty(size, np.float32), np.empty(size, np.int64)
+    if whole and typical_p == 1.0 and top_p < 1.0:
+        # Tokens further below than `widest` cannot hold what top_p leaves out; a nearer floor mostly does.
+        total = _total(logits, peak, temperature)
+        target = max(np.int64(1), np.int64(math.ceil(top_p * np.float64(total))))
+        widest = math.log(np.float64(size) * 2.0**40 / max(1.0, np.float64(total - target)))
+        held, count, part = np.int64(0), 0, 0.5
+        while held < target:
+            floor = np.float32(np.float64(peak) - part * widest * np.float64(temperature))
+            count = _at_least(logits, peaks, max(floor, _LOWEST), ids)
+            held = _weigh(logits, peak, temperature, ids, gaps, weights, count)
+            part = part + 0.25 if part < 1.0 else np.inf
+    else:
+        floor = max(_LOWEST, np.float32(max(np.float64(_LOWEST), np.float64(peak) + setting[MIN_P_GAP])))
+        count = _most_likely(logits, peaks, floor, limit, ids)
+        total = _weigh(logits, peak, temperature, ids, gaps, weights, count)
+        if typical_p < 1.0:
+            keys = _typical_keys(gaps, weights, count, total)
+            target = np.int64(math.ceil(typical_p * np.float64(total)))
+            count = _keep_until(keys, np.int64(64), ids, gaps, weights, count, target)
+            total = _sum(weights, count)
+    if top_p < 1.0:
+        target = np.int64(math.ceil(top_p * np.float64(total)))
+        count = _keep_until(_keys_of_float32(gaps[:count]), np.int64(32), ids, gaps, weights, count, target)
+    if threshold > 0.0:
+        count = _without_top_choices(ids, gaps, weights, count, threshold)
+    aim = np.int64(setting[UNIFORM] * np.float64(_sum(weights, count)))
+    i = 0
+    aim -= weights[0]
+    while aim >= 0:
+        i += 1
+        aim -= weights[i]
+    return ids[i]
+
+
+@_inner
+def _note(array, i, value):
+    """array[i] = value. Written in a prange itself, numba takes it for dead code: nobody there reads the array."""
+    array[i] = value
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def draw_rows(rows, num_rows, size, settings, drawn):
+    """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64."""
+    addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
+    table = carray(typed_pointer(settings, np.float64(0)), (num_rows, SETTINGS))
+    out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
+    for r in prange(num_rows):
+        _note(out, r, _draw(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[r]))
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def adjust_rows(rows, num_rows, size, masks, mask_sizes, edits, edit_starts, copies):
+    """The logits at the addresses rows [B], changed, to copies [B, V]; a row that holds NaN or +inf starts with NaN there.
+
+    masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is banned. 0: none.
+    edits [E, EDIT] float32, of row r from edit_starts[r] to edit_starts[r + 1], one after another.
+    """
+    addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
+    words = carray(typed_pointer(masks, np.int64(0)), (num_rows,))
+    num_words = carray(typed_pointer(mask_sizes, np.int64(0)), (num_rows,))
+    starts = carray(typed_pointer(edit_starts, np.int64(0)), (num_rows + 1,))
+    table = carray(typed_pointer(edits, np.float32(0)), (starts[num_rows], EDIT))
+    out = carray(typed_pointer(copies, np.float32(0)), (num_rows, size))
+    for r in prange(num_rows):
+        _adjust(addresses[r], words[r], num_words[r], table[starts[r] : starts[r + 1]], out[r])
+
+
+@_inner
+def _adjust(row, mask, num_words, edits, out):
+    source = carray(typed_pointer(row, np.float32(0)), (len(out),))
+    num_bad = 0
+    for i in range(len(out)):
+        num_bad += not source[i] < np.inf
+        out[i] = source[i]
+    if num_bad:  # said by the logits as they came: a ban would hide it
+        out[0] = np.nan
+        return
+    if mask != 0:
+        _ban_all_but(carray(typed_pointer(mask, np.uint32(0)), (num_words,)), out)
+    for e in range(len(edits)):
+        token, scale = np.int64(edits[e, TOKEN]), edits[e, SCALE]
+        x = out[token]
+        x = x / scale if x > 0 else x * scale
+        out[token] = x - edits[e, MINUS] - edits[e, THEN_MINUS]
+
+
+@_inner
+def _ban_all_but(words, out):
+    whole = min(len(out) // 32, len(words))
+    for w in range(whole):
+        word = words[w]
+        if word != np.uint32(0xFFFFFFFF):
+            for j in range(32):
+                i = 32 * w + j
+                out[i] = out[i] if (word >> np.uint32(j)) & np.uint32(1) else _NEG_INF
+    for i in range(32 * whole, len(out)):
+        if i >= 32 * len(words) or not (words[whole] >> np.uint32(i % 32)) & np.uint32(1):
+            out[i] = _NEG_INF
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def logprob_rows(rows, num_rows, size, tokens, limits, width, counts, logits_found):
+    """What log-probabilities of a token and of the limits[r] most likely ones are made of, for each of the addresses rows [B].
+
+    counts [B, 3 + width] int64: the row's weight at temperature 1 (NOT_FINITE, NOTHING_LEFT), the token's rank, how many most
+    likely ones, their ids by rank. logits_found [B, 2 + width] float32: the largest, the token's, theirs.
+    """
+    addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
+    ids = carray(typed_pointer(tokens, np.int64(0)), (num_rows,))
+    most = carray(typed_pointer(limits, np.int64(0)), (num_rows,))
+    ints = carray(typed_pointer(counts, np.int64(0)), (num_rows, 3 + width))
+    floats = carray(typed_pointer(logits_found, np.float32(0)), (num_rows, 2 + width))
+    for r in prange(num_rows):
+        _logprob_row(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), ids[r], most[r], ints[r], floats[r])
+
+
+@_inner
+def _logprob_row(logits, token, limit, ints, floats):
+    size = len(logits)
+    peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
+    peak = _block_peaks(logits, peaks)
+    if abs(peak) == np.inf:
+        ints[0] = NOT_FINITE if peak > 0 else NOTHING_LEFT
+        return
+    value, rank = logits[token], 1
+    for i in range(size):
+        rank += logits[i] > value
+    for i in range(token):
+        rank += logits[i] == value
+    count = 0
+    if limit > 0:
+        likely = np.empty(size, np.int64)
+        count = _most_likely(logits, peaks, _LOWEST, min(limit, size), likely)
+        for i in range(count):  # few: each goes to its place behind those that are no less likely
+            place = i
+            while place > 0 and floats[1 + place] < logits[likely[i]]:
+                ints[3 + place], floats[2 + place] = ints[2 + place], floats[1 + place]
+                place -= 1
+            ints[3 + place], floats[2 + place] = likely[i], logits[likely[i]]
+    ints[0], ints[1], ints[2] = _total(logits, peak, np.float32(1.0)), rank, count
+    floats[0], floats[1] = peak, value
