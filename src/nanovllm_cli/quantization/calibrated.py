@@ -56,17 +56,29 @@ class Calibrated:
             self._walk.leave(_floats(found, {slot: self._formats.get(f"{unit}.{slot}") for slot in found}))
 
 
+def check_gptq(plan: Plan) -> None:
+    """UnsupportedError for formats that GPTQ has no grid for."""
+    for item in plan.items:
+        if item.weight.ours.startswith("blocks.") and not isinstance(item.format, Integer | Fp8 | None):
+            raise UnsupportedError(
+                f"gptq chooses codes of int and fp8 formats, and {item.weight.output} becomes {item.format.name}",
+                "use --algorithm awq, or rtn",
+            )
+
+
 def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
-    """A ChooseBlock. UnsupportedError for formats that GPTQ has no grid for."""
+    """A ChooseBlock, for a plan that `check_gptq` has passed."""
     found: dict[str, Rows] = {}
     for source, parts in INPUTS.items():
         slots = [f"{part}.weight" for part in parts if formats[f"{part}.weight"] is not None]
         if not slots:
             continue
         hessian = walk.calibration.observe((source,))[source].hessian
-        done: dict[str, Rows] = {
-            slot: quantize_gptq(weights[slot], hessian, _grid(formats[slot]), _GPTQ) for slot in slots
-        }
+        done: dict[str, Rows] = {}
+        for slot in slots:
+            form = formats[slot]
+            assert isinstance(form, Integer | Fp8)
+            done[slot] = quantize_gptq(weights[slot], hessian, form, _GPTQ)
         walk.calibration.load(_floats(done, formats))
         found |= done
     return found
@@ -84,13 +96,6 @@ def by_awq(walk: Walk, weights: Block, formats: Formats, original: Original) -> 
         elif not torch.equal(rows, weights[slot]):
             found[slot] = rows
     return found
-
-
-def _grid(form: Format | None) -> Integer | Fp8:
-    if isinstance(form, Integer | Fp8):
-        return form
-    name = "" if form is None else form.name
-    raise UnsupportedError(f"gptq chooses codes of int and fp8 formats, not of {name}", "use --algorithm awq, or rtn")
 
 
 def _floats(rows: Mapping[str, Rows], formats: Formats) -> dict[str, torch.Tensor]:

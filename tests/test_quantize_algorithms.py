@@ -1,0 +1,135 @@
+"""GPTQ, AWQ and the choice of formats in whole models; the texts that they calibrate with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.original import open_original
+from nanovllm_cli.quantization.pipeline import Method, plan_with_target
+from nanovllm_cli.quantization.plan import Choices, make_plan
+from nanovllm_cli.quantization.texts import NamedText, bundled_text, windows
+from quantizing import TINY, digest_of, plan_of, quantize
+from test_quantize_model import IDS, StopAt
+
+
+def test_calibrated_weights_lose_less(tmp_path: Path) -> None:
+    """How much less is measured in tests/test_gptq.py and test_awq.py."""
+    losses = {}
+    for algorithm in ("rtn", "gptq"):
+        card = quantize("int4:group=32", tmp_path / algorithm, algorithm=algorithm, verify_tokens=1024, num_samples=8)
+        assert card is not None
+        losses[algorithm] = card.quality.kl_mean
+    assert losses["gptq"] < 0.8 * losses["rtn"]
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_a_calibrated_run_that_is_resumed_gives_the_same_bytes(tmp_path: Path, algorithm: str) -> None:
+    layers = ((r"layers\.[12]\.", "int4:group=32"), (".", "keep"))  # one before them that stays
+    quantize("int4", tmp_path / "whole", algorithm=algorithm, tensor_types=layers, num_samples=2)
+    stop = StopAt("quantizing", 0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int4", tmp_path / "resumed", algorithm=algorithm, tensor_types=layers, num_samples=2, progress=stop)
+    assert (tmp_path / ".resumed.quantizing" / "blocks.1.safetensors").exists()
+    quantize("int4", tmp_path / "resumed", algorithm=algorithm, tensor_types=layers, num_samples=2)
+    assert digest_of(tmp_path / "resumed") == digest_of(tmp_path / "whole")
+
+
+def test_awq_writes_the_norms_that_it_changed(tmp_path: Path) -> None:
+    quantize("int4:group=32", tmp_path / "out", algorithm="awq", num_samples=4)
+    before, after = load_file(TINY / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    norms = [name for name in before if name.endswith("layernorm.weight")]
+    assert all(after[name].dtype == before[name].dtype for name in norms)
+    assert any(not torch.equal(after[name], before[name]) for name in norms)
+
+
+def test_gptq_has_no_grid_for_block_types(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="q4_0"):
+        quantize("q4_0", tmp_path / "m.gguf", algorithm="gptq", num_samples=1)
+
+
+@pytest.mark.parametrize(("to", "target"), [("int4", 9.0), ("q4_k_m", 5.0)])
+def test_target_bpw_is_kept_and_q_k_v_share_a_format(to: str, target: float) -> None:
+    with open_original("tiny", TINY) as original:
+        choices = Choices(to, tensor_types=((r"layers\.3\.mlp\.down|blk\.3\.ffn_down", "keep"),))
+        plan = make_plan(original, choices)
+        method = Method("rtn", bundled_text("calibration"), 4)
+        chosen = plan_with_target(original, plan, target, method, NullProgress())
+        assert target - 0.5 < chosen.bits_a_weight <= target
+        formats = {item.weight.ours: item.format for item in chosen.items}
+        assert formats["blocks.3.down.weight"] is None
+        for i in range(4):
+            assert len({formats[f"blocks.{i}.{part}.weight"] for part in "qkv"}) == 1
+        with pytest.raises(UsageError, match="can't be reached"):
+            plan_with_target(original, plan, 2.0, method, NullProgress())
+
+
+def test_the_folder_in_transformers_says_what_it_says_here(tmp_path: Path) -> None:
+    """64 greedy tokens, in each format that it loads."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from transformers import AutoModelForCausalLM
+
+    from nanovllm_cli import LLM, EngineConfig, SamplingParams
+
+    for spec in ("int8", "fp8", "int4:group=32"):
+        out = tmp_path / spec.replace(":", "-")
+        quantize(spec, out)
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=64, do_sample=False, eos_token_id=None)[0]
+        with LLM(out, config=EngineConfig(dtype="float32", device="cpu", max_model_len=128)) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+            found = llm.generate(IDS, params)[0].outputs[0].token_ids
+        assert list(found) == expected[len(IDS) :].tolist(), spec
+
+
+# ---- texts ----
+
+
+def pieces(name: str, text: str) -> list[list[int]]:
+    with open_original("tiny", TINY) as original:
+        return list(windows(original.tokenizer(), NamedText(name, text), original.spec.vocab_size))
+
+
+def test_bundled_texts_have_no_document_in_common() -> None:
+    calibration, verification = (
+        set(bundled_text(split).text.split("\n\n")) for split in ("calibration", "verification")
+    )
+    long = {
+        paragraph for paragraph in calibration & verification if len(paragraph) > 200 and "<tools>" not in paragraph
+    }
+    assert not long
+
+
+def test_a_text_comes_in_windows() -> None:
+    found = pieces("a.txt", "word " * 2000)
+    assert {len(piece) for piece in found[:-1]} == {512}
+    assert sum(map(len, found)) >= 2000
+
+
+def test_lines_of_json_may_hold_text_prompt_or_messages() -> None:
+    lines = '{"text": "one two"}\n\n{"prompt": "three four"}\n{"messages": [{"role": "user", "content": "five"}]}\n'
+    first, second, third = pieces("a.jsonl", lines)
+    with open_original("tiny", TINY) as original:
+        tokenizer = original.tokenizer()
+        assert tokenizer.decode(first).strip() == "one two"
+        assert tokenizer.decode(second).strip() == "three four"
+        assert "<|im_start|>user\nfive" in tokenizer.decode(third, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "3", '{"text": 3}', '{"messages": []}', '{"messages": [3]}', '{"other": "x"}', "[" * 100_000]
+)
+def test_a_line_that_means_nothing_is_named(line: str) -> None:
+    with pytest.raises(UsageError, match="line 2"):
+        pieces("a.jsonl", '{"text": "fine"}\n' + line + "\n")
+
+
+def test_a_plan_names_its_sizes() -> None:
+    record = plan_of("int8").as_json()
+    weight = record["weights"]["model.layers.0.mlp.up_proj.weight"]
+    assert weight == {"shape": [640, 256], "format": "int8", "bytes": 640 * 256 + 640 * 2}
