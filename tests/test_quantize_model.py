@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines import SMALL, random_model, save
 from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.format import Blocks
@@ -61,6 +62,7 @@ def test_the_first_tensor_type_that_fits_counts() -> None:
     assert formats["1.mlp.down_proj.weight"] is None
     assert formats["2.self_attn.v_proj.weight"] == parse_format("fp8")
     assert formats["2.mlp.up_proj.weight"] == parse_format("int4:group=32")
+    assert plan.notes == ("vLLM keeps q, k, v of a layer as one weight, and won't load them in several formats",)
 
 
 def test_q4_k_m_gives_layers_the_types_that_llama_cpp_does() -> None:
@@ -382,3 +384,40 @@ def test_killed_at_fifty_points_the_output_is_absent_or_whole(tmp_path: Path, sp
 def test_output_error_is_what_a_missing_folder_gives(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write"):
         quantize("int8", tmp_path / "no" / "such" / "folder")
+
+
+def random_llama(folder: Path, tied: bool) -> Path:
+    """With the bundled model's tokenizer."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**(SMALL | sizes | {"vocab_size": 4096, "head_dim": 32, "tie_word_embeddings": tied}))
+    save(random_model(config), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_llamas_q_and_k_go_where_gguf_has_them(tmp_path: Path, tied: bool) -> None:
+    from nanovllm_cli.quantization.verify import compare, trace
+
+    source = random_llama(tmp_path / "llama", tied)
+    out = tmp_path / "m.gguf"
+    quantize("q8_0", out, source)
+    found = compare(*(trace(path, IDS, "float32", NullProgress()) for path in (out, source)), [], tolerance=0.1)
+    assert found.first_layer is None, found.first_layer
+
+
+def test_a_head_of_its_own_beside_a_tied_embedding_in_gguf(tmp_path: Path) -> None:
+    from nanovllm_cli.quantization.verify import compare, trace
+
+    out = tmp_path / "m.gguf"
+    quantize("q8_0", out, head="q6_k", embedding="q4_0", tensor_types=(("ffn_up", "keep"),))
+    with open_checkpoint(out) as written:
+        kinds = [
+            written.info(name).dtype_name for name in ("output.weight", "token_embd.weight", "blk.0.ffn_up.weight")
+        ]
+    assert kinds == ["Q6_K", "Q4_0", "BF16"]
+    found = compare(*(trace(path, IDS, "float32", NullProgress()) for path in (out, TINY)), [], tolerance=0.3)
+    assert found.first_layer is None, found.first_layer

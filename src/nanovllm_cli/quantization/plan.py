@@ -190,9 +190,22 @@ def make_plan(original: Original, choices: Choices) -> Plan:
             )
     if all(item.format is None for item in items):
         raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
+    if kind == "hf":
+        notes += _split_weights(items)
     planned = {item.weight.source for item in items}
     others = sum(reader.num_bytes(name) for name in reader.names() if name not in planned)
     return Plan(kind, choices.to, tuple(items), others, tuple(notes))
+
+
+def _split_weights(items: list[Planned]) -> list[str]:
+    """A line where weights differ that vLLM keeps as one."""
+    formats = {item.weight.ours: item.format for item in items}
+    units = {item.weight.unit for item in items if item.weight.unit.startswith("blocks.")}
+    return [
+        f"vLLM keeps {', '.join(parts)} of a layer as one weight, and won't load them in several formats"
+        for parts in (("q", "k", "v"), ("gate", "up"))
+        if any(len({formats[f"{unit}.{part}.weight"] for part in parts}) > 1 for unit in units)
+    ]
 
 
 def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weight]:
