@@ -154,13 +154,14 @@ class Program:
         cpu_program.replay(*tags, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a kernel writes to, of the recording if there is one."""
     if _State.recording is not None:
         return _State.recording.pool.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
 
 
-def _launch(
+def launch(
     kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], floats: tuple[float, ...] = (),
     cache_dtypes: CacheDTypes | None = None,
 ) -> None:  # fmt: skip
@@ -190,7 +191,7 @@ def _launch(
             entry.call(ints[0], ints[1:])
 
 
-def _check(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
+def address_of(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     """The address of a tensor that is what the kernel will take it for."""
     assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.shape == shape, (tensor.shape, shape)
@@ -218,16 +219,16 @@ def pack_rows(packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
     assert (first_row + n) * k <= packed.numel()
     use_threads_for(n * k)
     cpu_matmul.pack_rows(
-        _TAGS[packed.dtype], _PAIRS[packed.dtype], _check(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row
+        _TAGS[packed.dtype], _PAIRS[packed.dtype], address_of(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row
     )
 
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
     """Rows `ids` [n] int64 of a packed weight, as [n, width]. The caller has checked the ids."""
     n, dtype = ids.shape[0], packed.dtype
-    out = _empty((n, width), dtype)
-    ints = (_PAIRS[dtype], packed.data_ptr(), _check(ids, torch.int64, n), n, width, out.data_ptr())
-    _launch(cpu_program.ROWS, n * width, dtype, ints)
+    out = new_tensor((n, width), dtype)
+    ints = (_PAIRS[dtype], packed.data_ptr(), address_of(ids, torch.int64, n), n, width, out.data_ptr())
+    launch(cpu_program.ROWS, n * width, dtype, ints)
     return out
 
 
@@ -242,13 +243,13 @@ def matmul(
         assert _State.recording is None, "an odd width needs a copy, which can't be recorded"
         x, width = torch.nn.functional.pad(x, (0, 1)), width + 1
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
-    out = _empty((tokens, num_rows), out_dtype)
+    out = new_tensor((tokens, num_rows), out_dtype)
     ints = (
-        _check(x, packed.dtype, tokens, width), tokens, width * x.element_size(), packed.data_ptr(), num_rows, width // pair,
-        0 if bias is None else _check(bias, out_dtype, num_rows), out.data_ptr(),
+        address_of(x, packed.dtype, tokens, width), tokens, width * x.element_size(), packed.data_ptr(), num_rows, width // pair,
+        0 if bias is None else address_of(bias, out_dtype, num_rows), out.data_ptr(),
     )  # fmt: skip
     kind = cpu_program.MATMUL if out_dtype == x.dtype else cpu_program.MATMUL_FLOAT
-    _launch(kind, tokens * num_rows * width, x.dtype, ints)
+    launch(kind, tokens * num_rows * width, x.dtype, ints)
     return out
 
 
@@ -260,21 +261,21 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See `reference.add_rms_norm`; residual is changed in place."""
     tokens, width = x.shape
-    out = _empty((tokens, width), x.dtype)
+    out = new_tensor((tokens, width), x.dtype)
     ints = (
-        _check(x, x.dtype, tokens, width), 0 if residual is None else _check(residual, x.dtype, tokens, width),
-        _check(weight, x.dtype, width), out.data_ptr(), tokens, width,
+        address_of(x, x.dtype, tokens, width), 0 if residual is None else address_of(residual, x.dtype, tokens, width),
+        address_of(weight, x.dtype, width), out.data_ptr(), tokens, width,
     )  # fmt: skip
-    _launch(cpu_program.NORM, 4 * tokens * width, x.dtype, ints, (eps, offset))
+    launch(cpu_program.NORM, 4 * tokens * width, x.dtype, ints, (eps, offset))
     return out
 
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`."""
     tokens, width = x.shape[0], x.shape[1] // 2
-    out = _empty((tokens, width), x.dtype)
-    ints = (_check(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
-    _launch(cpu_program.ACTIVATION, 16 * tokens * width, x.dtype, ints)
+    out = new_tensor((tokens, width), x.dtype)
+    ints = (address_of(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
+    launch(cpu_program.ACTIVATION, 16 * tokens * width, x.dtype, ints)
     return out
 
 
@@ -310,7 +311,7 @@ def _check_cache(
     """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as."""
     kept = caches[0].dtype, caches[1].dtype
     shapes = cache_shapes(caches[0].shape[0], kv_heads, dim, dtype, kept)
-    addresses = [_check(cache, cache.dtype, *shape) for cache, shape in zip(caches, shapes, strict=True)]
+    addresses = [address_of(cache, cache.dtype, *shape) for cache, shape in zip(caches, shapes, strict=True)]
     return (*addresses, *(cache.stride(1) * cache.itemsize for cache in caches)), kept
 
 
@@ -334,15 +335,15 @@ def rope_and_cache(
     tokens, dtype = qkv.shape[0], qkv.dtype
     half = cos.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
-    out = _empty((tokens, heads, dim), dtype)
+    out = new_tensor((tokens, heads, dim), dtype)
     ints = (
-        _PAIRS[dtype], _check(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
-        0 if q_norm is None else _check(q_norm, dtype, dim), 0 if k_norm is None else _check(k_norm, dtype, dim),
-        _check(cos, torch.float32, tokens, half), _check(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
-        _check(slots, torch.int64, tokens), _check(run, torch.int32, tokens),
+        _PAIRS[dtype], address_of(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
+        0 if q_norm is None else address_of(q_norm, dtype, dim), 0 if k_norm is None else address_of(k_norm, dtype, dim),
+        address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
+        address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(),
     )  # fmt: skip
-    _launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,), kept)
+    launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,), kept)
     return out
 
 
@@ -373,12 +374,12 @@ def paged_attention(
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, q.dtype)
-    out = _empty((tokens, heads * dim), q.dtype)
+    out = new_tensor((tokens, heads * dim), q.dtype)
     ints = (
-        _PAIRS[q.dtype], _check(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
-        _check(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
-        _check(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, 0 if sinks is None else _check(sinks, torch.float32, heads), out.data_ptr(),
+        _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
+        address_of(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
+        address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
+        window, 0 if sinks is None else address_of(sinks, torch.float32, heads), out.data_ptr(),
     )  # fmt: skip
-    _launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap), kept)
+    launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap), kept)
     return out

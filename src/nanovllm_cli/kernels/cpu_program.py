@@ -1,7 +1,7 @@
 """A list of kernels, run by compiled code: kernels of a small model take less time than a call from Python does.
 
 A row of the list is a kind, its whole-number arguments (addresses, counts) and its fp32 arguments. The table of kinds stands
-twice, here and in `cpu._launch`: compiled code cannot look a function up. CALL is for kernels that not every model needs: its
+twice, here and in `cpu.launch`: compiled code cannot look a function up. CALL is for kernels that not every model needs: its
 first argument is the address of one (entry.py), which gets the others.
 """
 

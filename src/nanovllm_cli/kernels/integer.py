@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.kernels import cpu_integer, cpu_program, entry
-from nanovllm_cli.kernels.cpu import _check, _empty
-from nanovllm_cli.kernels.cpu import _launch as _launch_kind
+from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 
@@ -58,19 +57,14 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
     first = RecordLayout(1, width, 8, rounding.group, 0).chunk_width(0)
     stride = 12 * -(-first // rounding.group) + first
     chunks = -(-width // 256)
-    data = _empty((chunks * tokens * stride,), torch.uint8)
-    order = 0 if rounding.order is None else _check(rounding.order, torch.int32, width)
+    data = new_tensor((chunks * tokens * stride,), torch.uint8)
+    order = 0 if rounding.order is None else address_of(rounding.order, torch.int32, width)
     ints = (
-        x.itemsize, _check(x, x.dtype, tokens, width), tokens, width * x.itemsize, width, rounding.group, int(rounding.per_row),
-        order, data.data_ptr(), stride,
+        x.itemsize, address_of(x, x.dtype, tokens, width), tokens, width * x.itemsize, width, rounding.group,
+        int(rounding.per_row), order, data.data_ptr(), stride,
     )  # fmt: skip
-    _launch(cpu_integer.quantize_entry, 16 * tokens * width, ints)
+    launch_entry(cpu_integer.quantize_entry, 16 * tokens * width, ints)
     return Rounded(data, tokens, width, stride, rounding)
-
-
-def new(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `matmul` writes into, of the recording if there is one."""
-    return _empty((tokens, width), dtype)
 
 
 def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -80,25 +74,26 @@ def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Ten
     assert out.shape == (x.tokens, layout.num_rows)
     assert out.stride(1) == 1
     assert weight.data.numel() == layout.num_bytes
-    added = 0 if bias is None else _check(bias, out.dtype, layout.num_rows)
+    added = 0 if bias is None else address_of(bias, out.dtype, layout.num_rows)
     ints = (
         out.itemsize, x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
         out.data_ptr(), out.stride(0) * out.itemsize,
     )  # fmt: skip
-    _launch(cpu_integer.matmul_entry, x.tokens * layout.num_rows * layout.width, ints)
+    launch_entry(cpu_integer.matmul_entry, x.tokens * layout.num_rows * layout.width, ints)
 
 
 def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Rows ids [n] int64, dequantized: [n, width]. The caller has checked the ids."""
     n, layout = ids.shape[0], weight.layout
-    out = _empty((n, layout.width), dtype)
-    columns = 0 if order is None else _check(order, torch.int32, layout.width)
+    out = new_tensor((n, layout.width), dtype)
+    columns = 0 if order is None else address_of(order, torch.int32, layout.width)
     ints = (
-        out.itemsize, weight.data.data_ptr(), _check(ids, torch.int64, n), n, *weight.numbers, columns, out.data_ptr()
+        out.itemsize, weight.data.data_ptr(), address_of(ids, torch.int64, n), n, *weight.numbers, columns, out.data_ptr()
     )  # fmt: skip
-    _launch(cpu_integer.rows_entry, 8 * n * layout.width, ints)
+    launch_entry(cpu_integer.rows_entry, 8 * n * layout.width, ints)
     return out
 
 
-def _launch(kernel: Callable[[Any], None], work: int, ints: tuple[int, ...]) -> None:
-    _launch_kind(cpu_program.CALL, work, torch.bfloat16, (entry.address(kernel), *ints))
+def launch_entry(kernel: Callable[[Any], None], work: int, ints: tuple[int, ...]) -> None:
+    """Run a kernel that is called by its address, or write it into the recording. work: its multiply-adds."""
+    launch(cpu_program.CALL, work, torch.bfloat16, (entry.address(kernel), *ints))

@@ -7,10 +7,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.kernels import cpu_values
-from nanovllm_cli.kernels.cpu import _check as address_of
-from nanovllm_cli.kernels.cpu import _empty as new_tensor
-from nanovllm_cli.kernels.integer import Packed
-from nanovllm_cli.kernels.integer import _launch as launch_entry
+from nanovllm_cli.kernels.cpu import address_of, new_tensor
+from nanovllm_cli.kernels.integer import Packed, launch_entry
 
 CODE, E4M3, TABLE = cpu_values.CODE, cpu_values.E4M3, cpu_values.TABLE
 

@@ -45,7 +45,7 @@ class CpuStacked:
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "norms are kernels of their own on a CPU"
-        out = integer.new(x.shape[0], self.num_rows, out_dtype)
+        out = cpu.new_tensor((x.shape[0], self.num_rows), out_dtype)
         first = 0
         rounded: list[integer.Rounded] = []
         for part in self._parts:

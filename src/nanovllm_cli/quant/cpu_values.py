@@ -60,7 +60,7 @@ class CpuValues:
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "norms are kernels of their own on a CPU"
-        out = integer.new(x.shape[0], self.num_rows, out_dtype)
+        out = cpu.new_tensor((x.shape[0], self.num_rows), out_dtype)
         self.multiply(x, bias, out)
         return out
 
