@@ -32,7 +32,7 @@ from nanovllm_cli.kernels.record_kinds import (
     ZERO,
 )
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, look_up, unpack_codes
+from nanovllm_cli.kernels.simd_int import PREFETCH_BYTES, TILE_ROWS, dot_panel, dot_panel_low, look_up, unpack_codes
 
 ROWS_PER_TASK = 256
 _MOST_GROUPS = CHUNK // 16
@@ -200,9 +200,10 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
             k = min(CHUNK, padded - chunk * CHUNK)
             groups = (k + group - 1) // group
             record = weight + tile * tile_bytes + chunk * full
-            codes = record
+            codes, ahead = record, record + PREFETCH_BYTES
             if bits != 8:
-                unpack_codes(bits, record, k // STEP, panel.ctypes.data)
+                # the products of more rows have time to ask for what comes next, evenly
+                unpack_codes(bits, record, k // STEP, panel.ctypes.data, ahead if end - begin <= 3 else record)
                 if table != 0:
                     look_up(panel.ctypes.data, k * TILE, table)
                 codes = panel.ctypes.data
@@ -210,6 +211,7 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
             if low == ZERO:
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
+            ahead_step = STEP * bits
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
                 at = x + (chunk * num_rows + row) * x_stride
@@ -217,13 +219,14 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
                 if low == NO_LOW:
                     dot_panel(
                         rows, codes, scales.ctypes.data, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
-                        chunk,
+                        chunk, ahead, ahead_step,
                     )  # fmt: skip
                 else:
                     dot_panel_low(
                         rows, codes, scales.ctypes.data, lows.ctypes.data, k // 4, group // 4, offset, at, x_stride, groups,
-                        target, TILE * 4, chunk,
+                        target, TILE * 4, chunk, ahead, ahead_step,
                     )  # fmt: skip
+                ahead, ahead_step = record, 0
         first, columns = tile * TILE, min(TILE, n - tile * TILE)
         for r in range(end - begin):
             line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]

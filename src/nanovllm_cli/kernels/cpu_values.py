@@ -23,7 +23,7 @@ from nanovllm_cli.kernels.cpu_integer import packed_code, record_bytes, unpack_s
 from nanovllm_cli.kernels.cpu_numbers import dot64, load, store
 from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
-from nanovllm_cli.kernels.simd_int import look_up, unpack_codes
+from nanovllm_cli.kernels.simd_int import PREFETCH_BYTES, look_up, unpack_codes
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -178,7 +178,7 @@ def value_matmul(
                     taken[i] = lows[i]
                     lows[i] = np.float32(0.0)
             if bits != 8:
-                unpack_codes(bits, record, k // STEP, unpacked.ctypes.data)
+                unpack_codes(bits, record, k // STEP, unpacked.ctypes.data, record + PREFETCH_BYTES)
                 if table != 0:
                     look_up(unpacked.ctypes.data, k * TILE, table)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)

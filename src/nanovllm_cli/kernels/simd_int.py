@@ -30,6 +30,7 @@ UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
 STEP_UNITS = 8
 PREFETCH_BYTES = 8192
+"""How long before its use a record is asked for."""
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
@@ -43,6 +44,12 @@ def _function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.
 
 def _at(b: ir.IRBuilder, base: Any, offset: Any, kind: ir.Type) -> Any:
     return b.inttoptr(b.add(base, offset), kind.as_pointer())
+
+
+def _prefetch(b: ir.IRBuilder, address: Any) -> None:
+    pointer = _I8.as_pointer()
+    hint = _function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, _I32, _I32, _I32)
+    b.call(hint, [b.inttoptr(address, pointer), _I32(0), _I32(3), _I32(1)])
 
 
 def _times(b: ir.IRBuilder, value: Any, n: int) -> Any:
@@ -75,13 +82,16 @@ def _pair_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
 
 def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
     """An intrinsic over addresses and byte strides, for `rows` x `16 * vectors` of one panel:
-    tile(codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate).
+    tile(codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate, ahead, ahead_step).
 
     codes [units][256]; scales, lows fp32 [groups][64]; x: a row's xs, xl and sums of codes ([groups] each), then its codes.
+    With each unit two lines are asked for that will be read later, ahead_step bytes further each time; not by tiles of all
+    columns, which few rows take: they have no time to spare.
     """
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate = args
+        codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate = args[:12]
+        ahead, ahead_step = args[12:]
         cells = [(r, v) for r in range(rows) for v in range(vectors)]
         out_at = {(r, v): _at(b, out, b.add(_times(b, out_stride, r), _I64(64 * v)), _VF) for r, v in cells}
         x_rows = [b.add(x, _times(b, x_stride, r)) for r in range(rows)]
@@ -124,6 +134,9 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         for (r, _), phi in dots.items():
             phi.add_incoming(starts[r], group)
         w_offset, x_offset = _times(b, unit, UNIT_BYTES), _times(b, unit, 4)
+        if vectors < VECTORS:
+            for line in (0, 128):
+                _prefetch(b, b.add(b.add(ahead, b.mul(unit, ahead_step)), _I64(line)))
         w = [b.load(_at(b, codes, b.add(w_offset, _I64(64 * v)), _VI), align=4) for v in range(vectors)]
         new = {}
         for r in range(rows):
@@ -161,8 +174,8 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing: Any, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, accumulate):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 12), code
+    def tile(typing: Any, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, accumulate, ahead, step):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 14), code
 
     return tile
 
@@ -174,10 +187,13 @@ def _make_rows(rows: int, with_low: bool) -> Any:
     parts, step = VECTORS // vectors, 64 * vectors
 
     @njit(nogil=True, error_model="numpy")
-    def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add):
+    def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, ahead_step):
         for part in range(parts):
             at = part * step
-            tile(codes + at, scales + at, lows + at, units, group_units, offset, x, xs, groups, out + at, os, add)
+            tile(
+                codes + at, scales + at, lows + at, units, group_units, offset, x, xs, groups, out + at, os, add,
+                ahead + 64 * (1 - part % 2), ahead_step,
+            )  # fmt: skip
 
     return columns
 
@@ -187,19 +203,19 @@ def _make_dot(with_low: bool) -> Any:
     c1, c2, c3, c4, c5, c6 = (_make_rows(min(rows, TILE_ROWS), with_low) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
-    def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add):
+    def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if rows == 6:
-            c6(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c6(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
         elif rows == 1:
-            c1(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c1(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
         elif rows == 2:
-            c2(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c2(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
         elif rows == 3:
-            c3(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c3(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
         elif rows == 4:
-            c4(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c4(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
         else:
-            c5(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add)
+            c5(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
 
     return dot
 
@@ -208,22 +224,21 @@ dot_panel, dot_panel_low = _make_dot(False), _make_dot(True)
 
 
 def _make_unpack(planes: tuple[int, ...]) -> Any:
-    """An intrinsic unpack(source, steps, target): bit planes (quant/cpu_records.py) to codes [8 * steps units][256].
+    """An intrinsic unpack(source, steps, target, ahead): bit planes (quant/cpu_records.py) to codes [8 * steps units][256].
 
-    What comes PREFETCH_BYTES later is asked for on the way, so that one row runs at the memory's speed."""
+    What lies at `ahead`, as long as the planes are, is asked for meanwhile."""
     bits = sum(planes)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, steps, target = args
+        source, steps, target, ahead = args
         constant = lambda value: ir.Constant(_BYTES, [value] * (4 * LANES))
-        pointer = _I8.as_pointer()
-        prefetch = _function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, _I32, _I32, _I32)
         entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
         b.branch(loop)
         b.position_at_end(loop)
         step = b.phi(_I64)
         step.add_incoming(_I64(0), entry)
-        read, write = b.add(source, _times(b, step, UNIT_BYTES * bits)), _times(b, step, UNIT_BYTES * STEP_UNITS)
+        advance, write = _times(b, step, UNIT_BYTES * bits), _times(b, step, UNIT_BYTES * STEP_UNITS)
+        read = b.add(source, advance)
         for v in range(VECTORS):
             units: list[Any] = [None] * STEP_UNITS
             row = shift = 0
@@ -231,8 +246,7 @@ def _make_unpack(planes: tuple[int, ...]) -> Any:
                 per_row = 8 // plane
                 for begin in range(0, STEP_UNITS, per_row):
                     at = _I64(row * UNIT_BYTES + 64 * v)
-                    ahead = b.add(b.add(read, at), _I64(PREFETCH_BYTES))
-                    b.call(prefetch, [b.inttoptr(ahead, pointer), _I32(0), _I32(3), _I32(1)])
+                    _prefetch(b, b.add(b.add(ahead, advance), at))
                     packed = b.load(_at(b, read, at, _BYTES), align=4)
                     for j in range(per_row):
                         part = b.lshr(packed, constant(j * plane)) if j else packed
@@ -252,8 +266,8 @@ def _make_unpack(planes: tuple[int, ...]) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def unpack(typing: Any, source, steps, target):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 3), code
+    def unpack(typing: Any, source, steps, target, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 4), code
 
     return unpack
 
@@ -263,20 +277,20 @@ _u5, _u6, _u7 = _make_unpack((4, 1)), _make_unpack((4, 2)), _make_unpack((4, 2, 
 
 
 @njit(nogil=True, error_model="numpy")
-def unpack_codes(bits, source, steps, target):
-    """Planes of 2 to 7 bits at `source` to u8 codes at `target`, 32 k's of 64 columns a step."""
+def unpack_codes(bits, source, steps, target, ahead):
+    """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile."""
     if bits == 4:
-        _u4(source, steps, target)
+        _u4(source, steps, target, ahead)
     elif bits == 6:
-        _u6(source, steps, target)
+        _u6(source, steps, target, ahead)
     elif bits == 5:
-        _u5(source, steps, target)
+        _u5(source, steps, target, ahead)
     elif bits == 3:
-        _u3(source, steps, target)
+        _u3(source, steps, target, ahead)
     elif bits == 2:
-        _u2(source, steps, target)
+        _u2(source, steps, target, ahead)
     else:
-        _u7(source, steps, target)
+        _u7(source, steps, target, ahead)
 
 
 @intrinsic
