@@ -103,7 +103,7 @@ BAD_USAGE = {
     "run tiny -f .": ". is a folder",
     "run tiny -o '' hi": "-o needs the name of a file",
     "rum tiny hi": "no such command 'rum'\nhint: did you mean run?",
-    "tiny hi": "no such command 'tiny'\nhint: commands: run; for example: nanovllm run tiny",
+    "tiny hi": "no such command 'tiny'\nhint: commands: convert, quantize, run, verify; for example: nanovllm run tiny",
     "--nosuch": "no such option: --nosuch",
     "": "missing command",
 }

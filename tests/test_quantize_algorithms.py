@@ -19,13 +19,14 @@ from test_quantize_model import IDS, StopAt
 
 
 def test_calibrated_weights_lose_less(tmp_path: Path) -> None:
-    """How much less is measured in tests/test_gptq.py and test_awq.py."""
+    """Over the whole bundled text: 1,000 tokens of it are too few to tell."""
     losses = {}
-    for algorithm in ("rtn", "gptq"):
-        card = quantize("int4:group=32", tmp_path / algorithm, algorithm=algorithm, verify_tokens=1024, num_samples=8)
+    for algorithm in ("rtn", "gptq", "awq"):
+        card = quantize("int4:group=32", tmp_path / algorithm, algorithm=algorithm, verify_tokens=4096, num_samples=128)
         assert card is not None
         losses[algorithm] = card.quality.kl_mean
-    assert losses["gptq"] < 0.8 * losses["rtn"]
+    assert losses["gptq"] <= 0.6 * losses["rtn"]
+    assert losses["awq"] <= 0.8 * losses["rtn"]
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "awq"])
