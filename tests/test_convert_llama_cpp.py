@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from engines import worker_for
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.source import resolve
+from test_quant_engine import logits_of
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -100,3 +102,19 @@ def test_llama_cpp_reads_a_split_file(tmp_path: Path) -> None:
     parts = sorted((tmp_path / "tiny").iterdir())
     assert len(parts) > 2
     assert np.isfinite(peer_logits(peer(parts[0]), [1, 2, 3])).all()
+
+
+@pytest.mark.parametrize(("kind", "bar"), [("Q8_0", 1.5e-2), ("Q4_K_M", 5e-2)])
+def test_files_that_llama_cpp_quantized_give_us_its_logits(
+    written: Callable[[str], Path], kind: str, bar: float, tmp_path: Path
+) -> None:
+    """Blocks as they are in the file, on both sides. In float32 our sums are exact, so what is left at Q8_0, 1.15e-2, is what
+    llama.cpp loses by rounding activations to int8."""
+    path = tmp_path / "theirs.gguf"
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    assert llama_cpp.llama_model_quantize(str(written("f16")).encode(), str(path).encode(), settings) == 0
+    ids = peer(path).tokenize(TEXTS[0].encode(), add_bos=False)
+    theirs = peer_logits(peer(path), ids)
+    ours = logits_of(worker_for(path, dtype="float32"), [ids]).double().numpy()
+    assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < bar

@@ -19,14 +19,13 @@ from test_quantize_model import IDS, StopAt
 
 
 def test_calibrated_weights_lose_less(tmp_path: Path) -> None:
-    """Over the whole bundled text: 1,000 tokens of it are too few to tell."""
+    """How much less, and AWQ: tests/test_algorithms_on_tiny.py. Fewer tokens than these are too few to tell."""
     losses = {}
-    for algorithm in ("rtn", "gptq", "awq"):
-        card = quantize("int4:group=32", tmp_path / algorithm, algorithm=algorithm, verify_tokens=4096, num_samples=128)
+    for algorithm in ("rtn", "gptq"):
+        card = quantize("int4:group=32", tmp_path / algorithm, algorithm=algorithm, verify_tokens=4096, num_samples=32)
         assert card is not None
         losses[algorithm] = card.quality.kl_mean
-    assert losses["gptq"] <= 0.6 * losses["rtn"]
-    assert losses["awq"] <= 0.8 * losses["rtn"]
+    assert losses["gptq"] < 0.7 * losses["rtn"]
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "awq"])
