@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/nanovllm run tiny "Once upon a time"
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: lint test kernels
 
