@@ -62,9 +62,13 @@ class _Output:
         if isinstance(error, OSError):
             raise self._failed(error) from error
 
+    def __del__(self) -> None:
+        """For an interrupt that comes before `with` has taken the object over."""
+        self.close()
+
     def close(self) -> None:
         """Takes away what has not been committed, and lets the lock go."""
-        if self._lock < 0:
+        if getattr(self, "_lock", -1) < 0:
             return
         with contextlib.suppress(OSError):
             if self._holds(self.temporary):
@@ -142,7 +146,7 @@ class OutputFile(_Output):
             raise self._failed(failure) from failure
 
     def close(self) -> None:
-        if self._lock >= 0 and hasattr(self, "file"):
+        if hasattr(self, "file"):
             with contextlib.suppress(OSError, ValueError):
                 self.file.close()
         super().close()
