@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.weights import weight_reader
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.weight_reader import WeightReader, open_reader
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.weight_reader import WeightReader
 
 Tensors = dict[str, torch.Tensor]
 Made = tuple[Tensors, np.ndarray]
@@ -68,6 +71,19 @@ def assert_reads(folder: Path, tensors: Tensors, quantization: Any, expected: np
     assert reader.num_bytes(f"{NAME}.weight") == sum(tensor.nbytes for tensor in tensors.values())
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6, atol=0)
     return reader
+
+
+def check_refused(
+    folder: Path, tensors: Tensors, quantization: Any, error: type[NanovllmError], words: str
+) -> None:
+    """Opening such a module, or reading it, is an error of this type that says these words and has a hint."""
+    write(folder, module(tensors), quantization)
+    with pytest.raises(NanovllmError) as raised:
+        for _ in open_quantized(folder).slices(f"{NAME}.weight"):
+            pass
+    assert type(raised.value) is error
+    assert words in raised.value.message
+    assert raised.value.hint
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:

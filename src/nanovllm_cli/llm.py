@@ -38,8 +38,8 @@ from nanovllm_cli.text.reasoning import reasoning_format
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.source import ResolvedModel, resolve
-from nanovllm_cli.weights.weight_reader import open_reader
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

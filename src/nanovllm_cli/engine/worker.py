@@ -28,7 +28,7 @@ from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
-from nanovllm_cli.weights.weight_reader import open_reader
+from nanovllm_cli.weights.quantized import open_reader
 
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]

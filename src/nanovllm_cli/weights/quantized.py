@@ -21,7 +21,7 @@ from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
-from nanovllm_cli.weights.weight_reader import PlainReader, Slices, row_slices
+from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
 
 ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]
 FAMILIES: dict[str, ReadFamily] = {
@@ -34,6 +34,13 @@ FAMILIES: dict[str, ReadFamily] = {
     "mxfp4": read_mxfp4,
 }
 KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale")
+
+
+def open_reader(checkpoint: Checkpoint) -> WeightReader:
+    """The reader for what a checkpoint is made of. UnsupportedError for kinds of quantization that nothing here reads."""
+    if checkpoint.format == "gguf":
+        return GGUFReader(checkpoint)
+    return quantized_reader(checkpoint) or PlainReader(checkpoint)
 
 
 def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:

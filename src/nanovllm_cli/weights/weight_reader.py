@@ -45,15 +45,6 @@ class WeightReader(Protocol):
         """(rows, index of the first) in order, some MiB at a time; floats are finite. File pages are let go as it proceeds."""
 
 
-def open_reader(checkpoint: Checkpoint) -> WeightReader:
-    """The reader for what a checkpoint is made of. UnsupportedError for kinds of quantization that nothing here reads."""
-    if checkpoint.format == "gguf":
-        return GGUFReader(checkpoint)
-    from nanovllm_cli.weights.quantized import quantized_reader  # which is made of what follows here
-
-    return quantized_reader(checkpoint) or PlainReader(checkpoint)
-
-
 class PlainReader:
     """A WeightReader for tensors that are plain numbers, one a weight."""
 
