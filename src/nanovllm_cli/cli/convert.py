@@ -14,11 +14,10 @@ import typer
 
 from nanovllm_cli.cli import log, parsers, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
-from nanovllm_cli.cli.settings import Settings
-from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -96,11 +95,7 @@ def convert(
     """
     screen = console()
     log.configure(messages, screen)
-    name = model_word or source.model
-    if not name:
-        raise UsageError("no model was named", EXAMPLE)
-    if isinstance(ctx.obj, Settings):
-        name = ctx.obj.resolve(name)
+    name = named_model(ctx.obj, model_word, source, EXAMPLE)
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked, decode, read_file
-from nanovllm_cli.cli.options import Choice, ModelOptions
+from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import TemplateError, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _TAIL_TOKENS = 64
 KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
+
+
+def named_model(settings: object, word: str | None, source: SourceOptions, example: str) -> str:
+    """The model of a command that takes one: MODEL, else what -m or the environment says. settings: those of the files, whose
+    aliases count. Raises UsageError."""
+    name = word or source.model
+    if not name:
+        raise UsageError("no model was named", example)
+    return settings.resolve(name) if isinstance(settings, Settings) else name
 
 
 class Loaded(NamedTuple):

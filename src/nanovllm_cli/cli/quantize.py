@@ -16,10 +16,10 @@ import typer
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration, size
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -154,13 +154,9 @@ def quantize(
     """
     screen = console()
     log.configure(messages, screen)
-    name = model_word or source.model
-    if not name:
-        raise UsageError("no model was named", EXAMPLE)
+    name = named_model(ctx.obj, model_word, source, EXAMPLE)
     if options.to is None:
         raise UsageError("--to is missing", EXAMPLE)
-    if isinstance(ctx.obj, Settings):
-        name = ctx.obj.resolve(name)
     began = time.monotonic()
     screen.announce(f"opening {name}")
     with signals.insisting():
