@@ -170,7 +170,7 @@ KILLS = textwrap.dedent("""
         killed += os.WIFSIGNALED(status)
         assert content(source) == original, "the input changed"
         assert not output.exists() or [data for _, data in content(output)] == whole, "half an output"
-        assert set(os.listdir(here)) <= {"out", "reference", ".out.partial", ".out.replaced"}
+        assert set(os.listdir(here)) <= {"out", "reference", ".out.partial", ".out.replaced", ".out.discarded"}
     work(output)
     assert [data for _, data in content(output)] == whole
     assert sorted(os.listdir(here)) == ["out", "reference"], os.listdir(here)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import resource
 import signal
 import subprocess
@@ -129,6 +130,26 @@ def test_a_run_killed_between_the_two_renames_is_undone_by_the_next(tmp_path: Pa
     with pytest.raises(UsageError, match="exists already"):
         OutputFolder(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").read_text() == "old"
+
+
+def test_what_is_left_of_a_folder_deleted_halfway_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the old folder goes, and then the new one is deleted by its owner: there is nothing to go back to."""
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), OutputFolder(target, replace=True) as output:
+        output.write("config.json", b'{"new": 1}')
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            output.commit()
+    shutil.rmtree(target)
+    OutputFolder(target).close()
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", [OutputFile, OutputFolder])

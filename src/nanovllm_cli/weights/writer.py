@@ -158,6 +158,7 @@ class OutputFolder(_Output):
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         super().__init__(target, replace=replace)
         self._old = self.target.with_name(f".{self.target.name}.replaced")
+        self._discarded = self.target.with_name(f".{self.target.name}.discarded")
         try:
             self._recover()
             self._check_target()
@@ -196,17 +197,22 @@ class OutputFolder(_Output):
                 self._recover()
                 raise
             sync_folder(self.target.parent)
-            shutil.rmtree(self._old, ignore_errors=True)
+            self._discard()
         except OSError as failure:
             raise self._failed(failure) from failure
 
     def _recover(self) -> None:
         """Finishes what a run that was killed between the two renames left: the old folder is back, or is not needed."""
-        if self._old.is_dir():
-            if self.target.exists():
-                shutil.rmtree(self._old)
-            else:
-                self._old.rename(self.target)
+        if self._old.is_dir() and not self.target.exists():
+            self._old.rename(self.target)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Deletes the old folder, under another name: what is left of one that was deleted halfway must never come back."""
+        shutil.rmtree(self._discarded, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._old.rename(self._discarded)
+        shutil.rmtree(self._discarded, ignore_errors=True)
 
 
 def exists_already(path: Path) -> UsageError:
