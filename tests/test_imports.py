@@ -17,7 +17,7 @@ TIERS = {
     "weights": 5, "text": 5, "constrain": 5,
     "engine": 6,
     "llm": 7, "quantization": 7,
-    "cli": 8, "server": 8, "bench": 8, "__main__": 8,
+    "cli": 8, "server": 8, "bench": 8, "chat": 8, "__main__": 8,
 }  # fmt: skip
 SIDE_ROOMS = {"text", "constrain"}
 FILES = sorted(PACKAGE.rglob("*.py"))
