@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,11 +142,12 @@ def test_what_is_left_of_a_folder_deleted_halfway_never_comes_back(tmp_path: Pat
         if path.exists():
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), OutputFolder(target, replace=True) as output:
+    with OutputFolder(target, replace=True) as output:
         output.write("config.json", b'{"new": 1}')
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", killed)
-            output.commit()
+            with pytest.raises(KeyboardInterrupt):
+                output.commit()
     shutil.rmtree(target)
     OutputFolder(target).close()
     assert names(tmp_path) == []
