@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nanovllm_cli.cli.settings import load_settings
+from nanovllm_cli.errors import UsageError
 
 ENVIRONMENT_PREFIX = "NANOVLLM_"
 
@@ -75,13 +77,16 @@ class Command(TyperCommand):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records, col_max=34)
+        around = ctx.parent.command.commands.get(self.name) if ctx.parent is not None else None
+        if isinstance(around, DefaultGroup):
+            around.format_commands(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
         if not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(_command_flags(ctx))
             ctx.obj = settings
-            ctx.default_map = settings.defaults_for(self.name or "", self._model_of(ctx, words))
+            ctx.default_map = settings.defaults_for(_full_name(ctx), self._model_of(ctx, words))
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as failure:
@@ -97,10 +102,10 @@ class Command(TyperCommand):
         except typer.TyperException:
             return None  # the real parse will say what is wrong
         named = values.get("model")
-        if named is None:
+        if not named:
             param = next((param for param in self.get_params(ctx) if param.name == "model"), None)
             named = param.resolve_envvar_value(ctx) if param is not None else None
-        return named if isinstance(named, str) else values.get("model_word")
+        return _only(named) or _only(values.get("model_word"))
 
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
         """`-ngl 99` reaches the parser as `-n gl`: said as what it is, an option that does not exist."""
@@ -119,8 +124,8 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The program itself. Where a command is named at once, the program's own options are left alone: to convert the
-    values that they do not have, Typer would import all of pydantic."""
+    """The program itself, and commands that belong together. Where a command is named at once, the group's own options are
+    left alone: to convert the values that they do not have, Typer would import all of pydantic."""
 
     _is_passed_by = False
 
@@ -135,6 +140,45 @@ class Group(TyperGroup):
             self._is_passed_by = False
 
 
+class DefaultGroup(Group):
+    """A group that is a command as well: the one of its commands that has the group's own name (`default`) takes what none of
+    the others is named for. A model that is called like one of the others is reached by -m."""
+
+    def __init__(self, *, name: str | None = None, commands: Any = None, **attributes: Any) -> None:
+        super().__init__(name=name, commands=commands, **attributes)
+        self.default: Any = self.commands.pop(name or "")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args and args[0] in self.commands:
+            return super().make_context(info_name, args, parent=parent, **extra)
+        if args and not _is_a_model(args[0]):
+            near = difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.8)
+            if near:
+                raise UsageError(
+                    f"{info_name} has no command {args[0]!r}",
+                    f"did you mean {near[0]}? A model of that name is reached by -m {args[0]}",
+                )
+        return self.default.make_context(info_name, args, parent=parent, **extra)
+
+
+def _is_a_model(word: str) -> bool:
+    """Whether a word can't be meant as a command's name."""
+    return word.startswith("-") or bool({"/", ":", "."} & set(word)) or os.path.exists(word)
+
+
+def group(help: str, cls: type[Group] = Group, **more: Any) -> typer.Typer:
+    """An application of the house's kind: the program, or commands under one name."""
+    return typer.Typer(
+        cls=cls,
+        help=help,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        suggest_commands=False,
+        **more,
+    )
+
+
 class NoSuchFlag(typer.TyperException):
     """A flag that no option has. option_name and possibilities are named as in the parser's own error."""
 
@@ -146,11 +190,38 @@ class NoSuchFlag(typer.TyperException):
         self.possibilities = possibilities
 
 
-def _command_flags(ctx: typer.Context) -> dict[str, dict[str, str]]:
-    """For each command the names that its settings may have, with the parameter each one sets."""
-    group = ctx.parent.command if ctx.parent is not None else None
-    commands = getattr(group, "commands", None) or {ctx.command.name or "": ctx.command}
-    return {name: _settable(command) for name, command in commands.items()}
+def _command_flags(ctx: Any) -> dict[str, dict[str, str]]:
+    """For each command, by its full name, the names that its settings may have, with the parameter each one sets."""
+    root = ctx.find_root().command
+    commands = getattr(root, "commands", None) or {root.name or "": root}
+    return {name: _settable(command) for name, command in _full_names(commands)}
+
+
+def _full_names(commands: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """run, bench, bench.serve, …: commands as the settings files call them."""
+    for name, command in commands.items():
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield prefix + name, command
+            continue
+        if isinstance(command, DefaultGroup):
+            yield prefix + name, command.default
+        yield from _full_names(inner, f"{prefix}{name}.")
+
+
+def _full_name(ctx: Any) -> str:
+    names = []
+    while ctx.parent is not None:
+        names.append(ctx.command.name)
+        ctx = ctx.parent
+    return ".".join(reversed(names)) or ctx.command.name or ""
+
+
+def _only(value: Any) -> str | None:
+    """A word, also where it is the only one of several that there could be."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, str) else None
 
 
 def _settable(command: Any) -> dict[str, str]:

@@ -64,7 +64,8 @@ def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
     near = difflib.get_close_matches(words[1], commands) if len(words) > 2 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f'commands: {", ".join(commands)}; for example: nanovllm run tiny "Once upon a time"'
+    example = "" if ctx.parent is not None else '; for example: nanovllm run tiny "Once upon a time"'
+    return f"commands: {', '.join(commands)}{example}"
 
 
 def _sentence(message: str) -> str:

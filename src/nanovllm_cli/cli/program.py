@@ -7,21 +7,16 @@ from typing import Annotated
 import typer
 
 from nanovllm_cli.cli import convert, quantize, run, verify
-from nanovllm_cli.cli.command import Command, Group
+from nanovllm_cli.cli.command import Command, group
 from nanovllm_cli.cli.options import print_version
 
 PROGRAM = "nanovllm"
 
 
 def build() -> typer.Typer:
-    app = typer.Typer(
+    app = group(
+        "Run language models on this machine.",
         name=PROGRAM,
-        cls=Group,
-        help="Run language models on this machine.",
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        suggest_commands=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
         epilog='Try: nanovllm run tiny "Once upon a time"',
     )

@@ -4,14 +4,16 @@
     temp = 0.7
     [run]                   for one command
     ctx-size = "32K"
+    [bench.serve]           for a command inside a group; [bench] is for `nanovllm bench` itself
+    num-prompts = 100
     [models."qwen3:8b"]     for one model
     top-k = 20
     [aliases]
     mine = "someone/something-GGUF:Q4_K_M"
 
 Within a file the model's table wins over the command's, that over [default]; the project's file wins over the user's
-as a whole. Names are those of the flags. A name that no option has is an error, and so is a file that cannot be read:
-a setting that has no effect is worse than none.
+as a whole. The commands of `nanovllm models` have no tables of their own. Names are those of the flags. A name that no option
+has is an error, and so is a file that cannot be read: a setting that has no effect is worse than none.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from nanovllm_cli.errors import UsageError
 PROJECT_FILE = "nanovllm.toml"
 
 Table = Mapping[str, Any]
+
+_SHARED_TABLES = ("default", "models", "aliases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,9 @@ class Settings:
         for file in reversed(self.files):
             models = file.get("models", {})
             resolved = self.resolve(model) if model is not None else None
-            for table in (file.get("default"), file.get(command), models.get(resolved), models.get(model)):
+            for table in (file.get("default"), _table_of(file, command), models.get(resolved), models.get(model)):
                 for key, value in (table or {}).items():
-                    if _flag(key) in names:
+                    if _flag(key) in names and not isinstance(value, dict):
                         defaults[names[_flag(key)]] = _as_words(value)
         return defaults
 
@@ -93,7 +97,7 @@ def _read(path: Path, flags: Mapping[str, Mapping[str, str]]) -> Table:
         raise UsageError(f"{path} is not TOML: {failure}") from failure
     every_flag = {name for names in flags.values() for name in names}
     for section, table in tables.items():
-        _known(path, section, {"default", "models", "aliases", *flags}, "table")
+        _known(path, section, {*_SHARED_TABLES, *(name.partition(".")[0] for name in flags)}, "table")
         if not isinstance(table, dict):
             raise UsageError(f"{path}: [{section}] is not a table")
         if section == "aliases":
@@ -101,9 +105,29 @@ def _read(path: Path, flags: Mapping[str, Mapping[str, str]]) -> Table:
         elif section == "models":
             for model, settings in table.items():
                 _check_keys(path, f'models."{model}"', settings, every_flag)
+        elif section == "default":
+            _check_keys(path, section, table, every_flag)
         else:
-            _check_keys(path, section, table, every_flag if section == "default" else set(flags[section]))
+            _check_command(path, section, table, flags)
     return tables
+
+
+def _table_of(file: Table, command: str) -> Table | None:
+    """The table of a command; a table in a table for one inside a group."""
+    first, _, rest = command.partition(".")
+    table = None if first in _SHARED_TABLES else file.get(first)
+    return table.get(rest) if table is not None and rest else table
+
+
+def _check_command(path: Path, section: str, table: Table, flags: Mapping[str, Mapping[str, str]]) -> None:
+    """A command's own settings, and the tables of the commands inside it."""
+    own = set(flags.get(section, ()))
+    inner = {name.partition(".")[2] for name in flags if name.startswith(f"{section}.")}
+    tables = {name: value for name, value in table.items() if isinstance(value, dict) and _flag(name) not in own}
+    for name, settings in tables.items():
+        _known(path, name, inner, f"command of {section}")
+        _check_keys(path, f"{section}.{name}", settings, set(flags[f"{section}.{name}"]))
+    _check_keys(path, section, {key: value for key, value in table.items() if key not in tables}, own)
 
 
 def _check_aliases(path: Path, table: Table) -> None:
