@@ -10,6 +10,7 @@
     ├── CheckpointError               exit 1   a model's files are broken, incomplete or contradict each other
     ├── TemplateError                 exit 1   a chat template that does not compile, or refuses the messages
     ├── DownloadError                 exit 1   the network, or the hub, failed
+    ├── SessionError                  exit 1   a saved conversation is damaged, foreign or in use
     ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
     └── RequestError                  exit 1   one request failed while it ran (NaN logits, a failing constraint)
 
@@ -83,6 +84,10 @@ class TemplateError(NanovllmError):
 
 class DownloadError(NanovllmError):
     """The network or the hub failed in a way that a retry may cure."""
+
+
+class SessionError(NanovllmError):
+    """A saved conversation cannot be read, or another process has it open."""
 
 
 class OutputError(NanovllmError):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.errors import OutputError, UsageError
+from nanovllm_cli.folders import state_folder
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +25,6 @@ class LastRun:
     model: str
     messages: list[Message] | None = None
     text: str | None = None
-
-
-def state_folder() -> Path:
-    home = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path(os.path.expanduser("~/.local/state"))) / "nanovllm"
 
 
 def last_run_file() -> Path:

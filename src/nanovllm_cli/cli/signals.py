@@ -16,6 +16,7 @@ _INSIST_SECONDS = 0.2
 
 _received: int | None = None
 _insists = False
+_held = False
 
 
 class Terminated(BaseException):
@@ -38,6 +39,27 @@ def check() -> None:
     """Raises for a signal that has come and that nothing has unwound for."""
     if _received is not None:
         raise _exception(_received)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Within, a signal is only written down, and raised at the end: for what must not be broken off in the middle, such as a
+    step of an engine that goes on being used."""
+    global _held
+    before, _held = _held, True
+    try:
+        yield
+    finally:
+        _held = before
+    if not _held:
+        check()
+
+
+def forgive() -> None:
+    """An interrupt has had its effect, and the program goes on. A request to end stays one."""
+    global _received
+    if _received == signal.SIGINT:
+        _received = None
 
 
 @contextlib.contextmanager
@@ -65,7 +87,10 @@ def restore() -> None:
 
 def _receive(signum: int, frame: FrameType | None) -> None:
     global _received
-    _received = signum
+    if _received is None or _received == signal.SIGINT:
+        _received = signum
+    if _held:
+        return
     if _insists:
         signal.setitimer(signal.ITIMER_REAL, _INSIST_SECONDS, _INSIST_SECONDS)
     raise _exception(signum)
