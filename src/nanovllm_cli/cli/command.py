@@ -18,10 +18,10 @@ from typing import Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
+from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.settings import load_settings
 from nanovllm_cli.errors import UsageError
-
-ENVIRONMENT_PREFIX = "NANOVLLM_"
 
 
 def option(*flags: str, help: str, panel: str, **more: Any) -> Any:
@@ -37,21 +37,19 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     """`function`, with every parameter that is a dataclass replaced by that dataclass's fields, as Typer wants to see
     them."""
     groups: dict[str, Any] = {}
-    parameters: list[inspect.Parameter] = []
+    expanded: list[inspect.Parameter] = []
     for name, hint in get_type_hints(function, include_extras=True).items():
         if name == "return":
             continue
         if not dataclasses.is_dataclass(hint):
             plain = inspect.signature(function).parameters[name]
-            parameters.append(plain.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+            expanded.append(plain.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         groups[name] = hint
         hints = get_type_hints(hint, include_extras=True)
         for field in dataclasses.fields(hint):
             keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(
-                inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
-            )
+            expanded.append(inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name]))
 
     def command(**values: Any) -> None:
         for name, group in groups.items():
@@ -59,8 +57,8 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         function(**values)
 
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in expanded}
+    command.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
     return command
 
 
@@ -68,18 +66,13 @@ class Command(TyperCommand):
     """A command whose help has sections and whose defaults may come from settings files."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                default = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=34)
+        write_options(self, formatter)
         around = ctx.parent.command.commands.get(self.name) if ctx.parent is not None else None
         if isinstance(around, DefaultGroup):
             around.format_commands(ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(_full_name(ctx), formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
@@ -138,6 +131,16 @@ class Group(TyperGroup):
             return super().parse_args(ctx, args)
         finally:
             self._is_passed_by = False
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        write_options(self, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        write_commands(self, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(_full_name(ctx) if ctx.parent is not None else "", formatter)
 
 
 class DefaultGroup(Group):
@@ -225,13 +228,8 @@ def _only(value: Any) -> str | None:
 
 
 def _settable(command: Any) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for param in command.params:
-        if getattr(param, "rich_help_panel", None) in SETTABLE_PANELS:
-            names |= {flag.lstrip("-"): param.name for flag in param.opts if flag.startswith("--")}
-    return names
+    return {name: each.name for each in parameters(command) for name in each.setting_names}
 
 
-# Sections of the help. A settings file may speak about the model and how it answers, not about what is read or written.
+# Sections of the help.
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
-SETTABLE_PANELS = (MODEL, SAMPLING, ENGINE)

@@ -18,7 +18,6 @@ def build() -> typer.Typer:
         "Run language models on this machine.",
         name=PROGRAM,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-        epilog='Try: nanovllm run tiny "Once upon a time"',
     )
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)

@@ -1,0 +1,47 @@
+"""Examples for help and manual pages, by the command's name in settings files. Each runs as it stands; a test does so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Example(NamedTuple):
+    line: str
+    does: str
+
+
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    "": (
+        Example(
+            'nanovllm run tiny "Once upon a time"', "The model that comes with the package; nothing is downloaded."
+        ),
+        Example('nanovllm run qwen3:0.6b "Explain a mutex"', "A model from the hub, into the Hugging Face cache."),
+    ),
+    "run": (
+        Example('nanovllm run tiny "Once upon a time"', "The model that comes with the package."),
+        Example('nanovllm run tiny -n 32 --temp 0 "Once upon a time"', "At most 32 tokens, always the likeliest one."),
+        Example('git diff | nanovllm run qwen3:4b "Write a commit message"', "Standard input goes before the words."),
+        Example(
+            'nanovllm run tiny -q --json "Hello" </dev/null >answer.json', "In a script: nothing is read or asked."
+        ),
+        Example("nanovllm run tiny --batch prompts.jsonl -o results.jsonl", "A file of prompts at once; resumable."),
+        Example('nanovllm run tiny --continue "And then?"', "The next turn of the last run."),
+    ),
+    "convert": (
+        Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
+        Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),
+        Example("nanovllm convert model.gguf --dry-run", "What a folder made of a GGUF file would hold."),
+    ),
+    "quantize": (
+        Example("nanovllm quantize tiny --to int8", "A folder that vLLM, transformers and this program load."),
+        Example("nanovllm quantize tiny --to q4_k_m -o small.gguf", "A GGUF file in llama.cpp's mix of types."),
+        Example(
+            "nanovllm quantize tiny --to int4:group=32 --algorithm gptq --dry-run",
+            "What would become of each weight.",
+        ),
+    ),
+    "verify": (
+        Example("nanovllm verify tiny", "As it runs here, against the same in float32."),
+        Example("nanovllm verify tiny ./tiny-int8 --tolerance 0.2", "Two forms of a model, layer by layer."),
+    ),
+}
