@@ -14,8 +14,12 @@ Not covered: which flags a person typed, how an answer is shown. Not thread-safe
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,9 +30,10 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format_names import parse_format
@@ -37,9 +42,12 @@ from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.reasoning import reasoning_format
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.source import ResolvedModel, resolve
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -77,6 +85,7 @@ class LLM:
         self.resolved: ResolvedModel = resolve(str(model), offline=offline, revision=revision, progress=progress)
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
+            self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
             self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
@@ -186,7 +195,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._engine.add(request_id, ids, params, cache_salt=self._salt(ids))
+                    self._engine.add(request_id, ids, params, cache_salt=self._salt(len(ids)))
                     running.add(request_id)
                 if not running:
                     return
@@ -209,6 +218,28 @@ class LLM:
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
         return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools, **(template_kwargs or {}))
+
+    # ---- keeping what was read ----
+
+    def save_kv(self, ids: Sequence[int], path: Path) -> int:
+        """Writes the KV that the prefix cache holds of the beginning of `ids` to a file that only this user can use.
+
+        Returns how many tokens that are: full blocks, up to the first that the cache lacks. 0 writes nothing. Raises OutputError
+        and DoesNotFitError (the disk is full), and what opening the model's files raises.
+        """
+        return self._engine.save_kv(Path(path), self._ids(ids), self._salt(len(ids)), self._kv_identity)
+
+    def load_kv(self, path: Path) -> int:
+        """Makes what `save_kv` wrote findable for the next prompts that begin with these tokens.
+
+        Returns how many tokens that are. 0, with the reason in the log, where the file is missing or damaged, or was saved with
+        another model, other settings, or by somebody else. Files are no reason to fail: the tokens can be computed.
+        """
+        try:
+            return self._engine.load_kv(Path(path), self._kv_identity, self._salt)
+        except NanovllmError as error:
+            logger.warning("%s: not used: %s", path, error.message)
+            return 0
 
     def close(self) -> None:
         """Lets go of model and cache."""
@@ -246,7 +277,7 @@ class LLM:
 
     def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
         request_id = f"request-{next(self._request_ids)}"
-        self._engine.add(request_id, ids, params, cache_salt=self._salt(ids))
+        self._engine.add(request_id, ids, params, cache_salt=self._salt(len(ids)))
         return request_id
 
     def _step(self, wanted: Collection[str]) -> list[RequestOutput]:
@@ -268,10 +299,18 @@ class LLM:
         self._engine.abort(request_id)
         self._unread.pop(request_id, None)
 
-    def _salt(self, ids: Sequence[int]) -> str | None:
+    def _salt(self, prompt_len: int) -> str | None:
         """Keeps prompts apart whose cached keys were rotated by other frequencies (see ModelSpec.rope_regime)."""
-        regime = self.spec.rope_regime(len(ids))
+        regime = self.spec.rope_regime(prompt_len)
         return f"rope:{regime}" if regime else None
+
+    @cached_property
+    def _kv_identity(self) -> str:
+        """Digest of all that the KV of given tokens depends on: the weights as they were loaded, settings, and this program."""
+        with open_checkpoint(self.resolved.path) as checkpoint:
+            weights = fingerprint(checkpoint)
+        facts = [weights, self._stamps, self._worker.cache_kind, program_digest()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

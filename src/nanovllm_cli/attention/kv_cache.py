@@ -60,11 +60,24 @@ class KVCache:
         tensors = [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
         self.layers = [LayerCache(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
         self._copy = layout.block_copier(self.layers)
+        self._bytes = [tensor.view(torch.uint8).view(num_blocks, -1) for tensor in tensors]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in all layers: copy-on-write."""
         if pairs:
             self._copy(pairs)
+
+    def read_blocks(self, blocks: list[int]) -> torch.Tensor:
+        """What these blocks hold, on the host: uint8 [len(blocks), block_bytes], K and V of each layer in order."""
+        index = torch.tensor(blocks, device=self._bytes[0].device)
+        return torch.cat([side[index].cpu() for side in self._bytes], dim=1)
+
+    def write_blocks(self, blocks: list[int], data: torch.Tensor) -> None:
+        """Puts into these blocks what `read_blocks` gave of others."""
+        index = torch.tensor(blocks, device=self._bytes[0].device)
+        parts = torch.split(data, [side.shape[1] for side in self._bytes], dim=1)
+        for side, part in zip(self._bytes, parts, strict=True):
+            side[index] = part.to(side.device)
 
 
 def block_bytes(heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> int:

@@ -33,6 +33,10 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     @property
+    def finds_prefixes(self) -> bool:
+        return self._prefixes is not None
+
+    @property
     def num_cached(self) -> int:
         return len(self._cached)
 
@@ -80,6 +84,13 @@ class BlockManager:
             return 0
         computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
         return sequence.num_computed - computed
+
+    def findable(self, sequence: Sequence) -> list[int]:
+        """The full blocks that hold the sequence's beginning and would be found, in order. They stay whose they are."""
+        if self._prefixes is None:
+            return []
+        entries = self._prefixes.match(sequence, len(sequence.token_ids) // self.block_size)
+        return [entry.block for entry in entries]
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""

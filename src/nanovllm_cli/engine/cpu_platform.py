@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 
 import torch
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba import config as numba_config
 
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
@@ -42,6 +44,12 @@ class CpuPlatform:
         self.threads = _num_threads(config, progress)
         self._thread: int | None = None
         self._has_integer = False
+
+    @property
+    def processor(self) -> str:
+        """Compiled code depends on the instructions that there are."""
+        name = numba_config.CPU_NAME or get_host_cpu_name()
+        return f"cpu {name} {numba_config.CPU_FEATURES or get_host_cpu_features().flatten()}"
 
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float32 for matrices that are, else bfloat16."""

@@ -53,6 +53,10 @@ class CudaPlatform:
         self.launcher = device.launcher
         self.ops = CudaOps(self.launcher, config.deterministic)
 
+    @property
+    def processor(self) -> str:
+        return f"cuda {self.launcher.capability}"
+
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype

@@ -18,9 +18,11 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor, RunsAhead
@@ -189,6 +191,14 @@ class Engine:
                 answer.abort()
                 self._scheduler.finish(answer.sequence)
         return self._output(live)
+
+    def save_kv(self, path: Path, token_ids: list[int], salt: str | None, identity: str) -> int:
+        """See kv_file.save."""
+        return kv_file.save(path, token_ids, salt, identity, self._blocks, self._executor)
+
+    def load_kv(self, path: Path, identity: str, expected_salt: Callable[[int], str | None]) -> int:
+        """See kv_file.load."""
+        return kv_file.load(path, identity, expected_salt, self._blocks, self._executor)
 
     def has_unfinished(self) -> bool:
         return bool(self._live)

@@ -19,6 +19,16 @@ class Executor(Protocol):
 
     def execute(self, plan: Plan) -> StepOutput: ...
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of the KV cache over all layers."""
+
+    def read_blocks(self, blocks: list[int]) -> bytes:
+        """What these blocks of the KV cache hold, block_bytes each, one after another."""
+
+    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+        """Puts into these blocks what `read_blocks` gave of others, perhaps in another process."""
+
     def close(self) -> None: ...
 
 
@@ -36,13 +46,23 @@ class RunsAhead(Protocol):
 
 
 class InProcessExecutor:
-    """One worker in this process. A worker has the executor's two methods."""
+    """One worker in this process. A worker has the executor's methods."""
 
     def __init__(self, worker: Executor) -> None:
         self._worker = worker
 
     def execute(self, plan: Plan) -> StepOutput:
         return self._worker.execute(plan)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._worker.block_bytes
+
+    def read_blocks(self, blocks: list[int]) -> bytes:
+        return self._worker.read_blocks(blocks)
+
+    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+        self._worker.write_blocks(blocks, data)
 
     def close(self) -> None:
         self._worker.close()

@@ -21,6 +21,7 @@ from nanovllm_cli.quant.storage import WeightStorage
 class PlanRunner(Protocol):
     """Carries out plans on one model. sampler: what draws on the host."""
 
+    cache: KVCache
     sampler: Sampler
 
     def run(self, plan: Plan) -> StepOutput:
@@ -32,6 +33,10 @@ class Platform(Protocol):
 
     @property
     def ops(self) -> Ops: ...
+
+    @property
+    def processor(self) -> str:
+        """What computes, as far as the bits of a result depend on it."""
 
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""

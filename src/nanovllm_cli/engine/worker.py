@@ -51,6 +51,7 @@ class Worker:
         progress: LoadProgress | None = None,
         platform: Platform | None = None,
     ) -> None:
+        self._config = config
         self.platform = platform = platform or select_platform(config, progress)
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = read_spec(checkpoint, reader)
@@ -96,6 +97,31 @@ class Worker:
         self.platform.enter()
         with torch.inference_mode():
             return self.runner.run(plan)
+
+    @property
+    def cache_kind(self) -> dict[str, object]:
+        """What a block of the cache depends on beside weights and tokens: settings, layout, and what computes it."""
+        config = self._config
+        k, v = self.model.backend.cache_dtypes
+        return {
+            "processor": self.platform.processor,
+            "deterministic": config.deterministic,
+            "quant": config.quant,
+            "dtypes": [str(self.dtype), str(k), str(v)],
+            "heads": self.spec.kv_heads_and_dims,
+            "block": [config.block_size, self.block_bytes],
+        }
+
+    def read_blocks(self, blocks: list[int]) -> bytes:
+        """See Executor."""
+        self.platform.enter()
+        return self.runner.cache.read_blocks(blocks).numpy().tobytes()
+
+    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+        """See Executor."""
+        self.platform.enter()
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
+        self.runner.cache.write_blocks(blocks, rows)
 
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""

@@ -1,0 +1,39 @@
+"""Telling models apart by their files: what somebody kept of one must never be taken for another's.
+
+Reading all weights would take as long as loading them. A few KiB of every tensor tell apart whatever was trained, merged or
+quantized differently; sizes and times of the files tell apart what was edited in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import split_parts
+
+SAMPLE_BYTES = 4096
+
+
+def file_stamps(path: Path) -> list[tuple[str, int, int]]:
+    """(name, size, time of the last change in ns) of a model's files of tensors. Raises OSError where there are none to ask."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    else:
+        files = [path.with_name(part) for part in split_parts(path.name)]
+    stats = [(file.name, file.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of config, names, shapes and types, and of the beginning, middle and end of each tensor's bytes."""
+    digest = hashlib.sha256(json.dumps(dict(checkpoint.config), sort_keys=True, default=str).encode())
+    for name in sorted(checkpoint.names()):
+        digest.update(repr(checkpoint.info(name)).encode())
+        data = checkpoint.raw(name).reshape(-1)
+        for first in (0, (len(data) - SAMPLE_BYTES) // 2, len(data) - SAMPLE_BYTES):
+            first = max(0, first)
+            digest.update(data[first : first + SAMPLE_BYTES].numpy().tobytes())
+        checkpoint.release(name)
+    return digest.hexdigest()
