@@ -1,0 +1,373 @@
+"""Which pictures a set of results makes, as values: titles, axes, points. Drawn by `plots.py` (a terminal) and
+`html_charts.py` (SVG); neither decides anything about results.
+
+    speed against depth               where records were measured at several depths; bars of all tests otherwise
+    throughput against concurrency    records of several sequences at once; runs with many requests
+    distributions                     TTFT, ITL and E2EL of each run, as the share of samples at or below a time
+    memory                            weights, and the peak
+    roofline                          arithmetic reached against arithmetic a byte, below the machine's limits
+    bandwidth                         memory read a second against bytes a token, below the machine's limit
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from nanovllm_cli.bench.record import Record, Result, Summary
+
+MAX_SAMPLES = 200  # points of a distribution's line: more than a screen shows
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+# What tells series apart, where it differs between the records of a report; and what to say in front of it.
+_DISTINGUISHING: dict[str, str] = {
+    "backends": "", "dtype": "", "quant": "", "formats": "", "n_threads": "threads ", "n_batch": "batch ",
+    "n_ubatch": "ubatch ", "n_gpu_layers": "ngl ", "type_k": "K ", "type_v": "V ", "flash_attn": "fa ",
+    "deterministic": "deterministic ",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """unit: behind the values of a tooltip; the label names it too. log: the base of a logarithmic scale, 0 for none."""
+
+    label: str
+    unit: str = ""
+    log: Literal[0, 2, 10] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """error: one standard deviation of y, or 0. note: more about it, for a tooltip."""
+
+    x: float
+    y: float
+    error: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """line: points joined. marks: points alone. steps: a distribution's line, of which only those with a note are marked.
+    limit: a line that nothing crosses, without marks."""
+
+    name: str
+    points: tuple[Point, ...]
+    style: Literal["line", "marks", "steps", "limit"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Points over two axes. about: what it shows, in a sentence."""
+
+    title: str
+    about: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A bar for each label and series. Series are Points whose x is the index of the label."""
+
+    title: str
+    about: str
+    x: Axis
+    labels: tuple[str, ...]
+    series: tuple[Series, ...]
+
+
+Sources = Mapping[str, Sequence[Result]]
+"""Results by the name of where they are from; the only source may have no name."""
+
+
+def charts_of(sources: Sources) -> list[Chart | Bars]:
+    """All that these results have the values for, in the order of a report."""
+    records = _named(sources)
+    summaries = _runs(sources)
+    made = [
+        *_speed(records), *_concurrency(records, summaries), *_distributions(summaries), *_memory(records, summaries),
+        *_roofline(records), *_bandwidth(records),
+    ]  # fmt: skip
+    return [chart for chart in made if any(series.points for series in chart.series)]
+
+
+def short_model(record: Record) -> str:
+    """The model in few words: its type, which llama-bench has too, or the file's name."""
+    return record.model_type or PurePath(record.model_filename).stem or "model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A record, and the words that tell its setting from the others'."""
+
+    name: str
+    record: Record
+
+
+def _named(sources: Sources) -> list[_Named]:
+    records = [
+        (label, result) for label, results in sources.items() for result in results if isinstance(result, Record)
+    ]
+
+    def varies(value: Callable[[Record], Any]) -> bool:
+        return len({value(record) for _, record in records}) > 1
+
+    fields = {name: before for name, before in _DISTINGUISHING.items() if varies(operator.attrgetter(name))}
+    many_models = varies(short_model)
+    if varies(lambda record: record.model_filename) and not many_models:
+        fields = {"model_filename": "", **fields}
+    named = []
+    for label, record in records:
+        words = [label] if label else []
+        words += [short_model(record)] if many_models else []
+        words += [f"{before}{_plain(getattr(record, name))}" for name, before in fields.items()]
+        named.append(_Named(", ".join(word for word in words if word), record))
+    return named
+
+
+def _runs(sources: Sources) -> list[tuple[str, Summary]]:
+    """Runs with names of their own: the source, the model, and what they were asked for where that differs."""
+    runs = [(label, result) for label, results in sources.items() for result in results if isinstance(result, Summary)]
+    asked = {name for _, run in runs for name, value in run.settings.items() if isinstance(value, str | int | float)}
+    differing = sorted(
+        name
+        for name in asked
+        if len({repr(run.settings.get(name)) for _, run in runs}) > 1 and name not in ("url", "seed")
+    )
+    many_kinds = len({run.kind for _, run in runs}) > 1
+    many_models = len({run.model for _, run in runs}) > 1
+    named = []
+    for label, run in runs:
+        words = [label] if label else []
+        words += [run.kind] if many_kinds else []
+        words += [run.model] if many_models else []
+        words += [f"{name.replace('_', ' ')} {_plain(run.settings.get(name))}" for name in differing]
+        named.append((", ".join(word for word in words if word), run))
+    return named
+
+
+def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
+    single = [each for each in records if each.record.n_parallel == 1]
+    deep = _split(single, lambda each: _key(each, "depth"))
+    against = {key: found for key, found in deep.items() if len({each.record.n_depth for each in found}) > 1}
+    made: list[Chart | Bars] = []
+    for title, kind in (("Prompt speed against depth", "pp"), ("Generation speed against depth", "tg")):
+        series = [
+            Series(name, _points(found, lambda record: record.n_depth))
+            for (test, name), found in against.items()
+            if ("tg" in test) is (kind == "tg")
+            for name in [_join(test, name)]
+        ]
+        if series:
+            made.append(
+                Chart(
+                    title, "How fast tokens are processed after so many others are in the context.",
+                    Axis("depth (tokens in the context)", "tokens"), Axis("tokens a second", "t/s"), tuple(series),
+                )
+            )  # fmt: skip
+    flat = [each for each in single if _key(each, "depth") not in against]
+    return [*made, *_speed_bars(flat)]
+
+
+def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
+    made = []
+    for title, is_kind in (("Prompt speed", False), ("Generation speed", True)):
+        chosen = [each for each in records if bool(each.record.n_gen) is is_kind]
+        labels = tuple(dict.fromkeys(each.record.test for each in chosen))
+        by_name = _split(chosen, lambda each: each.name)
+        series = tuple(
+            Series(
+                name or "speed",
+                tuple(
+                    Point(labels.index(each.record.test), each.record.avg_ts, each.record.stddev_ts) for each in found
+                ),
+            )
+            for name, found in by_name.items()
+        )
+        if chosen:
+            made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, series))
+    return made
+
+
+def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+    groups = _split(records, lambda each: _key(each, "parallel"))
+    series = [
+        Series(_join(test, name), _points(found, lambda record: record.n_parallel))
+        for (test, name), found in groups.items()
+        if len({each.record.n_parallel for each in found}) > 1
+    ]
+    by_model: dict[str, list[Point]] = {}
+    for name, run in runs:
+        most, speed = run.metrics.get("max_concurrent_requests"), run.metrics.get("output_throughput")
+        if most and speed:
+            by_model.setdefault(run.model or run.kind, []).append(Point(most, speed, note=name))
+    series += [
+        Series(model, tuple(sorted(points, key=lambda point: point.x))) for model, points in by_model.items() if points
+    ]
+    if not series:
+        return []
+    return [
+        Chart(
+            "Throughput against concurrency", "Tokens of all answers together, against how many are made at once.",
+            Axis("sequences at once", "at once", log=2), Axis("output tokens a second", "t/s"), tuple(series),
+        )
+    ]  # fmt: skip
+
+
+def _distributions(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+    made = []
+    for key, title in (
+        ("ttft_ms", "Time to first token"), ("itl_ms", "Time between tokens"), ("e2el_ms", "Time to the whole answer"),
+    ):  # fmt: skip
+        series = tuple(
+            Series(name or "requests", _steps(run.series[key]), "steps") for name, run in runs if run.series.get(key)
+        )
+        if series:
+            made.append(
+                Chart(
+                    title, "The share of samples that took no longer than so many milliseconds.",
+                    Axis("milliseconds", "ms"), Axis("share of samples (%)", "%"), series,
+                )
+            )  # fmt: skip
+    return made
+
+
+def _memory(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]]) -> list[Bars]:
+    labels, weights, peaks = [], [], []
+    for name, found in _split(records, lambda each: each.name).items():
+        peak = max(each.record.peak_memory for each in found)
+        labels.append(name or short_model(found[0].record))
+        weights.append(found[0].record.model_size / 2**30)
+        peaks.append(peak / 2**30)
+    for name, run in runs:
+        if peak_bytes := run.metrics.get("peak_memory"):
+            labels.append(name or run.model)
+            weights.append(run.metrics.get("model_size", 0.0) / 2**30)
+            peaks.append(peak_bytes / 2**30)
+    series = tuple(
+        Series(kind, tuple(Point(i, value) for i, value in enumerate(values) if value))
+        for kind, values in (("weights", weights), ("peak", peaks))
+    )
+    about = "What the weights take, and the most that was in use: of the process on a CPU, of the device on a GPU."
+    return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(labels), series)] if labels else []
+
+
+def _roofline(records: Sequence[_Named]) -> list[Chart]:
+    known = [each for each in records if each.record.bytes_per_token and each.record.flops_per_token]
+    known = [each for each in known if each.record.roofline_gb_s and each.record.roofline_gflops]
+    if not known:
+        return []
+    intensities = [each.record.flops_per_token / each.record.bytes_per_token for each in known]
+    series = [
+        Series(
+            _join("", name) or "tests",
+            tuple(
+                Point(
+                    each.record.flops_per_token / each.record.bytes_per_token, each.record.gflops,
+                    note=f"{each.record.test}: {each.record.limit_share:.0%} of the limit ({each.record.limit})",
+                )
+                for each in found
+            ),
+            "marks",
+        )
+        for name, found in _split(known, lambda each: each.name).items()
+    ]  # fmt: skip
+    for bandwidth, compute in sorted({(each.record.roofline_gb_s, each.record.roofline_gflops) for each in known}):
+        ridge = compute / bandwidth
+        low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
+        corners = (Point(low, low * bandwidth), Point(ridge, compute), Point(high, compute))
+        series.append(Series(f"limit: {bandwidth:,.0f} GB/s, {compute:,.0f} GFLOP/s", corners, "limit"))
+    return [
+        Chart(
+            "Roofline", "Arithmetic reached, against the arithmetic that each byte of memory is used for.",
+            Axis("FLOP a byte", "FLOP/B", log=10), Axis("GFLOP a second", "GFLOP/s", log=10), tuple(series),
+        )
+    ]  # fmt: skip
+
+
+def _bandwidth(records: Sequence[_Named]) -> list[Chart]:
+    """Of generation by one sequence, where the weights are read for each token."""
+    single = [each for each in records if each.record.n_parallel == 1 and not each.record.n_prompt]
+    known = [each for each in single if each.record.bytes_per_token]
+    if not known:
+        return []
+    series = [
+        Series(
+            name or "tests",
+            tuple(
+                Point(each.record.bytes_per_token / 2**20, each.record.gb_s, note=each.record.test) for each in found
+            ),
+            "marks",
+        )
+        for name, found in _split(known, lambda each: each.name).items()
+    ]
+    most = max(point.x for each in series for point in each.points) * 1.1
+    series += [
+        Series(f"limit: {limit:,.1f} GB/s", (Point(0.0, limit), Point(most, limit)), "limit")
+        for limit in sorted({each.record.roofline_gb_s for each in known if each.record.roofline_gb_s})
+    ]
+    return [
+        Chart(
+            "Memory read for each token", "Bandwidth reached, against what must be read for one token.",
+            Axis("MiB a token", "MiB"), Axis("GB a second", "GB/s"), tuple(series),
+        )
+    ]  # fmt: skip
+
+
+def _points(found: Iterable[_Named], x: Callable[[Record], int]) -> tuple[Point, ...]:
+    points = [Point(x(each.record), each.record.avg_ts, each.record.stddev_ts) for each in found]
+    return tuple(sorted(points, key=lambda point: point.x))
+
+
+def _steps(samples: Sequence[float]) -> tuple[Point, ...]:
+    """The empirical distribution: all samples, or so many quantiles of it; the median, p90 and p99 are noted."""
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    shares = np.arange(1, len(ordered) + 1) / len(ordered)
+    if len(ordered) > MAX_SAMPLES:
+        keep = np.unique(np.linspace(0, len(ordered) - 1, MAX_SAMPLES).astype(int))
+        ordered, shares = ordered[keep], shares[keep]
+    marked = {
+        int(np.searchsorted(shares, p / 100 - 1e-9)): name for p, name in ((99, "p99"), (90, "p90"), (50, "median"))
+    }
+    return tuple(
+        Point(float(x), float(100 * share), note=marked.get(i, ""))
+        for i, (x, share) in enumerate(zip(ordered, shares, strict=True))
+    )
+
+
+def _key(each: _Named, without: Literal["depth", "parallel"]) -> tuple[str, str]:
+    """A record's test without its depth, or without how many ran at once, and its setting."""
+    record = each.record
+    test = record.test
+    if without == "depth":
+        test = test.partition(" @ ")[0]
+    else:
+        test = test.replace(f" x{record.n_parallel}", "")
+    return test, each.name
+
+
+def _split(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    groups: dict[Key, list[Value]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
+def _join(*words: str) -> str:
+    return ", ".join(word for word in words if word)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,128 @@
+"""Files of results side by side: what matches, ratios by hand, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bench_results import record, run
+from nanovllm_cli.bench.compare import compare, read_sources
+from nanovllm_cli.bench.record import write_json
+from nanovllm_cli.errors import UsageError
+
+
+def test_a_ratio_and_its_error_are_those_worked_out_by_hand() -> None:
+    [row] = compare({"a": [record(20.0, 22.0)], "b": [record(40.0, 44.0, 42.0)]}).rows
+    assert (row.test, row.metric, row.before, row.after) == ("tg128", "t/s", pytest.approx(21.0), pytest.approx(42.0))
+    assert row.ratio == pytest.approx(2.0)
+    # Deviations are sqrt(2) and 2, so standard errors 1 and 2 / sqrt(3).
+    assert row.error == pytest.approx(2.0 * math.sqrt((1 / 21) ** 2 + (2 / math.sqrt(3) / 42) ** 2), rel=1e-6)
+    assert not row.fails
+
+
+def test_one_repetition_has_no_error() -> None:
+    [row] = compare({"a": [record(20.0)], "b": [record(10.0, 12.0)]}, fail_under=0.9).rows
+    assert row.error is None
+    assert row.fails
+
+
+def test_the_limit_itself_does_not_fail() -> None:
+    sources = {"a": [record(20.0)], "b": [record(10.0)]}
+    exact = compare(sources).rows[0].ratio
+    assert compare(sources, fail_under=exact).failed == []
+    assert len(compare(sources, fail_under=exact * 1.000001).failed) == 1
+
+
+def test_tests_match_by_what_tells_them_apart_in_a_file() -> None:
+    mine = [record(10.0 * threads, n_threads=threads, type_k="bf16") for threads in (1, 2, 4)]
+    theirs = [record(11.0 * threads, n_threads=threads, type_k="f16") for threads in (2, 4, 8)]
+    made = compare({"mine": mine, "theirs": theirs})
+    assert [row.test for row in made.rows] == ["tg128, n_threads 2", "tg128, n_threads 4"]
+    assert [row.ratio for row in made.rows] == pytest.approx([1.1, 1.1])
+    assert made.alone == {"mine": ("tg128, n_threads 1",), "theirs": ("tg128, n_threads 8",)}
+    assert made.differing == {"n_threads": ("1, 2, 4", "2, 4, 8"), "type_k": ("bf16", "f16")}
+
+
+def test_what_only_differs_between_files_is_what_is_compared() -> None:
+    made = compare({"cpu": [record(10.0)], "gpu": [record(50.0, backends="CUDA", model_type="qwen3 0.6B F16")]})
+    assert made.rows[0].ratio == pytest.approx(5.0)
+    assert set(made.differing) == {"backends", "model_type"}
+
+
+def test_a_test_that_was_run_twice_has_all_repetitions() -> None:
+    [row] = compare({"a": [record(10.0), record(20.0)], "b": [record(15.0)]}).rows
+    assert row.before == pytest.approx(15.0)
+
+
+def test_a_lower_latency_is_a_ratio_above_one() -> None:
+    made = compare({"a": [run(slower=2.0)], "b": [run()]})
+    ratios = {row.metric: row.ratio for row in made.rows}
+    assert ratios == pytest.approx(
+        dict.fromkeys(("request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms"), 2.0)
+    )
+    errors = {row.metric: row.error is not None for row in made.rows}
+    assert [name for name, has in errors.items() if has] == ["mean_ttft_ms", "mean_itl_ms"]
+
+
+def test_runs_match_by_their_rates_and_only_wanted_metrics_count() -> None:
+    sources = {"a": [run(1.0), run(4.0)], "b": [run(4.0, slower=4.0), run(1.0)]}
+    made = compare(sources, fail_under=0.5, metrics=["mean_ttft_ms"])
+    assert {row.test: (row.metric, row.fails) for row in made.rows} == {
+        "serve, request_rate 1.0": ("mean_ttft_ms", False),
+        "serve, request_rate 4.0": ("mean_ttft_ms", True),
+    }
+
+
+def test_three_files_are_each_held_against_the_first() -> None:
+    made = compare({"a": [record(10.0)], "b": [record(20.0)], "c": [record(5.0), record(1.0, gen=1)]}, fail_under=1.0)
+    assert [(row.file, row.ratio) for row in made.rows] == [("b", pytest.approx(2.0)), ("c", pytest.approx(0.5))]
+    assert [row.file for row in made.failed] == ["c"]
+    assert made.alone == {"c": ("tg1",)}
+
+
+def test_nothing_in_common_is_said_with_what_there_is() -> None:
+    with pytest.raises(UsageError, match="no test in common") as refused:
+        compare({"a": [record(10.0)], "b": [run()]})
+    assert "t/s" in (refused.value.hint or "")
+    with pytest.raises(UsageError, match="of mean_nonsense in common"):
+        compare({"a": [run()], "b": [run()]}, metrics=["mean_nonsense"])
+    for ratio in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(UsageError):
+            compare({"a": [record(1.0)], "b": [record(1.0)]}, fail_under=ratio)
+
+
+# As llama-bench of llama.cpp b4600 writes it (fields of its README), with what it has and we have not.
+LLAMA_BENCH = {
+    "build_commit": "8cf427ff", "build_number": 5163, "cpu_info": "AMD Ryzen 7", "gpu_info": "", "backends": "CPU",
+    "model_filename": "models/qwen3.gguf", "model_type": "qwen3 0.6B Q8_0", "model_size": 639446688,
+    "model_n_params": 596049920, "n_batch": 2048, "n_ubatch": 512, "n_threads": 4, "cpu_mask": "0x0", "cpu_strict": False,
+    "poll": 50, "type_k": "f16", "type_v": "f16", "n_gpu_layers": 0, "split_mode": "layer", "main_gpu": 0, "no_kv_offload": False,
+    "flash_attn": False, "tensor_split": "0.00", "use_mmap": True, "embeddings": False, "n_prompt": 0, "n_gen": 128,
+    "n_depth": 0, "test_time": "2025-04-24T11:58:50Z", "avg_ns": 6_400_000_000, "stddev_ns": 0, "avg_ts": 20.0, "stddev_ts": 0.0,
+    "samples_ns": [6_400_000_000, 6_400_000_000], "samples_ts": [20.0, 20.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_llama_bench_files_are_read(tmp_path: Path, form: str) -> None:
+    theirs, ours = tmp_path / f"llama.{form}", tmp_path / "ours.json"
+    theirs.write_text(json.dumps([LLAMA_BENCH]) if form == "json" else json.dumps(LLAMA_BENCH) + "\n")
+    ours.write_text(write_json([record(30.0)]))
+    made = compare(read_sources([str(theirs), str(ours)]))
+    assert (made.baseline, made.files) == ("llama", ("ours",))
+    assert made.rows[0].ratio == pytest.approx(1.5)
+    assert made.differing["n_batch"] == ("2048", "0")
+
+
+def test_names_of_sources(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "x.json" for folder in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(write_json([record(1.0)]))
+    assert list(read_sources([str(path) for path in paths])) == [str(path) for path in paths]
+    for wrong in ([str(paths[0])], [str(paths[0])] * 2, [str(paths[0]), str(tmp_path / "none.json")]):
+        with pytest.raises(UsageError):
+            read_sources(wrong)
