@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from bench_results import MACHINE, record, run, sweep
+from nanovllm_cli.bench.axes import number, round_step, scale
 from nanovllm_cli.bench.charts import Axis, charts_of
 from nanovllm_cli.bench.compare import compare
 from nanovllm_cli.bench.html import page, write_comparison, write_report
-from nanovllm_cli.bench.html_charts import number, round_step, scale
 from nanovllm_cli.errors import OutputError
 
 CHROMIUM = shutil.which("chromium")

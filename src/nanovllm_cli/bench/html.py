@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
+from nanovllm_cli.bench.axes import number
 from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, short_model
 from nanovllm_cli.bench.compare import Comparison
-from nanovllm_cli.bench.html_charts import legend, number, svg, text
+from nanovllm_cli.bench.html_charts import legend, svg, text
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Record, Result, Summary
 from nanovllm_cli.cli.files import WholeFile
