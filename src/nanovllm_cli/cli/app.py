@@ -25,6 +25,11 @@ from nanovllm_cli.cli import signals
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """The `nanovllm` command. Never returns, never shows a traceback unless asked to."""
     words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["__complete"]:
+        from nanovllm_cli.cli.complete import complete
+
+        complete(words[1:])
+        _leave(0)
     code = 1
     try:
         signals.install()

@@ -44,4 +44,9 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm verify tiny", "As it runs here, against the same in float32."),
         Example("nanovllm verify tiny ./tiny-int8 --tolerance 0.2", "Two forms of a model, layer by layer."),
     ),
+    "completion": (
+        Example("source <(nanovllm completion bash)", "bash, in this shell or in every one by ~/.bashrc."),
+        Example("source <(nanovllm completion zsh)", "zsh."),
+        Example("nanovllm completion fish >~/.config/fish/completions/nanovllm.fish", "fish, from now on."),
+    ),
 }

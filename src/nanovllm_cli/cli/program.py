@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import convert, quantize, run, verify
+from nanovllm_cli.cli import completion, convert, quantize, run, verify
 from nanovllm_cli.cli.command import Command, group
 from nanovllm_cli.cli.options import print_version
 
@@ -24,6 +24,7 @@ def build() -> typer.Typer:
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("verify", cls=Command)(verify.verify)
+    app.command("completion", cls=Command)(completion.completion)
     return app
 
 
