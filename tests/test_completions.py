@@ -19,15 +19,15 @@ import pytest
 from typer.main import get_command
 
 from nanovllm_cli.cli import completion_words as words
-from nanovllm_cli.cli.command_tree import Page, page
+from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.completion_scripts import SHELLS, script
 from nanovllm_cli.cli.program import PROGRAM, build
-from test_cli_driver import SOURCE, environment, nanovllm
+from test_cli_driver import environment, nanovllm
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import completions
 
+ROOT = Path(__file__).resolve().parents[1]
 TREE = page(get_command(build()), PROGRAM)
 BASH_COMPLETION = Path("/usr/share/bash-completion/bash_completion")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\x1b[()]B|\x1b\][^\x07]*\x07|\r")

@@ -79,10 +79,10 @@ def _zsh(root: Page) -> Iterator[str]:
             if (found := values(each, argument)).kind != "nothing"  # its message would stand in the way of the options
         ]
         if each.commands:
-            inner = f"_nanovllm_commands{_suffix(each)}"
+            first = f"_nanovllm_commands{_suffix(each)}"
             if arguments:
-                inner = "{ " + f"{inner}; {_zsh_action(values(each, each.arguments[0]))}" + " }"
-            arguments = [f"1:command:{inner}", *arguments[1:]]
+                first = "{ " + f"{first}; {_zsh_action(values(each, each.arguments[0]))}" + " }"
+            arguments = [f"1:command:{first}", *arguments[1:]]
         lines = [f"        {_quoted(spec)}" for spec in (*specs, *arguments)]
         yield from [f"_nanovllm-{'-'.join(each.words[1:])}() {{", "    _arguments : \\", " \\\n".join(lines), "}", ""]
 
