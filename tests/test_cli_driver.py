@@ -59,6 +59,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
+    def id_to_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
 
 class Template:
     def __init__(self, source: str) -> None:
@@ -243,6 +246,8 @@ def serve() -> None:
     """For each request on standard input: a child that runs it, and a line with what became of it."""
     import pydantic  # noqa: F401
 
+    import nanovllm_cli.chat.commands
+    import nanovllm_cli.chat.plain
     import nanovllm_cli.cli.failures
     import nanovllm_cli.cli.run
     import nanovllm_cli.text.builtin_templates  # noqa: F401

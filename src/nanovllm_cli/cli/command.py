@@ -233,3 +233,4 @@ def _settable(command: Any) -> dict[str, str]:
 
 # Sections of the help.
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
+CONVERSATION, SESSIONS = "Conversation", "Sessions"

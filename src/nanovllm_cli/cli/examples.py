@@ -27,6 +27,16 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm run tiny --batch prompts.jsonl -o results.jsonl", "A file of prompts at once; resumable."),
         Example('nanovllm run tiny --continue "And then?"', "The next turn of the last run."),
     ),
+    "chat": (
+        Example("nanovllm chat tiny", "A conversation; /help lists the commands, Ctrl-D leaves."),
+        Example('nanovllm chat tiny -sys "Answer in one sentence." "Who are you?"', "With a first message."),
+        Example("printf 'hi\\nbye\\n' | nanovllm chat tiny -q", "From a script: a line is a message."),
+        Example(
+            "nanovllm chat --continue --save-kv",
+            "The last conversation, with its model; the next time it goes on at once.",
+        ),
+        Example("nanovllm chat --list-sessions", "All conversations that were kept."),
+    ),
     "convert": (
         Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
         Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),

@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,13 @@ def named_model(settings: object, word: str | None, source: SourceOptions, examp
     if not name:
         raise UsageError("no model was named", example)
     return settings.resolve(name) if isinstance(settings, Settings) else name
+
+
+def name_and_words(source: SourceOptions, first: str | None, rest: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model's name, if there is one, and the words of the prompt: with -m, the first argument is a word like the others."""
+    if source.model:
+        return source.model, [word for word in (first, *rest) if word is not None]
+    return first, list(rest)
 
 
 class Loaded(NamedTuple):
@@ -154,6 +161,12 @@ class Prompting:
     def encode_raw(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
 
+    @property
+    def thinking_switch(self) -> str | None:
+        """The template's variable that turns reasoning on and off, if it has one."""
+        source = self.llm.chat_template.source if self.llm.chat_template is not None else ""
+        return next((name for name in _THINKING_SWITCHES if re.search(rf"\b{name}\b", source)), None)
+
     def reasoning(self) -> ReasoningFormat | None:
         """How this model marks its reasoning, if it does."""
         if self.llm.chat_template is None or self.raw:
@@ -174,12 +187,10 @@ class Prompting:
     def _template_kwargs(self) -> dict[str, Any]:
         if self.think is None:
             return self.kwargs
-        assert self.llm.chat_template is not None
-        source = self.llm.chat_template.source
-        switches = [name for name in _THINKING_SWITCHES if re.search(rf"\b{name}\b", source)]
-        if not switches:
+        switch = self.thinking_switch
+        if switch is None:
             raise UsageError(f"--think has no meaning: the template of {self.llm.name} has no such switch")
-        return dict.fromkeys(switches[:1], self.think == "on") | self.kwargs
+        return {switch: self.think == "on"} | self.kwargs
 
 
 def continued(run: LastRun, prompting: Prompting, text: str) -> tuple[list[Message] | None, str]:

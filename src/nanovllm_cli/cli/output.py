@@ -152,6 +152,14 @@ class Console:
         self._begin_line()
         self._write(self.err, self._paint(one_line(text), style) + "\n")
 
+    def ask(self, prompt: str) -> None:
+        """The beginning of a line that a person at the terminal goes on with."""
+        if self.err.is_terminal:
+            self.status("")
+            self._begin_line()
+            self._write(self.err, prompt)
+            self._note_line_start(True)  # it ends with what the person types
+
     def error(self, message: str, hint: str | None = None) -> None:
         """What went wrong and, on the next line, what to do about it."""
         self.status("")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import completion, convert, quantize, run, verify
+from nanovllm_cli.cli import chat, completion, convert, quantize, run, verify
 from nanovllm_cli.cli.command import Command, group
 from nanovllm_cli.cli.options import print_version
 
@@ -21,6 +21,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
+    app.command("chat", cls=Command)(chat.chat)
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("verify", cls=Command)(verify.verify)

@@ -16,7 +16,7 @@ from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, log, signals
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.files import WholeFile
-from nanovllm_cli.cli.model import Loaded, Prompting, continued, load, template_kwargs
+from nanovllm_cli.cli.model import Loaded, Prompting, continued, load, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
     MessageOptions,
@@ -28,7 +28,6 @@ from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -70,9 +69,8 @@ def run(
     """
     screen = console()
     log.configure(messages, screen)
-    name, spoken = _name_and_words(model, model_word, words or [])
-    if isinstance(ctx.obj, Settings):
-        name = ctx.obj.resolve(name)
+    name, spoken = name_and_words(model, model_word, words or [])
+    name = named_model(ctx.obj, name, model, EXAMPLE)
     given = sampling.given()
     _refuse_contradictions(prompt, output, sampling)
     asked = _Asked(
@@ -293,15 +291,6 @@ class _Status:
             self._drawn = time.monotonic()
             count = sum(len(answer.token_ids) for answer in output.outputs)
             self._screen.status(f"writing  {count:,} tokens")
-
-
-def _name_and_words(model: ModelOptions, first: str | None, rest: list[str]) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt: with -m, the first argument is a word like the others."""
-    if model.model:
-        return model.model, [word for word in (first, *rest) if word is not None]
-    if not first:
-        raise UsageError("no model was named", EXAMPLE)
-    return first, rest
 
 
 def _path(output: str | None) -> Path | None:

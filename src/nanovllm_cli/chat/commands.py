@@ -1,0 +1,327 @@
+"""Slash commands: a table of what can be written in place of a message. What they say goes through the display."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm_cli.chat import sampling
+from nanovllm_cli.chat.clipboard import copy
+from nanovllm_cli.chat.conversation import Message
+from nanovllm_cli.chat.export import CUT, as_json, as_markdown
+from nanovllm_cli.chat.loop import Chat, Leave, count
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.options import Choice
+
+MAX_FILE_BYTES = 4 << 20
+Run = Callable[[Chat, str], None]
+Candidates = Iterable[tuple[str, str]]
+
+
+class Command(NamedTuple):
+    """names: the first is the one that is shown. complete: what its argument could be."""
+
+    names: tuple[str, ...]
+    arguments: str
+    help: str
+    run: Run
+    complete: Callable[[Chat], Candidates] = lambda chat: ()
+
+
+def run(chat: Chat, line: str) -> None:
+    """`/name argument`. Raises UsageError for a name that is none, with the nearest ones."""
+    word, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
+    command = _BY_NAME.get(word)
+    if command is None:
+        near = difflib.get_close_matches(word, _BY_NAME, n=3)
+        meant = f"did you mean {' or '.join('/' + name for name in near)}?" if near else "/help lists them"
+        raise UsageError(f"there is no command /{word[:40]}", f"{meant} A message that begins with / is written //…")
+    argument = argument.strip()
+    if argument and not command.arguments:
+        raise UsageError(f"/{word} takes nothing behind it")
+    command.run(chat, argument)
+
+
+def complete(chat: Chat, text: str) -> Candidates:
+    """What could stand in place of the last word of `text`, which is what stands before the cursor."""
+    if not text.startswith("/") or text.startswith("//"):
+        return []
+    name, space, rest = text[1:].partition(" ")
+    if not space:
+        return [(f"/{each.names[0]}", each.help) for each in COMMANDS if any(n.startswith(name) for n in each.names)]
+    command = _BY_NAME.get(name)
+    if command is None or " " in rest:
+        return []
+    return [(word, help) for word, help in command.complete(chat) if word.startswith(rest)]
+
+
+# ---- what they do ----
+
+
+def _help(chat: Chat, argument: str) -> None:
+    wanted = [each for each in COMMANDS if argument.lstrip("/") in ("", *each.names)]
+    if not wanted:
+        raise UsageError(f"there is no command {argument[:40]}", "/help lists them")
+    heads = [f"/{', /'.join(each.names)} {each.arguments}".rstrip() for each in wanted]
+    width = max(map(len, heads))
+    lines = [f"{head:{width}}  {each.help}" for head, each in zip(heads, wanted, strict=True)]
+    if not argument:
+        lines += ["", "//… sends a message that begins with /", '"""…""" sends several lines as one message']
+    chat.display.say("\n".join(lines))
+
+
+def _set(chat: Chat, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if not name:
+        _say_settings(chat)
+        return
+    chosen = sampling.setting(name)
+    if value.strip():
+        import dataclasses
+
+        given = sampling.changed(chat.settings.given, chosen, value.strip())
+        dataclasses.replace(chat.loaded.llm.default_params, **given)  # refuses what does not go together
+        chat.settings.given = given
+    chat.display.say(f"{chosen.name} = {sampling.shown(chat.params, chosen)}")
+
+
+def _say_settings(chat: Chat) -> None:
+    values = sampling.fields_of(chat.params)
+    changed = {each.name for each in sampling.settings().values() if each.field in chat.settings.given}
+    width = max(map(len, values))
+    lines = [f"{name:{width}}  {value}{'  (set)' if name in changed else ''}" for name, value in values.items()]
+    chat.display.say("\n".join(lines))
+
+
+def _show(chat: Chat, argument: str) -> None:
+    llm = chat.loaded.llm
+    if argument in ("", "model"):
+        parameters = f"{llm.num_parameters:,} parameters"
+        chat.display.say(f"model: {llm.name}: {llm.resolved}, {parameters}, context {chat.prompts.limit} tokens")
+    if argument in ("", "system"):
+        chat.display.say(f"system: {chat.conversation.system or 'none'}")
+    if argument in ("", "settings"):
+        chat.display.say(f"think: {chat.settings.think or 'as the template has it'}")
+        chat.display.say(f"when the context is full: {'shift' if chat.settings.shifts else 'error'}")
+        _say_settings(chat)
+    if argument == "template":
+        assert llm.chat_template is not None
+        chat.display.say(llm.chat_template.source)
+    elif argument not in ("", "model", "system", "settings"):
+        raise UsageError(f"/show {argument[:40]}?", "/show settings, template, system or model")
+
+
+def _system(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.tell(None if argument in ('""', "''") else checked(argument))
+    chat.display.say(f"system: {chat.conversation.system or 'none'}")
+
+
+def _load(chat: Chat, argument: str) -> None:
+    if not argument:
+        names = chat.sessions.names()
+        chat.display.say("\n".join(names) if names else "there are no sessions yet")
+        return
+    name = chat.sessions.find(argument)
+    if name is None:
+        raise UsageError(f"there is no session {argument[:40]}", "/load lists them")
+    if chat.session is not None and chat.session.exists and name == chat.session.name:
+        raise UsageError(f"{name} is this session")
+    chat.resume(name)
+    say_session(chat)
+
+
+def say_session(chat: Chat) -> None:
+    """Which session this is, and how far it has come."""
+    assert chat.session is not None
+    messages = count(len(chat.conversation.messages), "message")
+    chat.display.say(f"session {chat.session.name}: {messages}; /history shows them")
+
+
+def _save(chat: Chat, argument: str) -> None:
+    if chat.session is None:
+        chat.keep(argument or None)
+    elif argument:
+        chat.session.rename(argument)
+    assert chat.session is not None
+    when = "" if chat.session.exists else ", from the first message on"
+    chat.display.say(f"kept as {chat.session.name} ({chat.session.path}){when}")
+
+
+def _export(chat: Chat, argument: str) -> None:
+    kind, _, target = argument.partition(" ")
+    if kind not in ("md", "json"):
+        raise UsageError("a conversation is exported as md or json", "/export md [FILE]")
+    name = chat.session.name if chat.session is not None else "conversation"
+    path = Path(target.strip() or f"{name}.{kind}").expanduser()
+    if path.exists():
+        raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
+    model = chat.loaded.llm.name
+    text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
+    with WholeFile(path, mode=0o600) as file:
+        file.write(text)
+        file.commit()
+    chat.display.say(f"written to {path}")
+
+
+def _history(chat: Chat, argument: str) -> None:
+    messages = chat.conversation.messages
+    if not messages:
+        chat.display.say("nothing has been said yet")
+        return
+    chat.display.say("\n".join(_line_of(chat, number, each) for number, each in enumerate(messages, start=1)))
+
+
+def _line_of(chat: Chat, number: int, message: Message) -> str:
+    text = " ".join(message.content.split())
+    text = text if len(text) <= 100 else text[:99] + "…"
+    remarks = [] if message.cut is None else [CUT[message.cut]]
+    branches = chat.conversation.num_branches(message)
+    if branches > 1:
+        remarks.append(f"one of {branches}")
+    who = "you" if message.role == "user" else "model"
+    return f"{number:3} {who:5}  {text}" + (f"  ({', '.join(remarks)})" if remarks else "")
+
+
+def _clear(chat: Chat, argument: str) -> None:
+    chat.clear()
+    chat.display.say("a new conversation; the system prompt stays")
+
+
+def _undo(chat: Chat, argument: str) -> None:
+    question = " ".join(chat.undo().content.split())
+    chat.display.say(f"taken back: {question if len(question) <= 60 else question[:59] + '…'}")
+
+
+def _file(chat: Chat, argument: str) -> None:
+    if not argument:
+        raise UsageError("which file?", "/file PATH")
+    path = Path(argument).expanduser()
+    data = read_file(str(path))
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
+    if b"\0" in data:
+        raise UsageError(f"{path} is no text")
+    text = decode(data, str(path))
+    tokens = chat.prompts.tokens_of([text])
+    if tokens >= chat.prompts.limit:
+        raise UsageError(f"{path} has {tokens} tokens, the context holds {chat.prompts.limit}")
+    fence = "`" * max(3, 1 + max((len(run) for run in _ticks(text)), default=0))
+    chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
+    chat.display.say(f"{path} ({count(tokens, 'token')}) goes with the next message")
+
+
+def _ticks(text: str) -> Iterable[str]:
+    import re
+
+    return re.findall("`+", text)
+
+
+def _think(chat: Chat, argument: str) -> None:
+    if argument:
+        choice = _CHOICES.get(argument)
+        if choice is None:
+            raise UsageError(f"/think is on or off, not {argument[:40]!r}")
+        chat.think(choice)
+    chat.display.say(f"think: {chat.settings.think or 'as the template has it'}")
+
+
+def _model(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.switch_model(argument)
+    chat.display.say(f"model: {chat.loaded.llm.name}")
+
+
+def _stats(chat: Chat, argument: str) -> None:
+    if chat.statistics is None:
+        chat.display.say("nothing has been answered yet")
+        return
+    chat.display.say(chat.statistics.line())
+    chat.display.say(
+        f"{count(chat.num_answers, 'answer')} of {count(chat.num_answer_tokens, 'token')} since it was started"
+    )
+
+
+def _context(chat: Chat, argument: str) -> None:
+    used, size = chat.context_used, chat.prompts.limit
+    messages = chat.conversation.messages
+    parts = {
+        "system": chat.prompts.tokens_of([chat.conversation.system or ""]),
+        "you": chat.prompts.tokens_of(each.content for each in messages if each.role == "user"),
+        "answers": chat.prompts.tokens_of(each.content for each in messages if each.role == "assistant"),
+    }
+    parts["template and reasoning"] = max(used - sum(parts.values()), 0)
+    if chat.attachments:
+        parts["files for the next message"] = chat.prompts.tokens_of(chat.attachments)
+    lines = [f"{used:,} of {size:,} tokens used ({used / size:.0%}), {max(size - used, 0):,} left"]
+    chat.display.say("\n".join([*lines, *(f"  {name:26} {tokens:8,}" for name, tokens in parts.items())]))
+
+
+def _copy(chat: Chat, argument: str) -> None:
+    answer = next((each for each in reversed(chat.conversation.messages) if each.role == "assistant"), None)
+    if answer is None:
+        raise UsageError("there is no answer to copy")
+    chat.display.say(f"copied with {copy(answer.content)}")
+
+
+def _leave(chat: Chat, argument: str) -> None:
+    raise Leave
+
+
+_SHOWN = ("settings", "template", "system", "model")
+_CHOICES: dict[str, Choice] = {"on": "on", "off": "off"}
+
+
+def _words(*words: str) -> Callable[[Chat], Candidates]:
+    return lambda chat: [(word, "") for word in words]
+
+
+def _setting_names(chat: Chat) -> Candidates:
+    return [(each.name, each.help) for each in dict.fromkeys(sampling.settings().values())]
+
+
+def _session_names(chat: Chat) -> Candidates:
+    return [(entry.name, entry.title) for entry in chat.sessions.entries()]
+
+
+def _model_names(chat: Chat) -> Candidates:
+    from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
+
+    return [(BUNDLED, "the bundled model"), *ALIASES.items()]
+
+
+def _paths(chat: Chat) -> Candidates:
+    return [(path.name, "") for path in sorted(Path().iterdir()) if path.is_file() and not path.name.startswith(".")]
+
+
+# fmt: off
+COMMANDS: tuple[Command, ...] = (
+    Command(("help",), "[COMMAND]", "What can be written here.", _help, lambda chat: [(c.names[0], c.help) for c in COMMANDS]),
+    Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; default: the model's own.", _set, _setting_names),
+    Command(("show",), "[WHAT]", "The settings, template, system prompt or model.", _show, _words(*_SHOWN)),
+    Command(("system",), '[TEXT]', 'What the model is told first; "" leaves it out.', _system),
+    Command(("load",), "[SESSION]", "Go on with a saved session; without a name, list them.", _load, _session_names),
+    Command(("save",), "[NAME]", "Name this session; where nothing is kept, keep it.", _save),
+    Command(("export",), "md|json [FILE]", "Write the conversation to a file.", _export, _words("md", "json")),
+    Command(("history",), "", "What was said, a line each.", _history),
+    Command(("clear",), "", "Start anew; the session keeps what was said.", _clear),
+    Command(("regen",), "", "Another answer to the last message.", lambda chat, argument: chat.regenerate()),
+    Command(("edit",), "[TEXT]", "Change the last message and send it again.", lambda chat, argument: chat.edit(argument)),
+    Command(("undo",), "", "Take the last message and its answer back.", _undo),
+    Command(("continue",), "", "Go on with the last answer.", lambda chat, argument: chat.go_on()),
+    Command(("file",), "PATH", "Send a text file with the next message.", _file, _paths),
+    Command(("think",), "[on|off]", "Whether the model reasons first.", _think, _words("on", "off")),
+    Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
+    Command(("stats",), "", "How fast the last answer was.", _stats),
+    Command(("ctx",), "", "How much of the context is used, by what.", _context),
+    Command(("copy",), "", "The last answer to the clipboard.", _copy),
+    Command(("exit", "bye", "quit"), "", "Leave.", _leave),
+)
+# fmt: on
+_BY_NAME = {name: command for command in COMMANDS for name in command.names}

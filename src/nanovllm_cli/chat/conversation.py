@@ -1,0 +1,206 @@
+"""What was said, as a tree: every change adds to it and nothing is lost.
+
+A message knows the one before it. The conversation is the way from the first message to the current one; to take a turn
+back, to answer anew or to edit is to go on from an earlier message. Each change is an `Event`, plain JSON, and the same
+events give the same conversation again: `session.py` keeps them. No files, models or tokens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from nanovllm_cli.errors import SessionError, UsageError
+
+Event = dict[str, Any]
+"""{"event": "message", …} adds one, {"event": "at", "id": …} goes to one (null: before the first), {"event": "system",
+"content": …} changes what the model is told first."""
+
+Role = Literal["user", "assistant"]
+Cut = Literal["interrupted", "length", "context", "error"]
+"""Why an answer is not whole: Ctrl-C, the limit that was asked for, the context, a failure."""
+
+TITLE_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered."""
+
+    id: int
+    parent: int | None
+    role: Role
+    content: str
+    reasoning: str = ""
+    cut: Cut | None = None
+    model: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        plain = {"role": self.role, "content": self.content}
+        return plain | {"reasoning_content": self.reasoning} if self.reasoning else plain
+
+
+class Conversation:
+    """Messages, and where among them it goes on. record: told about each event before it takes effect."""
+
+    def __init__(self, record: Callable[[Event], None] = lambda event: None) -> None:
+        self.record = record
+        self.system: str | None = None
+        self._all: dict[int, Message] = {}
+        self._at: int | None = None
+
+    @classmethod
+    def replay(cls, events: Iterable[Event]) -> Conversation:
+        """What these events come to; others than ours are passed over. Raises SessionError for events that make no sense."""
+        conversation = cls()
+        for event in events:
+            conversation._apply(event)
+        return conversation
+
+    # ---- what there is ----
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, oldest first."""
+        found = []
+        at = self._at
+        while at is not None:
+            found.append(self._all[at])
+            at = self._all[at].parent
+        return found[::-1]
+
+    @property
+    def last(self) -> Message | None:
+        return None if self._at is None else self._all[self._at]
+
+    @property
+    def question(self) -> Message | None:
+        """The last message that a person wrote."""
+        return next((each for each in reversed(self.messages) if each.role == "user"), None)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(each.role == "user" for each in self.messages)
+
+    @property
+    def title(self) -> str:
+        """The first line that was ever written, shortened; "" before one."""
+        first = next((each.content for each in self._all.values() if each.role == "user"), "")
+        line = next((line.strip() for line in first.splitlines() if line.strip()), "")
+        return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+
+    def num_branches(self, message: Message) -> int:
+        """How many messages have stood in this one's place, itself included."""
+        return sum(each.parent == message.parent and each.role == message.role for each in self._all.values())
+
+    def events(self) -> list[Event]:
+        """Events that lead here, from nothing."""
+        found: list[Event] = [] if self.system is None else [{"event": "system", "content": self.system}]
+        return [*found, *map(_event_of, self._all.values()), {"event": "at", "id": self._at}]
+
+    # ---- what can be done ----
+
+    def ask(self, content: str) -> Message:
+        return self._add("user", content)
+
+    def answer(self, content: str, *, reasoning: str = "", cut: Cut | None = None, model: str | None = None) -> Message:
+        return self._add("assistant", content, reasoning=reasoning, cut=cut, model=model)
+
+    def undo(self) -> Message:
+        """Takes the last question and its answer back, and returns the question. Raises UsageError where there is none."""
+        question = self._question()
+        self._go(question.parent)
+        return question
+
+    def back_to_question(self) -> Message:
+        """Takes the last answer back, for another one. Raises UsageError where there is no question."""
+        question = self._question()
+        self._go(question.id)
+        return question
+
+    def before_answer(self) -> Message:
+        """Takes the last answer back, for a longer one, and returns it. Raises UsageError where the last message is none."""
+        if self.last is None or self.last.role != "assistant":
+            raise UsageError("there is no answer to go on with", "say something first")
+        answer = self.last
+        self._go(answer.parent)
+        return answer
+
+    def clear(self) -> None:
+        """Starts anew; the system prompt stays."""
+        self._go(None)
+
+    def tell(self, system: str | None) -> None:
+        """Changes the system prompt; None leaves it out."""
+        self._do({"event": "system", "content": system})
+
+    def _question(self) -> Message:
+        if self.question is None:
+            raise UsageError("nothing has been said yet")
+        return self.question
+
+    def _add(self, role: Role, content: str, **more: Any) -> Message:
+        message = Message(max(self._all, default=0) + 1, self._at, role, content, **more)
+        self._do(_event_of(message))
+        return message
+
+    def _go(self, at: int | None) -> None:
+        if at != self._at:
+            self._do({"event": "at", "id": at})
+
+    def _do(self, event: Event) -> None:
+        self.record(event)
+        self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        kind = event.get("event")
+        if kind == "message":
+            message = _message_of(event)
+            if message.id in self._all or not (message.parent is None or message.parent in self._all):
+                raise SessionError(f"message {message.id} has no place in the conversation")
+            self._all[message.id] = message
+            self._at = message.id
+        elif kind == "at":
+            at = event.get("id")
+            if at is not None and (not _is_int(at) or at not in self._all):
+                raise SessionError("the conversation goes on from a message that it does not have")
+            self._at = at
+        elif kind == "system":
+            if not isinstance(event.get("content"), str | None):
+                raise SessionError("a system prompt is no text")
+            self.system = event.get("content")
+
+
+def _event_of(message: Message) -> Event:
+    fields = asdict(message)
+    return {"event": "message"} | {name: fields[name] for name in fields if fields[name] or name in _ALWAYS}
+
+
+def _message_of(event: Mapping[str, Any]) -> Message:
+    """A message from a file: every field checked."""
+    fields = {name: event[name] for name in Message.__slots__ if event.get(name) is not None}
+    texts = all(_is_text(fields.get(name, "")) for name in ("content", "reasoning", "model"))
+    ids = _is_int(fields.get("id")) and (fields.get("parent") is None or _is_int(fields["parent"]))
+    kinds = fields.get("role") in get_args(Role) and fields.get("cut", "error") in get_args(Cut)
+    if not (texts and ids and kinds and "content" in fields):
+        raise SessionError("a message has fields that make no sense")
+    return Message(**{"parent": None} | fields)
+
+
+_ALWAYS = ("id", "parent", "content")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Half a surrogate pair is none: no tokenizer takes it."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

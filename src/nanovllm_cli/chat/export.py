@@ -1,0 +1,41 @@
+"""A conversation for others to read: Markdown for people, JSON with messages as the field writes them."""
+
+from __future__ import annotations
+
+import json
+
+from nanovllm_cli.chat.conversation import Conversation, Cut
+
+CUT: dict[Cut, str] = {
+    "interrupted": "stopped",
+    "length": "cut off at its limit",
+    "context": "cut off: the context was full",
+    "error": "cut off by an error",
+}
+
+
+def as_markdown(conversation: Conversation, model: str) -> str:
+    """A heading for each message. Reasoning is a quotation before its answer."""
+    parts = [f"# {conversation.title or 'Conversation'}", f"Model: {model}"]
+    if conversation.system is not None:
+        parts += ["## System", conversation.system]
+    for message in conversation.messages:
+        parts.append("## You" if message.role == "user" else f"## {message.model or model}")
+        if message.reasoning:
+            parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
+        parts.append(message.content)
+        if message.cut is not None:
+            parts.append(f"*({CUT[message.cut]})*")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_json(conversation: Conversation, model: str) -> str:
+    """{"model", "title", "messages": [{"role", "content"}, …]}, where an answer may have "reasoning_content" and "cut"."""
+    messages: list[dict[str, str]] = []
+    if conversation.system is not None:
+        messages.append({"role": "system", "content": conversation.system})
+    for message in conversation.messages:
+        cut = {} if message.cut is None else {"cut": str(message.cut)}
+        messages.append(message.for_template() | cut)
+    record = {"model": model, "title": conversation.title, "messages": messages}
+    return json.dumps(record, ensure_ascii=False, indent=2) + "\n"

@@ -1,0 +1,99 @@
+"""A conversation without a terminal's help: in a pipe, where each line is a message, and on terminals that only print.
+
+stdout has the answers and what commands say, each ended by a newline, and never an escape sequence; all else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import BinaryIO
+
+from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode
+from nanovllm_cli.cli.output import Console, ControlFilter
+from nanovllm_cli.errors import UsageError
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+_PREFILL_WORTH_SHOWING = 256
+
+
+class PlainReader:
+    """A message a line; between two lines with three quotation marks, all in between is one message."""
+
+    def __init__(self, console: Console, source: BinaryIO | None = None) -> None:
+        self._console = console
+        self._source = source or (sys.stdin.buffer if sys.stdin is not None else None)
+        self._asks = source is None and sys.stdin is not None and sys.stdin.isatty()
+
+    def read(self, draft: str = "") -> str:
+        """A draft cannot be offered here."""
+        line = self._line(PROMPT)
+        if not line.startswith(QUOTES):
+            return line
+        line = line.removeprefix(QUOTES)
+        lines = []
+        size = 0
+        while not line.endswith(QUOTES):
+            size += len(line)
+            if size > MAX_INPUT_BYTES:
+                raise UsageError(f"the message is longer than {MAX_INPUT_BYTES >> 20} MiB")
+            lines.append(line)
+            line = self._line(MORE)
+        lines.append(line.removesuffix(QUOTES))
+        return "\n".join(lines).strip("\n")
+
+    def close(self) -> None:
+        pass
+
+    def _line(self, prompt: str) -> str:
+        if self._source is None:
+            raise EOFError
+        if self._asks:
+            self._console.ask(prompt)
+        data = self._source.readline(MAX_INPUT_BYTES + 1)
+        if len(data) > MAX_INPUT_BYTES:
+            raise UsageError(f"a line is longer than {MAX_INPUT_BYTES >> 20} MiB")
+        if not data:
+            raise EOFError
+        return decode(data, "standard input").removesuffix("\n").removesuffix("\r")
+
+
+class PlainDisplay:
+    """A Display on a Console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._filter = ControlFilter()
+        self._ends_line = False
+
+    def begin(self) -> None:
+        self._filter = ControlFilter()
+        self._ends_line = False
+
+    def progress(self, done: int, total: int) -> None:
+        if total >= _PREFILL_WORTH_SHOWING:
+            self._console.status(f"reading the prompt  {done:,} of {total:,} tokens")
+
+    def reasoning(self, text: str) -> None:
+        self._console.aside(text)
+
+    def content(self, text: str) -> None:
+        text = self._filter.feed(text)
+        if text:
+            self._ends_line = text.endswith("\n")
+            self._console.answer(text)
+
+    def end(self, remark: str | None = None) -> None:
+        if not self._ends_line:
+            self._console.answer("\n")
+        if remark is not None:
+            self._console.say(f"({remark})", "dim")
+
+    def say(self, text: str) -> None:
+        self._console.answer(ControlFilter().feed(text).rstrip("\n") + "\n")
+
+    def warn(self, text: str) -> None:
+        self._console.say(text, "hint")
+
+    def fail(self, what: str, hint: str | None = None) -> None:
+        self._console.error(what, hint)

@@ -1,0 +1,182 @@
+"""The token ids of the next turn, chosen so that what the engine has read before is not read again.
+
+The text is always what the chat template makes of the conversation. The ids of its beginning are taken from the last turn
+where the text there is the same: the engine finds their K and V in its prefix cache, and the tokens of an answer stay those
+that the model drew, though they may not be how a tokenizer would write its text. A template that leaves the reasoning of
+earlier turns out changes the text, and what follows is read again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm_cli.chat.conversation import Message
+from nanovllm_cli.errors import PromptTooLongError, TemplateError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.model import Prompting
+    from nanovllm_cli.text.reasoning import ReasoningSplitter
+
+# Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
+_FREE_SHARE = 4
+OVERFLOW_HINT = "/undo or /clear makes room; --context-overflow shift drops the oldest turns; -c raises the limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """ids, and what splits the answer to them. num_dropped: messages at the beginning that found no room."""
+
+    ids: list[int]
+    splitter: Callable[[], ReasoningSplitter] | None
+    num_dropped: int = 0
+
+
+@dataclass
+class Prompts:
+    """Makes prompts for one model. `kept`: what the engine has read last, answer included."""
+
+    prompting: Prompting
+    shifts: bool
+    kept: Sequence[int] = ()
+    _num_dropped: int = field(default=0, init=False)
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.prompting.llm.max_model_len
+
+    def start_over(self) -> None:
+        """Other messages than before: the first of them has room again."""
+        self._num_dropped = 0
+
+    def next(self, system: str | None, messages: Sequence[Message]) -> Prompt:
+        """For an answer to the last message. Raises PromptTooLongError where it has no room, TemplateError, UsageError."""
+        ids, dropped = self._fitting(system, messages, self._encode)
+        return Prompt(self._grafted(ids), self.prompting.parser_for(ids), dropped)
+
+    def going_on(self, system: str | None, messages: Sequence[Message]) -> Prompt:
+        """For more of the last message, which is an answer. Raises as `next` does."""
+        ids, dropped = self._fitting(system, messages, self._encode_unfinished)
+        opened = ids
+        if messages[-1].reasoning and not messages[-1].content:  # cut in its thoughts, with which it goes on
+            opened = self._opened(self._encode(system, messages[dropped:-1]))
+        return Prompt(self._grafted(ids), self.prompting.parser_for(opened), dropped)
+
+    def count(self, system: str | None, messages: Sequence[Message]) -> int:
+        """Tokens that the conversation has now; where the template refuses it as it is, of its texts alone."""
+        messages = messages[min(self._num_dropped, len(messages)) :]
+        if not messages and system is None:
+            return 0
+        try:
+            return len(self._encode(system, messages))
+        except TemplateError:
+            return self.tokens_of([system or "", *(each.content for each in messages)])
+
+    def tokens_of(self, texts: Iterable[str]) -> int:
+        encode = self.prompting.llm.tokenizer.encode
+        return sum(len(encode(text, add_special_tokens=False, parse_special=False)) for text in texts if text)
+
+    def _fitting(
+        self,
+        system: str | None,
+        messages: Sequence[Message],
+        encode: Callable[[str | None, Sequence[Message]], list[int]],
+    ) -> tuple[list[int], int]:
+        """Ids with room for an answer, and how many messages were dropped for it."""
+        starts = [at for at, each in enumerate(messages) if each.role == "user"] or [0]
+        first = bisect.bisect_left(starts, self._num_dropped) if self.shifts else 0
+        first = min(first, len(starts) - 1)
+        ids = encode(system, messages[starts[first] :])
+        if len(ids) >= self.limit and self.shifts:
+            goal = self.limit - self.limit // _FREE_SHARE
+            later = range(first + 1, len(starts))
+            at = bisect.bisect_left(later, True, key=lambda n: len(encode(system, messages[starts[n] :])) <= goal)
+            first = min(first + 1 + at, len(starts) - 1)
+            ids = encode(system, messages[starts[first] :])
+        if len(ids) >= self.limit:
+            raise PromptTooLongError(len(ids), self.limit, None if self.shifts else OVERFLOW_HINT)
+        self._num_dropped = starts[first]
+        return ids, starts[first]
+
+    def _encode(self, system: str | None, messages: Sequence[Message]) -> list[int]:
+        return self.prompting.encode(_for_template(system, messages))
+
+    def _encode_unfinished(self, system: str | None, messages: Sequence[Message]) -> list[int]:
+        *before, last = messages
+        if last.content or not last.reasoning:
+            return self.prompting.encode_unfinished([*_for_template(system, before), last.for_template()])
+        tokenizer = self.prompting.llm.tokenizer
+        opened = self._opened(self._encode(system, before))
+        return opened + tokenizer.encode(last.reasoning, add_special_tokens=False, parse_special=False)
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """A prompt that ends where reasoning begins."""
+        from nanovllm_cli.text.reasoning import prompt_opens_reasoning
+
+        known = self.prompting.reasoning()
+        if known is None or known.name == "harmony":
+            raise UsageError("the answer was cut in its reasoning", "/regen asks for another one")
+        if prompt_opens_reasoning(self.prompting.tail(ids), known):
+            return ids
+        return ids + self.prompting.llm.tokenizer.encode(known.open + "\n", add_special_tokens=False)
+
+    def _grafted(self, ids: list[int]) -> list[int]:
+        known = self.prompting.reasoning()
+        empty = None
+        if known is not None:
+            empty = re.compile(re.escape(known.open.encode()) + rb"\s*" + re.escape(known.close.encode()) + rb"\s*")
+        return graft(self.kept, ids, self.prompting.llm.tokenizer.id_to_bytes, empty)
+
+
+def graft(
+    kept: Sequence[int], fresh: Sequence[int], piece: Callable[[int], bytes], empty: re.Pattern[bytes] | None = None
+) -> list[int]:
+    """`fresh` with as much of its beginning as possible replaced by ids of `kept` that mean the same text.
+
+    piece: the bytes of a token. empty: a block without a content that `kept` may have where `fresh` has nothing, such as the
+    empty reasoning that templates write before an answer and leave out once it is past: it stays, because without it
+    everything behind would have to be read again. Time is linear.
+    """
+    same = _num_equal(kept, fresh)
+    rest = b"".join(map(piece, fresh[same:]))
+    starts = {0: same}  # offset in `rest` -> token of `fresh` that begins there
+    at = 0
+    for index in range(same, len(fresh)):
+        at += len(piece(fresh[index]))
+        starts.setdefault(at, index + 1)
+    blocks = _blocks(kept, piece, empty) if empty is not None else {}
+    index, at, best = same, 0, (same, same)
+    while index < len(kept):
+        text = piece(kept[index])
+        if text and rest.startswith(text, at):
+            index, at = index + 1, at + len(text)
+            if at in starts:
+                best = (index, starts[at])
+        elif index in blocks:
+            index = blocks[index]
+        else:
+            break
+    return [*kept[: best[0]], *fresh[best[1] :]]
+
+
+def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _blocks(ids: Sequence[int], piece: Callable[[int], bytes], pattern: re.Pattern[bytes]) -> dict[int, int]:
+    """Where among the tokens a match of `pattern` begins -> where it ends, for matches that are whole tokens."""
+    at, index_at = 0, {0: 0}
+    for index, token_id in enumerate(ids, start=1):
+        at += len(piece(token_id))
+        index_at.setdefault(at, index)
+    spans = (match.span() for match in pattern.finditer(b"".join(map(piece, ids))))
+    return {index_at[a]: index_at[b] for a, b in spans if a in index_at and b in index_at}
+
+
+def _for_template(system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, *(each.for_template() for each in messages)]

@@ -1,0 +1,116 @@
+"""`/set`: the sampling options of the command line, by their names, one at a time."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from nanovllm_cli.cli.options import SamplingOptions
+from nanovllm_cli.errors import UsageError
+
+_NOT_HERE = ("num_answers", "logprobs")  # a conversation has one answer, and shows text
+_FIELDS = {
+    "predict": "max_tokens",
+    "bad_word": "bad_words",
+    "dry_sequence_breaker": "dry_sequence_breakers",
+}
+DEFAULT = "default"
+
+
+class Setting(NamedTuple):
+    """name: the flag without its dashes. option: of SamplingOptions. field: of SamplingParams."""
+
+    name: str
+    option: str
+    field: str
+    kind: type
+    help: str
+    parse: Callable[[str], Any] | None
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """By every name that a flag has: temp, predict and n, …"""
+    found: dict[str, Setting] = {}
+    for option, hint in get_type_hints(SamplingOptions, include_extras=True).items():
+        if option in _NOT_HERE:
+            continue
+        declared, info = get_args(hint)
+        flags = [info.default, *info.param_decls]  # in an annotation Typer takes the first flag for a default
+        names = [flag.lstrip("-") for flag in flags]
+        first_long = next(flag for flag in flags if flag.startswith("--")).lstrip("-")
+        setting = Setting(
+            first_long, option, _FIELDS.get(option, option), _kind(declared), info.help or "", info.parser
+        )
+        found |= dict.fromkeys(names, setting)
+    return found
+
+
+def setting(name: str) -> Setting:
+    """Raises UsageError for a name that no option has, with the nearest ones."""
+    known = settings()
+    bare = name.lstrip("-").replace("_", "-")
+    if bare not in known:
+        near = difflib.get_close_matches(bare, [each for each in known if len(each) > 1], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "/set lists them"
+        raise UsageError(f"there is no setting {name!r}", hint)
+    return known[bare]
+
+
+def changed(given: Mapping[str, Any], chosen: Setting, value: str) -> dict[str, Any]:
+    """`given`, fields of SamplingParams, after `/set NAME VALUE`. Raises UsageError for what has no meaning."""
+    rest = {field: kept for field, kept in given.items() if field != chosen.field}
+    if value == DEFAULT:
+        return rest
+    return rest | SamplingOptions(**{chosen.option: _parsed(chosen, value)}).given()
+
+
+def shown(params: object, chosen: Setting) -> str:
+    """The value that counts now."""
+    value = getattr(params, chosen.field)
+    if isinstance(value, tuple):
+        return " ".join(shlex.quote(each.encode("unicode_escape").decode()) for each in value) or "none"
+    if isinstance(value, Mapping):
+        return " ".join(f"{token_id}{bias:+g}" for token_id, bias in value.items())
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def fields_of(params: object) -> dict[str, str]:
+    """Every setting once, with its value."""
+    return {each.name: shown(params, each) for each in dict.fromkeys(settings().values())}
+
+
+def _kind(declared: Any) -> type:
+    """bool, int, float or list, of a hint that may allow None."""
+    choices = [each for each in get_args(declared) if each is not type(None)] or [declared]
+    kind = get_origin(declared) or choices[0]
+    if kind is list:
+        return list
+    chosen = get_origin(choices[0]) or choices[0]
+    assert chosen in (bool, int, float, list), declared
+    return chosen  # type: ignore[no-any-return]
+
+
+def _parsed(chosen: Setting, value: str) -> Any:
+    try:
+        if chosen.kind is bool:
+            return _SWITCH[value]
+        if chosen.kind is list:
+            words = shlex.split(value)
+            return [chosen.parse(word) if chosen.parse else word for word in words]
+        return chosen.parse(value) if chosen.parse else chosen.kind(value)
+    except KeyError:
+        raise UsageError(f"{chosen.name} is on or off, not {value!r:.60}") from None
+    except ValueError as failure:
+        expected = {int: "a whole number", float: "a number"}.get(chosen.kind)
+        raise UsageError(
+            f"{chosen.name}: {value!r:.60} is not {expected}" if expected else f"{chosen.name}: {failure}"
+        ) from None
+
+
+_SWITCH = {"on": True, "true": True, "off": False, "false": False}
