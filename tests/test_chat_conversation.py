@@ -64,6 +64,16 @@ def test_nothing_that_was_said_is_lost_from_the_events() -> None:
     assert texts == ["one", "1", "two", "2", "two again"]
 
 
+OPERATIONS = (
+    lambda conversation, text: conversation.ask(text),
+    lambda conversation, text: conversation.answer(text, reasoning=text, cut="length"),
+    lambda conversation, text: conversation.undo(),
+    lambda conversation, text: conversation.back_to_question(),
+    lambda conversation, text: conversation.clear(),
+    lambda conversation, text: conversation.tell(text or None),
+)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.text(max_size=5)), max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_the_same_events_give_the_same_conversation(operations: list[tuple[int, str]]) -> None:
@@ -71,14 +81,7 @@ def test_the_same_events_give_the_same_conversation(operations: list[tuple[int, 
     conversation = Conversation(events.append)
     for operation, text in operations:
         try:
-            [
-                lambda: conversation.ask(text),
-                lambda: conversation.answer(text, reasoning=text, cut="length"),
-                conversation.undo,
-                conversation.back_to_question,
-                conversation.clear,
-                lambda: conversation.tell(text or None),
-            ][operation]()
+            OPERATIONS[operation](conversation, text)
         except UsageError:
             continue
         written = json.loads(json.dumps(events))
