@@ -20,9 +20,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
-from nanovllm_cli.cli.settings import load_settings
+from nanovllm_cli.cli.settings import as_words, load_settings
 from nanovllm_cli.errors import UsageError
 
+ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
 
 def option(*flags: str, help: str, panel: str, **more: Any) -> Any:
     """typer.Option whose environment variable is NANOVLLM_ and its longest flag. `panel`: the section of the help it
@@ -79,7 +80,8 @@ class Command(TyperCommand):
         if not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(_command_flags(ctx))
             ctx.obj = settings
-            ctx.default_map = settings.defaults_for(_full_name(ctx), self._model_of(ctx, words))
+            ctx.meta[ORIGINS] = settings.origins(_full_name(ctx), self._model_of(ctx, words))
+            ctx.default_map = {name: as_words(origin.value) for name, origin in ctx.meta[ORIGINS].items()}
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as failure:

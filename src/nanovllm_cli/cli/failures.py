@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from nanovllm_cli.cli.command import ORIGINS
 from nanovllm_cli.errors import NanovllmError
 
 
@@ -49,7 +50,7 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         if source is not None and source.name == "ENVIRONMENT":
             return f"the value comes from the environment variable {param.envvar}"
         if source is not None and source.name == "DEFAULT_MAP":
-            return "the value comes from a settings file"
+            return f"the value comes from {ctx.meta[ORIGINS][param.name]}"
     name = getattr(error, "option_name", None)
     if name is not None and name[1:2].isdigit():
         return f"put -- before a prompt that begins with a dash; {help_line}"

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm_cli.cli.toml_text import TomlText
 from nanovllm_cli.errors import UsageError
 
 PROJECT_FILE = "nanovllm.toml"
+MAX_BYTES = 1 << 20
 
 Table = Mapping[str, Any]
 
@@ -36,41 +37,100 @@ _SHARED_TABLES = ("default", "models", "aliases")
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """A value and the place in a file where it stands. table: as the file has it, `models."qwen3:8b"`."""
+
+    value: Any
+    file: Path
+    line: int
+    table: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class SettingsFile:
+    """One file. Raises UsageError where it cannot be read; what its tables hold is checked by `load_settings`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise UsageError(f"{path} is longer than {MAX_BYTES >> 20} MiB", "settings are a few lines")
+            self.text = TomlText(data.decode("utf-8").replace("\r\n", "\n"))
+        except OSError as failure:
+            raise UsageError(f"cannot read {path}: {failure.strerror}") from failure
+        except (ValueError, RecursionError) as failure:
+            raise UsageError(f"{path} is not TOML: {failure}", "correct that line") from failure
+        self.tables: Table = self.text.tables
+
+    def table(self, path: tuple[str, ...]) -> Table:
+        """A table, or an empty one."""
+        inner: Any = self.tables
+        for name in path:
+            inner = inner.get(name, {})
+        return inner if isinstance(inner, dict) else {}
+
+    def origin(self, path: tuple[str, ...], key: str) -> Origin:
+        """Of a value that is there."""
+        return Origin(self.table(path)[key], self.path, self.text.line_of(*path, key) or 1, table_name(path))
+
+    def place(self, *path: str) -> str:
+        """file:line, for messages."""
+        line = self.text.line_of(*path)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What the files say, most important first. flags: for each command, flag name -> parameter name."""
 
-    files: tuple[Table, ...]
+    files: tuple[SettingsFile, ...]
     flags: Mapping[str, Mapping[str, str]]
+
+    def aliases(self) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for file in reversed(self.files):
+            found |= {name: file.origin(("aliases",), name) for name in file.table(("aliases",))}
+        return found
 
     def resolve(self, model: str) -> str:
         """The model that an alias stands for; any other name as it is."""
-        aliases: dict[str, str] = {}
-        for file in reversed(self.files):
-            aliases |= file.get("aliases", {})
+        aliases = {name: origin.value for name, origin in self.aliases().items()}
         for _ in range(len(aliases)):
             model = aliases.get(model, model)
         if model in aliases and aliases[model] != model:
             raise UsageError(f"the alias {model!r} leads in a circle", "look at [aliases] in the settings files")
         return model
 
-    def defaults_for(self, command: str, model: str | None) -> dict[str, Any]:
-        """Parameter name -> value, for one command and the model it was called with."""
+    def origins(self, command: str, model: str | None) -> dict[str, Origin]:
+        """Parameter name -> its value for one command and the model it was called with, and where that stands."""
         names = self.flags.get(command, {})
-        defaults: dict[str, Any] = {}
-        for file in reversed(self.files):
-            models = file.get("models", {})
-            resolved = self.resolve(model) if model is not None else None
-            for table in (file.get("default"), _table_of(file, command), models.get(resolved), models.get(model)):
-                for key, value in (table or {}).items():
-                    if _flag(key) in names and not isinstance(value, dict):
-                        defaults[names[_flag(key)]] = _as_words(value)
-        return defaults
+        tables: list[tuple[str, ...]] = [("default",), *_table_of(command)]
+        if model is not None:
+            tables += [("models", self.resolve(model)), ("models", model)]
+        return {
+            names[_flag(key)]: file.origin(table, key)
+            for file in reversed(self.files)
+            for table in tables
+            for key, value in file.table(table).items()
+            if _flag(key) in names and not isinstance(value, dict)
+        }
+
+    def defaults_for(self, command: str, model: str | None) -> dict[str, Any]:
+        """Parameter name -> value, as the parser takes it."""
+        return {name: as_words(origin.value) for name, origin in self.origins(command, model).items()}
 
 
 def load_settings(flags: Mapping[str, Mapping[str, str]]) -> Settings:
     """Both files, checked. Raises UsageError."""
     found = [path for path in (project_file(Path.cwd()), user_file()) if path is not None and path.is_file()]
-    return Settings(tuple(_read(path, flags) for path in found), flags)
+    files = tuple(map(SettingsFile, found))
+    for file in files:
+        check(file, flags)
+    return Settings(files, flags)
 
 
 def project_file(start: Path) -> Path | None:
@@ -88,76 +148,75 @@ def user_file() -> Path | None:
     return Path(home) / "nanovllm" / "config.toml" if home.startswith("/") else None
 
 
-def _read(path: Path, flags: Mapping[str, Mapping[str, str]]) -> Table:
-    try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except OSError as failure:
-        raise UsageError(f"cannot read {path}: {failure.strerror}") from failure
-    except ValueError as failure:
-        raise UsageError(f"{path} is not TOML: {failure}") from failure
+def table_name(path: tuple[str, ...]) -> str:
+    """`run`, `bench.serve`, `models."qwen3:8b"`."""
+    return f'models."{path[1]}"' if path[0] == "models" and len(path) > 1 else ".".join(path)
+
+
+def as_words(value: Any) -> Any:
+    """A TOML value as the flag's parser would have had it from the command line."""
+    if isinstance(value, list):
+        return [as_words(item) for item in value]
+    return value if isinstance(value, bool) else str(value)
+
+
+def check(file: SettingsFile, flags: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises UsageError for the first table, key or alias that has no meaning."""
     every_flag = {name for names in flags.values() for name in names}
-    for section, table in tables.items():
-        _known(path, section, {*_SHARED_TABLES, *(name.partition(".")[0] for name in flags)}, "table")
+    for section, table in file.tables.items():
+        _known(file, (section,), {*_SHARED_TABLES, *(name.partition(".")[0] for name in flags)}, "table")
         if not isinstance(table, dict):
-            raise UsageError(f"{path}: [{section}] is not a table")
+            raise UsageError(f"{file.place(section)}: [{section}] is not a table")
         if section == "aliases":
-            _check_aliases(path, table)
+            _check_aliases(file, table)
         elif section == "models":
             for model, settings in table.items():
-                _check_keys(path, f'models."{model}"', settings, every_flag)
+                _check_keys(file, ("models", model), settings, every_flag)
         elif section == "default":
-            _check_keys(path, section, table, every_flag)
+            _check_keys(file, (section,), table, every_flag)
         else:
-            _check_command(path, section, table, flags)
-    return tables
+            _check_command(file, section, table, flags)
 
 
-def _table_of(file: Table, command: str) -> Table | None:
-    """The table of a command; a table in a table for one inside a group."""
+def _table_of(command: str) -> list[tuple[str, ...]]:
+    """The table of a command; a table in a table for one inside a group. Those of `nanovllm models` have none."""
     first, _, rest = command.partition(".")
-    table = None if first in _SHARED_TABLES else file.get(first)
-    return table.get(rest) if table is not None and rest else table
+    return [] if first in _SHARED_TABLES else [(first, rest) if rest else (first,)]
 
 
-def _check_command(path: Path, section: str, table: Table, flags: Mapping[str, Mapping[str, str]]) -> None:
+def _check_command(file: SettingsFile, section: str, table: Table, flags: Mapping[str, Mapping[str, str]]) -> None:
     """A command's own settings, and the tables of the commands inside it."""
     own = set(flags.get(section, ()))
     inner = {name.partition(".")[2] for name in flags if name.startswith(f"{section}.")}
     tables = {name: value for name, value in table.items() if isinstance(value, dict) and _flag(name) not in own}
     for name, settings in tables.items():
-        _known(path, name, inner, f"command of {section}")
-        _check_keys(path, f"{section}.{name}", settings, set(flags[f"{section}.{name}"]))
-    _check_keys(path, section, {key: value for key, value in table.items() if key not in tables}, own)
+        _known(file, (section, name), inner, f"command of {section}")
+        _check_keys(file, (section, name), settings, set(flags[f"{section}.{name}"]))
+    _check_keys(file, (section,), {key: value for key, value in table.items() if key not in tables}, own)
 
 
-def _check_aliases(path: Path, table: Table) -> None:
+def _check_aliases(file: SettingsFile, table: Table) -> None:
     for name, target in table.items():
         if not isinstance(target, str) or not target:
-            raise UsageError(f"{path}: [aliases] {name} is not the name of a model")
+            raise UsageError(f"{file.place('aliases', name)}: [aliases] {name} is not the name of a model")
 
 
-def _check_keys(path: Path, section: str, table: object, names: set[str]) -> None:
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: [{section}] is not a table")
-    for key, value in table.items():
-        _known(path, _flag(key), names, f"setting in [{section}]")
+def _check_keys(file: SettingsFile, table: tuple[str, ...], settings: object, names: set[str]) -> None:
+    section = table_name(table)
+    if not isinstance(settings, dict):
+        raise UsageError(f"{file.place(*table)}: [{section}] is not a table")
+    for key, value in settings.items():
+        _known(file, (*table, key), names, f"setting in [{section}]")
         if isinstance(value, dict):
-            raise UsageError(f"{path}: {key} in [{section}] is a table, not a value")
+            raise UsageError(f"{file.place(*table, key)}: {key} in [{section}] is a table, not a value")
 
 
-def _known(path: Path, name: str, known: Iterable[str], what: str) -> None:
-    known = sorted(known)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        raise UsageError(f"{path}: {name!r} is no {what}", f"did you mean {' or '.join(near)}?" if near else None)
+def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what: str) -> None:
+    name = path[-1] if len(path) == 1 else _flag(path[-1])
+    if name not in (names := sorted(known)):
+        near = difflib.get_close_matches(name, names, n=3)
+        raise UsageError(f"{file.place(*path)}: {name!r} is no {what}", f"did you mean {' or '.join(near)}?" if near else None)
 
 
 def _flag(key: str) -> str:
     return key.replace("_", "-")
-
-
-def _as_words(value: Any) -> Any:
-    """A TOML value as the flag's parser would have had it from the command line."""
-    if isinstance(value, list):
-        return [_as_words(item) for item in value]
-    return value if isinstance(value, bool) else str(value)
