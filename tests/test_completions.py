@@ -238,6 +238,7 @@ def test_what_a_shell_completes(shell: Shell) -> None:
         "nanovllm run -n 5 mycod": "<run><-n><5><mycoder>",
         "nanovllm verify tiny mycod": "<verify><tiny><mycoder>",
         "nanovllm completion fi": "<completion><fish>",
+        "nanovllm chat --session ab": "<chat><--session><about-cats>",
         "nanovllm run tiny -n 1": "<run><tiny><-n><1>",
         "nanovllm run nosuchmodel": "<run><nosuchmodel>",
     }.items():

@@ -70,5 +70,6 @@ _VALUES: dict[str, Values] = {
     "quantize embedding": Values("words", ("keep", *FORMATS)),
     "TYPE": Values("words", CACHE_TYPES),
     "convert outtype": Values("words", OUTTYPES),
-    "SESSION": Values("sessions"),
+    "chat session": Values("sessions"),
+    "chat delete_session": Values("sessions"),
 }
