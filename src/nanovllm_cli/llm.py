@@ -28,6 +28,7 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import detokenizers_of
+from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.kv_file import program_digest
@@ -36,6 +37,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
@@ -129,6 +131,22 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         return self._worker.weight_bytes
+
+    @property
+    def threads(self) -> int | None:
+        """Of the CPU, where it computes; None on a GPU."""
+        platform = self._worker.platform
+        return platform.threads if isinstance(platform, CpuPlatform) else None
+
+    @property
+    def read_bytes(self) -> int:
+        """What a step reads of the weights, however many sequences are in it."""
+        return self._worker.read_bytes
+
+    @property
+    def formats(self) -> Mapping[Format | None, int]:
+        """How many numbers of the matrices are kept in which format; None is the compute type."""
+        return self._worker.formats
 
     @property
     def kv_bytes(self) -> int:

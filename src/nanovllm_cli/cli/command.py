@@ -81,7 +81,11 @@ class Command(TyperCommand):
             settings = load_settings(_command_flags(ctx))
             ctx.obj = settings
             ctx.meta[ORIGINS] = settings.origins(_full_name(ctx), self._model_of(ctx, words))
-            ctx.default_map = {name: as_words(origin.value) for name, origin in ctx.meta[ORIGINS].items()}
+            several = {param.name for param in self.get_params(ctx) if getattr(param, "multiple", False)}
+            defaults = {name: as_words(origin.value) for name, origin in ctx.meta[ORIGINS].items()}
+            ctx.default_map = {
+                name: [value] if name in several and not isinstance(value, list) else value for name, value in defaults.items()
+            }
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as failure:

@@ -37,6 +37,11 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         ),
         Example("nanovllm chat --list-sessions", "All conversations that were kept."),
     ),
+    "bench": (
+        Example("nanovllm bench tiny", "llama-bench's tests pp512 and tg128."),
+        Example("nanovllm bench tiny -p 0 -n 32 -npl 1-16*4 -r 3", "Decoding of 1, 4 and 16 sequences at once."),
+        Example("nanovllm bench tiny -p 64 -n 16 -d 0,256 -o json >bench.json", "At two depths, as JSON."),
+    ),
     "convert": (
         Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
         Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),

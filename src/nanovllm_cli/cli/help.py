@@ -20,6 +20,8 @@ def write_options(command: Any, formatter: Any) -> None:
 
 def write_commands(group: Any, formatter: Any) -> None:
     shown = [command for command in group.commands.values() if not command.hidden]
+    if not shown:
+        return
     with formatter.section("Commands"):
         _write_rows(formatter, [(command.name, (paragraphs(command.help) or [""])[0]) for command in shown])
 

@@ -52,11 +52,11 @@ class Loaded(NamedTuple):
     seconds: float
 
 
-def load(name: str, options: ModelOptions, config: EngineConfig, console: Console) -> Loaded:
+def load(name: str, options: SourceOptions, config: EngineConfig, console: Console) -> Loaded:
     """The model, ready. The first thing that this does is to show that something is happening."""
     console.announce(f"loading {name}")
     began = time.monotonic()
-    template = chat_template(options.chat_template)
+    template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
     signals.check()

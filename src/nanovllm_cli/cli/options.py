@@ -41,6 +41,22 @@ def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
     )
 
 
+Revision = Annotated[
+    str | None, option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
+]
+Offline = Annotated[bool, option("--offline", help="Use only what is on this machine.", panel=MODEL)]
+DType = Annotated[
+    DTypeName, option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
+]
+Device = Annotated[
+    str,
+    option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"),
+]
+Deterministic = Annotated[
+    bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
+]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """Which model, from where."""
@@ -53,15 +69,29 @@ class SourceOptions:
             panel=MODEL, metavar="MODEL",
         ),
     ] = None  # fmt: skip
-    revision: Annotated[
-        str | None, option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
-    ] = None
-    offline: Annotated[bool, option("--offline", help="Use only what is on this machine.", panel=MODEL)] = False
+    revision: Revision = None
+    offline: Offline = False
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions(SourceOptions):
-    """Which model, in which numbers, from where."""
+class WeightsOptions(SourceOptions):
+    """Which model, from where, in which numbers."""
+
+    dtype: DType = EngineConfig().dtype
+    device: Device = "auto"
+    quant: Annotated[
+        str | None,
+        option(
+            "--quant",
+            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
+            panel=MODEL, metavar="FORMAT",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions(WeightsOptions):
+    """Which model, from where, in which numbers, and how it is spoken to."""
 
     chat_template: Annotated[
         str | None,
@@ -69,23 +99,6 @@ class ModelOptions(SourceOptions):
             "--chat-template",
             help="A built-in template's name, or a Jinja file, instead of the model's own.",
             panel=MODEL, metavar="NAME|FILE",
-        ),
-    ] = None  # fmt: skip
-    dtype: Annotated[
-        DTypeName, option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
-    ] = EngineConfig().dtype
-    device: Annotated[
-        str,
-        option(
-            "--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"
-        ),
-    ] = "auto"
-    quant: Annotated[
-        str | None,
-        option(
-            "--quant",
-            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
-            panel=MODEL, metavar="FORMAT",
         ),
     ] = None  # fmt: skip
 
@@ -159,11 +172,9 @@ class EngineOptions:
         ),
     ] = False
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
-    deterministic: Annotated[
-        bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
-    ] = False
+    deterministic: Deterministic = False
 
-    def config(self, model: ModelOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
+    def config(self, model: WeightsOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import chat, completion, convert, quantize, run, verify
-from nanovllm_cli.cli.command import Command, group
+from nanovllm_cli.cli import bench, chat, completion, convert, quantize, run, verify
+from nanovllm_cli.cli.command import Command, DefaultGroup, group
 from nanovllm_cli.cli.options import print_version
 
 PROGRAM = "nanovllm"
@@ -26,6 +26,9 @@ def build() -> typer.Typer:
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("verify", cls=Command)(verify.verify)
     app.command("completion", cls=Command)(completion.completion)
+    benchmarks = group("Measure speed.", DefaultGroup)
+    benchmarks.command("bench", cls=Command)(bench.bench)
+    app.add_typer(benchmarks, name="bench")
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,6 +40,7 @@ class Worker:
 
     encode: text -> ids without special tokens, token_bytes: the bytes of every token, for sampling parameters that are given
     as text (bad_words, DRY's breakers). platform: where; by default what `config.device` says.
+    formats: how many numbers of its matrices are kept in which format; None is the compute type.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -63,6 +65,7 @@ class Worker:
         check_weights_fit(self._formats.num_bytes(self.dtype), platform.available_bytes())
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
+        self.formats: Counter[Format | None] = Counter()
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
         load_weights(self.model, checkpoint, reader, progress)
@@ -80,6 +83,11 @@ class Worker:
     def weight_bytes(self) -> int:
         """Memory of all matrices; norms and biases are too small to count."""
         return sum(storage.num_bytes for storage in self._storages)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the matrices that every step reads whole: all but an embedding that is not the head as well."""
+        return self.weight_bytes - (0 if self.spec.tied_head else self.model.embedding.weight.num_bytes)
 
     @property
     def num_parameters(self) -> int:
@@ -135,6 +143,7 @@ class Worker:
             form = self._formats.of(name)
             if form is not None:
                 form.check_width(width)
+            self.formats[form] += num_rows * width
             if runs and runs[-1][0] == form and not _stays_apart(form):
                 runs[-1] = (form, runs[-1][1] + num_rows)
             else:

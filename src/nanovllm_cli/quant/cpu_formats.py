@@ -10,14 +10,18 @@ from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.quant.storage import WeightStorage
 
 
+def rounds_activations(form: Format | None, dtype: torch.dtype) -> bool:
+    """Whether whole numbers are multiplied: int8 by int8."""
+    whole = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
+    return whole and dtype != torch.float32
+
+
 def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
     """An empty weight in a format; dtype is what is computed in.
 
     In float32 no format rounds activations: that type is asked for to have exact sums. UnsupportedError for widths and
     groups that don't fit.
     """
-    rounds = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
-    if rounds and dtype != torch.float32:
-        assert isinstance(form, Integer | Blocks)
+    if isinstance(form, Integer | Blocks) and rounds_activations(form, dtype):
         return CpuInteger(form, num_rows, width, dtype)
     return CpuValues(form, num_rows, width, dtype)

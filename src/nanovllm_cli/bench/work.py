@@ -1,0 +1,81 @@
+"""How much a token costs at the least: bytes that must be read, operations that must be done.
+
+Counted from the model's description, for work that is done as well as it can be: each weight is read once a step, however many
+sequences are in it; K and V of everything before a token are read once for it, or once for a chunk of a prompt. Activations
+and the tables of a step are small, and left out. So are windows: a layer that looks back less far costs less than this.
+A multiply-add is two operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm_cli.bench.sweep import Trial
+from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm_cli.quant.format import Format
+
+KINDS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+class Work(NamedTuple):
+    """Of one token."""
+
+    num_bytes: float
+    flops: float
+
+
+class ModelWork(NamedTuple):
+    """What a model's shape says. read_bytes: of weights, each step. kv_bytes: K and V of one token. linear_flops: of the layers'
+    matrices, a token; head_flops: of the head, a row of logits; attention_flops: of a token, for each token that it looks at."""
+
+    read_bytes: float
+    kv_bytes: float
+    linear_flops: float
+    head_flops: float
+    attention_flops: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec, read_bytes: float, kv_dtypes: tuple[torch.dtype, torch.dtype]) -> ModelWork:
+        """read_bytes: as the weights are kept (see LLM.read_bytes)."""
+        linear = attended = kv_bytes = 0.0
+        for block in spec.blocks:
+            if isinstance(attention := block.attention, AttentionSpec):
+                linear += 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * spec.hidden_size
+                attended += 2 * attention.num_heads * attention.head_dim
+                kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
+            if isinstance(mlp := block.mlp, MLPSpec):
+                linear += (3 if mlp.gated else 2) * mlp.intermediate_size * spec.hidden_size
+        return cls(read_bytes, kv_bytes, 2 * linear, 2.0 * spec.vocab_size * spec.hidden_size, 2 * attended)
+
+    def of_token(self, trial: Trial, step_size: int) -> Work:
+        """The mean over the tokens of a trial, whose steps take `step_size` tokens."""
+        prompts, answers = trial.num_prompt * trial.num_parallel, trial.num_gen * trial.num_parallel
+        before, many = trial.depth + trial.num_prompt, trial.num_parallel
+        prefill_steps = -(-prompts // step_size)
+        chunk = min(step_size, trial.num_prompt)
+        chunk_ends = [trial.depth + min(end, trial.num_prompt) for end in range(chunk, trial.num_prompt + chunk, chunk or 1)]
+        generated = _sum_to(before + trial.num_gen) - _sum_to(before)  # each drawn token looks at all before it, and itself
+        read = many * (sum(chunk_ends) + generated)
+        looked_at = many * (_sum_to(before) - _sum_to(trial.depth) + generated)
+        heads = answers + (many if prompts else 0)
+        num_bytes = self.read_bytes * (prefill_steps + trial.num_gen) + self.kv_bytes * read
+        flops = self.linear_flops * (prompts + answers) + self.head_flops * heads + self.attention_flops * looked_at
+        return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
+
+
+def multiplied(formats: Mapping[Format | None, int], dtype: torch.dtype, *, on_cpu: bool) -> str:
+    """What most of a model's matrices are multiplied in, by the names of `roofline.Roofline.gflops`."""
+    from nanovllm_cli.quant.cpu_formats import rounds_activations
+
+    whole = sum(count for form, count in formats.items() if on_cpu and rounds_activations(form, dtype))
+    return "int8" if 2 * whole > sum(formats.values()) else KINDS[str(dtype)]
+
+
+def _sum_to(count: int) -> int:
+    """1 + 2 + … + count."""
+    return count * (count + 1) // 2

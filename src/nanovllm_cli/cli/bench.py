@@ -1,0 +1,161 @@
+"""`nanovllm bench`: llama-bench's table. The work is in `bench/table.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from nanovllm_cli.cli import log
+from nanovllm_cli.cli.bench_options import (
+    BenchEngineOptions,
+    BenchModelOptions,
+    BenchOutputOptions,
+    Format,
+    TestOptions,
+    sweep_of,
+    swept_fields,
+)
+from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.model import load
+from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.config import EngineConfig, KVCacheDType
+from nanovllm_cli.errors import DoesNotFitError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.bench.formats import Printer
+    from nanovllm_cli.bench.record import Record
+    from nanovllm_cli.bench.sweep import Setup, Trial
+    from nanovllm_cli.bench.table import Loaded
+
+EXAMPLE = "for example: nanovllm bench tiny -p 64 -n 16"
+
+
+@expand
+def bench(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
+    ] = None,
+    model: BenchModelOptions,
+    tests: TestOptions,
+    engine: BenchEngineOptions,
+    output: BenchOutputOptions,
+    messages: MessageOptions,
+) -> None:
+    """Measure how fast models read prompts and generate, in llama-bench's table.
+
+    Without further options: pp512 reads a prompt of 512 tokens, tg128 generates 128 tokens; five repetitions each, after one that
+    does not count. Every combination of what is given is measured. Times include the whole engine with greedy sampling.
+    On standard error: the machine, and how near each test came to the limit that the machine sets.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    names = [*(model_word or []), *(model.model or [])]
+    if not names:
+        raise UsageError("no model was named", EXAMPLE)
+    if isinstance(ctx.obj, Settings):
+        names = [ctx.obj.resolve(name) for name in names]
+    sweep = sweep_of(names, model, tests, engine)
+    from nanovllm_cli.bench.formats import explained
+    from nanovllm_cli.bench.machine import this_machine
+    from nanovllm_cli.bench.table import Procedure, run_sweep
+
+    procedure = Procedure(tests.repetitions, not tests.no_warmup, tests.delay)
+    records: list[Record] = []
+    with contextlib.ExitStack() as stack:
+        printing = stack.enter_context(_Printing(output, swept_fields(engine), screen))
+        for record in run_sweep(
+            sweep,
+            lambda setup, trials: _open(setup, trials, model, engine, output, screen),
+            this_machine,
+            procedure,
+            deterministic=engine.deterministic,
+            progress=ProgressLine(screen),
+            announce=screen.line if output.progress else lambda line: None,
+        ):
+            printing.show(record)
+            records.append(record)
+    for line in records[0].machine.lines():
+        screen.say(line, "dim")
+    for record in records:
+        screen.say(explained(record), "dim")
+
+
+class _Printing:
+    """Results on stdout, and perhaps in another form on stderr, as they come. What was begun is
+    ended, also where a test fails."""
+
+    def __init__(self, output: BenchOutputOptions, swept: Sequence[str], screen: Console) -> None:
+        self._forms = (output.output, output.output_err)
+        self._swept = swept
+        self._screen = screen
+        self._printers: list[Printer | None] | None = None
+
+    def __enter__(self) -> _Printing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._printers is not None:
+            self._write([printer.footer() if printer else "" for printer in self._printers])
+
+    def show(self, record: Record) -> None:
+        if self._printers is None:
+            self._printers = [_printer(form, self._swept, record) if form else None for form in self._forms]
+            self._write([printer.header() if printer else "" for printer in self._printers])
+        self._write([printer.row(record) if printer else "" for printer in self._printers])
+
+    def _write(self, texts: list[str]) -> None:
+        if texts[0]:
+            self._screen.answer(texts[0])
+        if texts[1]:
+            self._screen.status("")
+            self._screen.err.write(texts[1])
+
+
+def _printer(form: Format, swept: Sequence[str], record: Record) -> Printer:
+    from nanovllm_cli.bench.formats import FORMATS, Markdown
+
+    return Markdown(swept, on_cpu=record.backends == "CPU") if form == "md" else FORMATS[form]()
+
+
+def _open(
+    setup: Setup,
+    trials: Sequence[Trial],
+    model: BenchModelOptions,
+    engine: BenchEngineOptions,
+    output: BenchOutputOptions,
+    screen: Console,
+) -> Loaded:
+    from nanovllm_cli.bench.roofline import roofline
+    from nanovllm_cli.bench.table import Loaded
+
+    config = EngineConfig(
+        dtype=model.dtype,
+        device=model.device,
+        quant=setup.quant,
+        max_model_len=max(trial.context_len for trial in trials),
+        max_num_seqs=max(trial.num_parallel for trial in trials),
+        max_num_batched_tokens=setup.step_size,
+        num_blocks=max(trial.num_blocks for trial in trials),
+        cache_type_k=cast(KVCacheDType, setup.cache_type_k),
+        cache_type_v=cast(KVCacheDType, setup.cache_type_v),
+        threads=setup.threads,
+        deterministic=engine.deterministic,
+    )
+    try:
+        llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm
+    except DoesNotFitError as failure:
+        raise DoesNotFitError(failure.message, "choose smaller -p, -n, -d or -npl, or a smaller model") from failure
+    if output.roofline == "off":
+        return Loaded(llm)
+    device = "cpu" if llm.threads is not None else "cuda" if model.device == "auto" else model.device
+    fresh = output.roofline == "measure"
+    return Loaded(llm, roofline(device, llm.threads, fresh=fresh, progress=ProgressLine(screen)))

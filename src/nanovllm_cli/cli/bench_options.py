@@ -1,0 +1,193 @@
+"""The options of `nanovllm bench`: names as llama-bench has them. What other options of one value take, these take several of,
+between commas, as ranges (4-64*2, 1-8+1), or by being given again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from nanovllm_cli.bench import sweep
+from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
+from nanovllm_cli.cli.options import Deterministic, Device, DType, Offline, Revision
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import UsageError
+
+TESTS = "Tests"
+Format = Literal["md", "csv", "json", "jsonl", "sql"]
+_STEP = EngineConfig().max_num_batched_tokens
+
+
+def _sizes(text: str) -> list[int]:
+    return [parsers.count(text)] if text.strip()[-1:].isalpha() else sweep.numbers(text)
+
+
+def _cache_types(text: str) -> list[str]:
+    return [parsers.cache_type(part.strip()) for part in text.split(",")]
+
+
+def _several(*flags: str, help: str, panel: str, **more: Any) -> Any:
+    return option(*flags, help=help, panel=panel, **({"metavar": "N,…", "parser": sweep.numbers} | more))
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModelOptions:
+    """Which models, in which numbers."""
+
+    model: Annotated[
+        list[str] | None,
+        option(
+            "-m", "--model",
+            help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
+            panel=MODEL, metavar="MODEL",
+        ),
+    ] = None  # fmt: skip
+    revision: Revision = None
+    offline: Offline = False
+    dtype: DType = EngineConfig().dtype
+    device: Device = "auto"
+    quant: Annotated[
+        list[str] | None,
+        option(
+            "--quant",
+            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, …; none keeps them. [none]",
+            panel=MODEL, metavar="FORMAT,…",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TestOptions:
+    """What is measured."""
+
+    n_prompt: Annotated[
+        list[Any] | None,
+        _several("-p", "--n-prompt", help="pp: read prompts of so many tokens; 0 for none. [512]", panel=TESTS),
+    ] = None
+    n_gen: Annotated[
+        list[Any] | None,
+        _several("-n", "--n-gen", help="tg: generate so many tokens; 0 for none. [128]", panel=TESTS),
+    ] = None
+    prompt_and_gen: Annotated[
+        list[Any] | None,
+        _several(
+            "-pg", "--prompt-and-gen", help="Read a prompt, then generate, timed together. Repeatable.",
+            panel=TESTS, metavar="PP,TG", parser=sweep.pair,
+        ),
+    ] = None  # fmt: skip
+    n_depth: Annotated[
+        list[Any] | None,
+        _several("-d", "--n-depth", help="Behind so many tokens of context, which are not timed. [0]", panel=TESTS),
+    ] = None
+    parallel: Annotated[
+        list[Any] | None,
+        _several("-npl", "--parallel", help="So many sequences generate at once, in tests that do. [1]", panel=TESTS),
+    ] = None
+    repetitions: Annotated[
+        int, option("-r", "--repetitions", help="How often each test is repeated. [5]", panel=TESTS, metavar="N")
+    ] = 5
+    delay: Annotated[
+        float, option("--delay", help="Seconds to wait before each test. [0]", panel=TESTS, metavar="SECONDS")
+    ] = 0.0
+    no_warmup: Annotated[bool, option("--no-warmup", help="No repetition beforehand.", panel=TESTS)] = False
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEngineOptions:
+    """Settings that can be swept."""
+
+    batch_size: Annotated[
+        list[Any] | None,
+        _several(
+            "-b", "--batch-size", help=f"Most tokens in one step of the engine. [{_STEP}]", panel=ENGINE, parser=_sizes
+        ),
+    ] = None
+    ubatch_size: Annotated[
+        list[Any] | None,
+        _several(
+            "-ub", "--ubatch-size",
+            help="The same as in llama.cpp: a step has at most the smaller of both. [--batch-size]",
+            panel=ENGINE, parser=_sizes,
+        ),
+    ] = None  # fmt: skip
+    cache_type_k: Annotated[
+        list[Any] | None,
+        _several(
+            "-ctk", "--cache-type-k", help="What keys are kept as: auto, bf16, int8, fp8, … [auto]",
+            panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
+        ),
+    ] = None  # fmt: skip
+    cache_type_v: Annotated[
+        list[Any] | None,
+        _several(
+            "-ctv", "--cache-type-v", help="The same for values. [auto]",
+            panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
+        ),
+    ] = None  # fmt: skip
+    threads: Annotated[list[Any] | None, _several("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = (
+        None
+    )
+    deterministic: Deterministic = False
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOutputOptions:
+    """What is said, and where."""
+
+    output: Annotated[
+        Format, option("-o", "--output", help="What results are printed as. [md]", panel=OUTPUT, envvar=None)
+    ] = "md"
+    output_err: Annotated[
+        Format | None,
+        option("-oe", "--output-err", help="The same on standard error as well. [nothing]", panel=OUTPUT, envvar=None),
+    ] = None
+    progress: Annotated[
+        bool, option("--progress", help="A line on standard error before each test.", panel=OUTPUT)
+    ] = False
+    roofline: Annotated[
+        Literal["cached", "measure", "off"],
+        option(
+            "--roofline",
+            help="This machine's limits, beside the results: as kept from an earlier run, measured anew, or not at all. [cached]",
+            panel=OUTPUT,
+        ),
+    ] = "cached"  # fmt: skip
+
+
+def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, engine: BenchEngineOptions) -> sweep.Sweep:
+    """Raises UsageError."""
+    if tests.repetitions < 1:
+        raise UsageError("-r takes a number from 1 on")
+    if not 0.0 <= tests.delay <= 3600.0:
+        raise UsageError("--delay takes seconds from 0 to 3600")
+    quants = [part.strip() for text in model.quant or [] for part in text.split(",")]
+    given: dict[str, Any] = {
+        "num_prompts": _flat(tests.n_prompt),
+        "num_gens": _flat(tests.n_gen),
+        "pairs": tuple(tests.prompt_and_gen or ()),
+        "depths": _flat(tests.n_depth),
+        "parallel": _flat(tests.parallel),
+        "quants": tuple([None if name == "none" else name for name in quants]),
+        "batch_sizes": _flat(engine.batch_size),
+        "ubatch_sizes": _flat(engine.ubatch_size),
+        "cache_types_k": _flat(engine.cache_type_k),
+        "cache_types_v": _flat(engine.cache_type_v),
+        "threads": _flat(engine.threads),
+    }
+    return sweep.Sweep(tuple(models), **{name: values for name, values in given.items() if values})
+
+
+def swept_fields(engine: BenchEngineOptions) -> list[str]:
+    """Columns of the table that show what was asked for, by the record's names."""
+    asked = {
+        "n_threads": engine.threads,
+        "n_batch": engine.batch_size,
+        "n_ubatch": engine.ubatch_size,
+        "type_k": engine.cache_type_k,
+        "type_v": engine.cache_type_v,
+    }
+    return [name for name, values in asked.items() if values]
+
+
+def _flat(values: list[Any] | None) -> tuple[Any, ...]:
+    return tuple([value for several in values or () for value in several])

@@ -1,0 +1,52 @@
+"""`nanovllm bench` with the bundled model, as a process of its own. What comes out is looked at, not how fast it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_cli_driver import SOURCE
+
+TINY = "tiny"
+
+
+def bench(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NANOVLLM", "XDG_CONFIG"))}
+    environment |= {"PYTHONPATH": SOURCE, "XDG_CONFIG_HOME": str(home)}
+    command = [sys.executable, "-m", "nanovllm_cli", "bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, timeout=280)
+
+
+def test_the_table_of_a_real_model(tmp_path: Path) -> None:
+    done = bench(
+        tmp_path, TINY, "-p", "40", "-n", "6", "-pg", "20,3", "-d", "0,32", "-npl", "1,3", "-r", "2", "-oe", "jsonl", "-q",
+        "--roofline", "off", "-b", "32", "-t", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    tests = ["pp40", "tg6", "tg6 x3", "pp20+tg3", "pp20+tg3 x3"]
+    assert [row[-2].strip() for row in rows] == [*tests, *(f"{test} @ d32" for test in tests)]
+    assert [row[-3].strip() for row in rows] == ["32"] * 10
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert len(records) == 10
+    for record in records:
+        assert len(record["samples_ns"]) == 2
+        assert min(record["samples_ns"]) > 0
+        tokens = (record["n_prompt"] + record["n_gen"]) * record["n_parallel"]
+        assert record["samples_ts"] == pytest.approx([1e9 * tokens / sample for sample in record["samples_ns"]])
+        assert record["n_threads"] == 1
+        assert record["peak_memory"] > record["model_size"] > 1 << 20
+        assert record["machine"]["command"].startswith("nanovllm bench tiny -p 40")
+
+
+def test_a_context_that_the_model_does_not_have(tmp_path: Path) -> None:
+    done = bench(tmp_path, TINY, "-p", "900000", "-n", "0")
+    assert done.returncode == 5
+    assert "choose smaller -p" in done.stderr
+    assert done.stdout == ""
