@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-Unit = Literal["B", "tensors", "tokens", "lines"]
+Unit = Literal["B", "tensors", "tokens", "lines", "requests"]
 
 
 class LoadProgress(Protocol):

@@ -20,7 +20,8 @@ from nanovllm_cli.errors import UsageError
 
 SPEED = "t/s"
 RATES = (
-    "request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
+    "request_throughput", "request_goodput", "input_throughput", "output_throughput", "total_token_throughput",
+    "max_output_tokens_per_s",
 )  # fmt: skip
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "latency")
 

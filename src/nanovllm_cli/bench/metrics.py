@@ -27,7 +27,7 @@ from nanovllm_cli.errors import UsageError
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 GOODPUT = ("ttft", "tpot", "e2el")
-PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+PERCENTILES = (90.0, 95.0, 99.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,7 @@ class ServeMetrics:
             "total_output_tokens": self.total_output_tokens,
             "request_throughput": self.rate(self.completed),
             "request_goodput": None if self.good is None else self.rate(self.good),
+            "input_throughput": self.rate(self.total_input_tokens),
             "output_throughput": self.rate(self.total_output_tokens),
             "total_token_throughput": self.rate(total),
             "max_output_tokens_per_s": self.peak_output_tokens_per_s,

@@ -1,0 +1,303 @@
+"""`nanovllm bench serve`: how a server does under load. The work is in `bench/serve.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli.bench_dataset import DatasetOptions
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.bench.record import Summary
+    from nanovllm_cli.bench.serve import Outcome, Plan
+    from nanovllm_cli.bench.serve_client import Target
+
+SERVER, LOAD = "Server", "Load"
+NUM_PROMPTS, WARMUP, TIMEOUT = 100, 1, 600.0
+_MOST_FAILURES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Whom to ask."""
+
+    url: Annotated[
+        str,
+        option("--url", help="The server, with or without /v1. [http://127.0.0.1:8000]", panel=SERVER, metavar="URL"),
+    ] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None,
+        option("-m", "--model", help="The model's name there. [the first that the server lists]", panel=SERVER, metavar="NAME"),
+    ] = None  # fmt: skip
+    endpoint: Annotated[
+        Literal["completions", "chat"],
+        option("--endpoint", help="Which of OpenAI's endpoints: prompts as they are, or as a chat. [completions]", panel=SERVER),
+    ] = "completions"  # fmt: skip
+    api_key: Annotated[
+        str | None,
+        option(
+            "--api-key", help="Never shown; other users see a command line, so rather set OPENAI_API_KEY.",
+            panel=SERVER, metavar="KEY",
+        ),
+    ] = None  # fmt: skip
+    ignore_eos: Annotated[
+        bool,
+        option("--ignore-eos", help="Answers go on to their full length. Not every server can do that.", panel=SERVER),
+    ] = False
+    extra_body: Annotated[
+        str | None,
+        option(
+            "--extra-body",
+            help='More fields of each request, such as \'{"top_k": 20}\', in place of ours; null takes one out. [greedy answers]',
+            panel=SERVER, metavar="JSON",
+        ),
+    ] = None  # fmt: skip
+    timeout: Annotated[
+        float,
+        option("--timeout", help=f"Most seconds for one request. [{TIMEOUT:g}]", panel=SERVER, metavar="SECONDS"),
+    ] = TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How much is asked, and when."""
+
+    num_prompts: Annotated[
+        int, option("--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", panel=LOAD, metavar="N")
+    ] = NUM_PROMPTS
+    request_rate: Annotated[
+        str,
+        option(
+            "--request-rate",
+            help="Requests a second; inf sends all at once. Several between commas are a run each. [inf]",
+            panel=LOAD, metavar="R,…",
+        ),
+    ] = "inf"  # fmt: skip
+    burstiness: Annotated[
+        float,
+        option(
+            "--burstiness",
+            help="Shape of the gamma distribution of gaps: 1 is a Poisson process, less comes in bursts, more is even. [1]",
+            panel=LOAD, metavar="SHAPE",
+        ),
+    ] = 1.0  # fmt: skip
+    ramp_up: Annotated[
+        float,
+        option("--ramp-up", help="Seconds in which the rate grows from nothing. [0]", panel=LOAD, metavar="SECONDS"),
+    ] = 0.0
+    max_concurrency: Annotated[
+        str | None,
+        option(
+            "--max-concurrency",
+            help="Most requests at a time; others wait. Several between commas are a run each. [any number]",
+            panel=LOAD, metavar="N,…",
+        ),
+    ] = None  # fmt: skip
+    warmup: Annotated[
+        int, option("--warmup", help=f"Requests beforehand that do not count. [{WARMUP}]", panel=LOAD, metavar="N")
+    ] = WARMUP
+    seed: Annotated[
+        int, option("-s", "--seed", help="Of the made-up prompts and of the gaps. [0]", panel=LOAD, metavar="N")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOutputOptions:
+    """What is told."""
+
+    output: Annotated[
+        Literal["md", "json", "jsonl"],
+        option("-o", "--output", help="What results are printed as. [md]", panel=OUTPUT, envvar=None),
+    ] = "md"
+    percentiles: Annotated[
+        str,
+        option("--percentiles", help="Of each latency. [90,95,99]", panel=OUTPUT, metavar="P,…"),
+    ] = "90,95,99"
+    goodput: Annotated[
+        list[str] | None,
+        option(
+            "--goodput",
+            help="Goals in milliseconds that a good request keeps to: ttft:200,tpot:50,e2el:5000. Repeatable.",
+            panel=OUTPUT, metavar="NAME:MS",
+        ),
+    ] = None  # fmt: skip
+    save: Annotated[
+        str | None,
+        option("--save", help="Writes results with every latency, for bench compare.", panel=OUTPUT, metavar="FILE", envvar=None),
+    ] = None  # fmt: skip
+    report: Annotated[
+        str | None, option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
+    ] = None
+    plot: Annotated[bool, option("--plot", help="Charts, made of characters, below the table.", panel=OUTPUT)] = False
+
+
+@expand
+def bench_serve(
+    *,
+    server: ServerOptions,
+    load: LoadOptions,
+    dataset: DatasetOptions,
+    output: ServeOutputOptions,
+    messages: MessageOptions,
+) -> None:
+    """Measure how an OpenAI-compatible server does under load.
+
+    Requests are sent when a schedule made beforehand says so, whatever became of those before them. Figures are those of vLLM's
+    own benchmark: throughput, and the time to the first token (TTFT), per further token (TPOT), between tokens (ITL) and to the
+    whole answer (E2EL). A request's time begins before it connects; each has a connection of its own. Answers are greedy.
+    Ctrl-C reports what is done until then. Exits with 1 where no request succeeded.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    if output.plot and output.output != "md":
+        raise UsageError("--plot goes with -o md")
+    with signals.insisting():
+        from nanovllm_cli.bench import serve
+        from nanovllm_cli.bench.machine import this_machine
+    signals.check()
+    plans = _plans(load, output)
+    target = _target(server)
+    if load.num_prompts < 1 or load.warmup < 0:
+        raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")
+    workload = dataset.workload(load.num_prompts + load.warmup, seed=load.seed)
+    target.body(workload.requests[0])
+    for path in (output.save, output.report):
+        if path is not None:
+            with WholeFile(Path(path)):
+                pass  # what could not be written is said before the work, not after it
+    if not target.model:
+        target = replace(target, model=serve.find_model(target))
+        screen.say(f"model: {target.model}")
+    screen.announce("warming up")
+    serve.warm_up(target, workload, load.warmup)
+    machine = this_machine(_without_key(sys.argv[1:]))
+    results: list[Summary] = []
+    interrupted: BaseException | None = None
+    for plan in plans:
+        progress = ProgressLine(screen)
+        progress.stage(_title(plan), load.num_prompts, "requests")
+        outcome = serve.measure(target, workload, plan, machine, skip=load.warmup, tick=progress.advance)
+        screen.status("")
+        results.append(outcome.summary)
+        _tell(outcome, output, screen)
+        interrupted = outcome.interrupted
+        if interrupted is not None:
+            break
+    _write(results, output, screen)
+    if interrupted is not None:
+        raise interrupted
+    if not any(each.metrics["completed"] for each in results):
+        raise RequestError("no request succeeded", f"look at {target.server.url}, --model and --endpoint")
+
+
+def _target(options: ServerOptions) -> Target:
+    from nanovllm_cli.bench.serve_client import Target
+    from nanovllm_cli.bench.serve_http import Server
+
+    extra: Any = {}
+    if options.extra_body is not None:
+        try:
+            extra = json.loads(options.extra_body)
+        except (ValueError, RecursionError) as failure:
+            raise UsageError(f"--extra-body is not JSON: {failure}") from failure
+        if not isinstance(extra, dict):
+            raise UsageError("--extra-body is not an object", """for example: --extra-body '{"top_k": 20}'""")
+    return Target(
+        Server.at(options.url),
+        options.endpoint,
+        options.model or "",
+        options.api_key or os.environ.get("OPENAI_API_KEY") or None,
+        options.ignore_eos,
+        extra,
+        options.timeout,
+    )
+
+
+def _without_key(words: list[str]) -> list[str]:
+    """The command line as results may tell it."""
+    shown = [re.sub(r"^(--api-key=).*", r"\1...", word, flags=re.DOTALL) for word in words]
+    return ["..." if i and words[i - 1] == "--api-key" else word for i, word in enumerate(shown)]
+
+
+def _plans(load: LoadOptions, output: ServeOutputOptions) -> list[Plan]:
+    """One for each rate and each limit of concurrency."""
+    from nanovllm_cli.bench.metrics import goals_of
+    from nanovllm_cli.bench.serve import Plan
+    from nanovllm_cli.bench.serve_client import schedule
+
+    goals = goals_of(word for words in output.goodput or () for word in words.replace(",", " ").split())
+    percentiles = _numbers("--percentiles", output.percentiles)
+    limits = [None] if load.max_concurrency is None else _numbers("--max-concurrency", load.max_concurrency)
+    if any(limit is not None and limit != int(limit) for limit in limits):
+        raise UsageError("--max-concurrency takes whole numbers")
+    rates = _numbers("--request-rate", load.request_rate)
+    for rate in rates:
+        schedule(2, rate, burstiness=load.burstiness, ramp_up=load.ramp_up)  # refuses what makes no sense
+    return [
+        Plan(
+            rate, None if limit is None else int(limit), load.burstiness, load.ramp_up, load.seed, percentiles, goals
+        )
+        for rate in rates for limit in limits
+    ]  # fmt: skip
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as failure:
+        raise UsageError(f"{flag} {text!r} is not a number, or several between commas") from failure
+    if any(math.isnan(number) for number in numbers):
+        raise UsageError(f"{flag} {text!r} is not a number")
+    return numbers
+
+
+def _title(plan: Plan) -> str:
+    rate = "all at once" if math.isinf(plan.request_rate) else f"{plan.request_rate:g} requests/s"
+    return rate + (f", at most {plan.max_concurrency} under way" if plan.max_concurrency else "")
+
+
+def _tell(outcome: Outcome, output: ServeOutputOptions, screen: Console) -> None:
+    from nanovllm_cli.bench.serve_report import serve_table
+
+    if output.output == "md":
+        screen.answer(serve_table(outcome.summary) + "\n")
+    for remark in outcome.remarks:
+        screen.say(remark)
+    for error, count in outcome.failures[:_MOST_FAILURES_SHOWN]:
+        screen.say(f"{count} failed: {error}")
+
+
+def _write(results: list[Summary], output: ServeOutputOptions, screen: Console) -> None:
+    from nanovllm_cli.bench.record import write_json
+
+    if output.output == "json":
+        screen.answer(write_json(results))
+    elif output.output == "jsonl":
+        screen.answer("".join(json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in results))
+    if output.save is not None:
+        with WholeFile(Path(output.save)) as file:
+            file.write(write_json(results))
+            file.commit()
+    if output.plot:
+        from nanovllm_cli.bench.plots import draw
+
+        screen.answer(draw(results, screen.out.width()))
+    if output.report is not None:
+        from nanovllm_cli.bench.html import write_report
+
+        write_report(output.report, results, results[0].machine)
+    for line in results[0].machine.lines():
+        screen.say(line, "dim")
