@@ -42,6 +42,21 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm bench tiny -p 0 -n 32 -npl 1-16*4 -r 3", "Decoding of 1, 4 and 16 sequences at once."),
         Example("nanovllm bench tiny -p 64 -n 16 -d 0,256 -o json >bench.json", "At two depths, as JSON."),
     ),
+    "bench.serve": (
+        Example("nanovllm bench serve --url http://127.0.0.1:8000", "100 made-up prompts, all at once."),
+        Example(
+            "nanovllm bench serve --request-rate 1,2,4 --goodput ttft:500,tpot:100 --save serve.json --report serve.html",
+            "At three rates, with the requests a second that met both goals.",
+        ),
+        Example("nanovllm bench serve --dataset prefix --max-concurrency 8", "What a prefix cache is good for."),
+    ),
+    "bench.compare": (
+        Example("nanovllm bench compare before.json after.json", "How much faster each test became."),
+        Example(
+            "nanovllm bench compare before.json after.json --fail-under 0.95", "For a script: 1 where a test lost 5 %."
+        ),
+        Example("nanovllm bench compare llama.json ours.json --report versus.html", "llama-bench -o json against us."),
+    ),
     "convert": (
         Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
         Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),

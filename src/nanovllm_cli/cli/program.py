@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import bench, chat, completion, convert, quantize, run, verify
+from nanovllm_cli.cli import bench, bench_compare, bench_serve, chat, completion, convert, quantize, run, verify
 from nanovllm_cli.cli.command import Command, DefaultGroup, group
 from nanovllm_cli.cli.options import print_version
 
@@ -28,6 +28,8 @@ def build() -> typer.Typer:
     app.command("completion", cls=Command)(completion.completion)
     benchmarks = group("Measure speed.", DefaultGroup)
     benchmarks.command("bench", cls=Command)(bench.bench)
+    benchmarks.command("serve", cls=Command)(bench_serve.bench_serve)
+    benchmarks.command("compare", cls=Command)(bench_compare.bench_compare)
     app.add_typer(benchmarks, name="bench")
     return app
 
