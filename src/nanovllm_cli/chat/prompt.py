@@ -9,6 +9,7 @@ earlier turns out changes the text, and what follows is read again.
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,10 +62,18 @@ class Prompts:
     def going_on(self, system: str | None, messages: Sequence[Message]) -> Prompt:
         """For more of the last message, which is an answer. Raises as `next` does."""
         ids, dropped = self._fitting(system, messages, self._encode_unfinished)
-        opened = ids
-        if messages[-1].reasoning and not messages[-1].content:  # cut in its thoughts, with which it goes on
-            opened = self._opened(self._encode(system, messages[dropped:-1]))
-        return Prompt(self._grafted(ids), self.prompting.parser_for(opened), dropped)
+        last = messages[-1]
+        if last.content or not last.reasoning:
+            return Prompt(self._grafted(ids), self.prompting.parser_for(ids), dropped)
+        splitter = self.prompting.parser_for(self._opened(self._encode(system, messages[dropped:-1])))
+        assert splitter is not None, "there was reasoning"
+
+        def within() -> ReasoningSplitter:
+            parser = splitter()
+            parser.push(last.reasoning)
+            return parser
+
+        return Prompt(self._grafted(ids), within, dropped)
 
     def count(self, system: str | None, messages: Sequence[Message]) -> int:
         """Tokens that the conversation has now; where the template refuses it as it is, of its texts alone."""
@@ -149,15 +158,15 @@ def graft(
         at += len(piece(fresh[index]))
         starts.setdefault(at, index + 1)
     blocks = _blocks(kept, piece, empty) if empty is not None else {}
-    index, at, best = same, 0, (same, same)
+    index, at, best, passed_by = same, 0, (same, same), 0
     while index < len(kept):
-        text = piece(kept[index])
+        text = piece(kept[index])[passed_by:]
         if text and rest.startswith(text, at):
-            index, at = index + 1, at + len(text)
+            index, at, passed_by = index + 1, at + len(text), 0
             if at in starts:
                 best = (index, starts[at])
-        elif index in blocks:
-            index = blocks[index]
+        elif index in blocks and not passed_by:
+            index, passed_by = blocks[index]
         else:
             break
     return [*kept[: best[0]], *fresh[best[1] :]]
@@ -167,14 +176,19 @@ def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _blocks(ids: Sequence[int], piece: Callable[[int], bytes], pattern: re.Pattern[bytes]) -> dict[int, int]:
-    """Where among the tokens a match of `pattern` begins -> where it ends, for matches that are whole tokens."""
-    at, index_at = 0, {0: 0}
-    for index, token_id in enumerate(ids, start=1):
-        at += len(piece(token_id))
-        index_at.setdefault(at, index)
-    spans = (match.span() for match in pattern.finditer(b"".join(map(piece, ids))))
-    return {index_at[a]: index_at[b] for a, b in spans if a in index_at and b in index_at}
+def _blocks(
+    ids: Sequence[int], piece: Callable[[int], bytes], pattern: re.Pattern[bytes]
+) -> dict[int, tuple[int, int]]:
+    """For matches of `pattern` that begin with a token: that token -> the one where they end, and how many of its bytes they
+    take (the white space behind a block may belong to a word)."""
+    starts = [0, *itertools.accumulate(len(piece(token_id)) for token_id in ids)]
+    found = {}
+    for match in pattern.finditer(b"".join(map(piece, ids))):
+        first = bisect.bisect_left(starts, match.start())
+        last = bisect.bisect_right(starts, match.end()) - 1
+        if starts[first] == match.start():
+            found[first] = (last, match.end() - starts[last])
+    return found
 
 
 def _for_template(system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
