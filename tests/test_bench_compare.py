@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,44 @@ def test_llama_bench_files_are_read(tmp_path: Path, form: str) -> None:
     assert (made.baseline, made.files) == ("llama", ("ours",))
     assert made.rows[0].ratio == pytest.approx(1.5)
     assert made.differing["n_batch"] == ("2048", "0")
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "nanovllm_cli", "bench", "compare", *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "before.json").write_text(write_json([record(20.0, 22.0), record(5.0, gen=1), run()]))
+    (tmp_path / "after.json").write_text(write_json([record(21.0, 23.0, type_k="int8"), run()]))
+    told = command("before.json", "after.json", "--fail-under", "0.9", "--report", "out.html", "-q", cwd=tmp_path)
+    assert (told.returncode, told.stderr) == (0, "")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in told.stdout.splitlines()]
+    assert rows[0] == ["test", "metric", "before", "after", "ratio"]
+    assert rows[2] == ["tg128", "t/s", "21", "22", "1.048 ± 0.069"]
+    assert ["tg1", "before"] in rows
+    assert ["type_k", "-", "int8"] in rows or ["type_k", "", "int8"] in rows
+    assert "<svg" in (tmp_path / "out.html").read_text()
+
+    failing = command("before.json", "after.json", "--fail-under", "1.1", "--metric", "t/s", cwd=tmp_path)
+    assert failing.returncode == 1
+    assert "1 of 1 ratios are under 1.1; the lowest is 1.048: t/s of tg128 in after" in failing.stderr
+    assert "tg128" in failing.stdout
+
+    as_json = command("before.json", "after.json", "-o", "json", "--metric", "mean_ttft_ms", cwd=tmp_path)
+    [row] = json.loads(as_json.stdout)["rows"]
+    assert (row["test"], row["metric"], row["ratio"]) == ("serve", "mean_ttft_ms", 1.0)
+
+
+def test_the_command_refuses(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(write_json([record(20.0)]))
+    (tmp_path / "bad.json").write_text('{"samples_ns": []}')
+    for arguments in (["a.json"], ["a.json", "bad.json"], ["a.json", "none.json"], ["a.json", "a.json"], [],
+                      ["a.json", "bad.json", "--fail-under", "x"]):  # fmt: skip
+        told = command(*arguments, cwd=tmp_path)
+        assert told.returncode == 2, arguments
+        assert told.stdout == ""
+        assert told.stderr.startswith("error: ")
 
 
 def test_names_of_sources(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_gaps_have_the_gamma_distributions_deviation(burstiness: float, deviatio
 
 
 def test_a_ramp_grows_evenly() -> None:
-    moments = schedule(100_000, 100.0, ramp_up=200.0, burstiness=1e6)
+    moments = schedule(100_000, 100.0, ramp_up=200.0, burstiness=INF)
     assert moments == sorted(moments)
     for moment in (10.0, 100.0, 200.0):  # by then the integral of 100 t / 200 has come: t^2 / 4
         assert sum(each <= moment for each in moments) == pytest.approx(moment**2 / 4, abs=2)
@@ -332,8 +332,8 @@ def test_schedules_that_make_no_sense() -> None:
     assert schedule(3, INF) == [0.0, 0.0, 0.0]
     assert schedule(1, 2.0) == [0.0]
     assert schedule(0, 2.0) == []
-    for more in ({"rate": 0.0}, {"rate": -1.0}, {"rate": math.nan}, {"burstiness": 0.0}, {"burstiness": INF}, {"ramp_up": -1.0},
-                 {"ramp_up": INF}, {"rate": INF, "ramp_up": 1.0}):  # fmt: skip
+    for more in ({"rate": 0.0}, {"rate": -1.0}, {"rate": math.nan}, {"burstiness": 0.0}, {"burstiness": math.nan},
+                 {"ramp_up": -1.0}, {"ramp_up": INF}, {"rate": INF, "ramp_up": 1.0}):  # fmt: skip
         with pytest.raises(UsageError):
             schedule(5, **{"rate": 1.0, **more})
     for plan in ({"max_concurrency": 0}, {"percentiles": [101.0]}, {"percentiles": []}):

@@ -8,8 +8,9 @@ against each other:
     ITL    inter-token latency: the gaps between the pieces of an answer, all requests' gaps together
     E2EL   end to end: from sending a request to the last piece of its answer
 
-Two differences, both on purpose: a piece without any text (the role that opens a chat answer) is no token, and the peak
-concurrency is the most requests at any one moment, not within any one second. Nothing here knows about HTTP.
+Three differences, on purpose: a piece without any text (the role that opens a chat answer) is no token; the peak of tokens a
+second counts all tokens of a piece; and requests that failed were under way, too, as far as concurrency goes. Nothing here knows
+about HTTP.
 """
 
 from __future__ import annotations

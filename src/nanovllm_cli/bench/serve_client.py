@@ -79,19 +79,20 @@ def schedule(count: int, rate: float, *, burstiness: float = 1.0, ramp_up: float
     """When each of `count` requests is sent, in seconds after the first, which is at 0.
 
     rate: requests a second; inf sends all at once. The gaps are gamma distributed with shape `burstiness`, as in vLLM: 1
-    is a Poisson process, less comes in bursts, more is even. They are scaled so that the rate is kept exactly.
+    is a Poisson process, less comes in bursts, more is even, and inf entirely. They are scaled so that the rate is kept exactly.
     ramp_up: over so many seconds the rate grows from nothing to `rate`, evenly.
     """
     for name, value in (("request rate", rate), ("burstiness", burstiness)):
         if not value > 0:
             raise UsageError(f"a {name} of {value:g}", "it must be above 0")
-    if not 0 <= ramp_up < math.inf or math.isinf(burstiness):
-        raise UsageError(f"a ramp-up of {ramp_up:g} s and a burstiness of {burstiness:g}", "they must be finite")
+    if not 0 <= ramp_up < math.inf:
+        raise UsageError(f"a ramp-up of {ramp_up:g} s")
     if math.isinf(rate) or count < 2:
         if ramp_up:
             raise UsageError("a ramp-up without a rate", "give --request-rate too")
         return [0.0] * count
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0, count - 1)
+    draw = np.random.default_rng(seed)
+    gaps = np.ones(count - 1) if math.isinf(burstiness) else draw.gamma(burstiness, 1.0, count - 1)
     total = float(gaps.sum())
     steady = np.concatenate([[0.0], np.cumsum(gaps * ((count - 1) / rate / total if total > 0 else 0.0))])
     if ramp_up:
