@@ -13,11 +13,12 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.inputs import decode, read_file
-from nanovllm_cli.cli.output import Console, ControlFilter, Stream, one_line
+from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.progress_line import duration, size
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.cli.settings import load_settings, project_file
 from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
+from nanovllm_cli.text.control_filter import ControlFilter
 
 # ---- sizes, biases, escapes ----
 
@@ -128,6 +129,7 @@ def test_answers_without_code(answer: str) -> None:
         ("\x1bcreset\x1b(Bset", "resetset"),
         ("\x1b\x1b[2Jx", "x"),
         ("\x1b[\n31mx", "\n31mx"),
+        ("if \u202eevil\u202c and \u2066more\u2069 \u200dhere", "if evil and more \u200dhere"),
     ],
 )
 def test_control_sequences_are_stripped_however_they_are_cut(text: str, shown: str) -> None:

@@ -9,8 +9,9 @@ import sys
 from typing import BinaryIO
 
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode
-from nanovllm_cli.cli.output import Console, ControlFilter
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.control_filter import ControlFilter
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from typing import Literal, TextIO
 
 from nanovllm_cli.errors import OutputError
+from nanovllm_cli.text.control_filter import ControlFilter
 
 Style = Literal["dim", "error", "hint"]
-State = Literal["text", "escape", "csi", "string", "string escape"]
 
 _SGR = {"dim": "\x1b[2m", "error": "\x1b[1;31m", "hint": "\x1b[36m"}
 _RESET = "\x1b[0m"
@@ -177,6 +177,12 @@ class Console:
                 self._begin_line()
         self._write(self.out, self._filters[self.out].feed(text) if self.out.is_terminal else text)
 
+    def styled(self, text: str) -> None:
+        """Text on stdout that its writer has filtered and styled for the terminal there."""
+        if self._one_screen:
+            self.status("")
+        self._write(self.out, text)
+
     def aside(self, text: str) -> None:
         """A piece of the model's reasoning, dimmed, on stderr."""
         self.status("")
@@ -226,41 +232,6 @@ class Console:
 def console() -> Console:
     """The process's own: one status line, one idea of where the cursor is."""
     return Console()
-
-
-class ControlFilter:
-    """Takes control sequences out of text that comes in pieces: CSI, OSC and their kin, and every control character
-    but newline and tab. An unfinished OSC ends with its line, so that a model can hide no more than that."""
-
-    def __init__(self) -> None:
-        self._state: State = "text"
-
-    def feed(self, text: str) -> str:
-        if self._state == "text" and text.isprintable():
-            return text
-        return "".join(filter(self._keeps, text))
-
-    def _keeps(self, character: str) -> bool:
-        code = ord(character)
-        if code == 0x1B:
-            self._state = "string escape" if self._state in ("string", "string escape") else "escape"
-            return False
-        if self._state == "text":
-            self._state = _C1.get(code, "text")
-            return character in "\n\t" or not (code < 0x20 or 0x7F <= code < 0xA0)
-        if self._state == "escape":
-            if not 0x20 <= code <= 0x2F:  # what comes before the last character of a short sequence
-                self._state = _AFTER_ESCAPE.get(character, "text")
-        elif self._state == "csi":
-            if not 0x20 <= code <= 0x3F:
-                self._state = "text"
-        elif self._state == "string escape" or character in "\n\x07\x9c":
-            self._state = "text"
-        return character == "\n"
-
-
-_AFTER_ESCAPE: dict[str, State] = {"[": "csi", **dict.fromkeys("]PX^_", "string")}
-_C1: dict[int, State] = {0x9B: "csi", **dict.fromkeys((0x90, 0x98, 0x9D, 0x9E, 0x9F), "string")}
 
 
 def one_line(text: str) -> str:

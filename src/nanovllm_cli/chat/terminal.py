@@ -1,0 +1,188 @@
+"""What a person sees of a conversation on a terminal: answers as Markdown, thinking dimmed or folded, remarks.
+
+Everything is appended, on stdout; only the status line (the prompt's progress, folded thinking) comes and goes. Text of
+models and files loses its control sequences on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from nanovllm_cli.chat.flow import Flow
+from nanovllm_cli.chat.keys import AnswerKeys
+from nanovllm_cli.chat.markdown import MarkdownStream
+from nanovllm_cli.cli.output import Console, one_line
+from nanovllm_cli.cli.progress_line import ProgressLine, duration
+from nanovllm_cli.text.control_filter import ControlFilter
+
+_PREFILL_WORTH_SHOWING = 256
+_STATUS_SECONDS = 0.1
+_DIM = "2"
+
+Part = Literal["nothing", "thinking", "answer"]
+
+
+class TerminalDisplay:
+    """A Display on a terminal.
+
+    markdown: answers are rendered, else shown as they are. folds_thinking: of thinking only how long it takes is shown, until
+    `toggle_thinking`. keys: the keyboard, which is watched while an answer comes.
+    """
+
+    def __init__(
+        self, console: Console, *, markdown: bool = True, folds_thinking: bool = False, keys: AnswerKeys | None = None
+    ) -> None:
+        self.folds_thinking = folds_thinking
+        self._console = console
+        self._renders = markdown
+        self._keys = keys
+        self._progress = ProgressLine(console)
+        self._part: Part = "nothing"
+        self._num_read = 0
+        self._thought = ""
+        self._thoughts = ControlFilter()
+        self._flow = self._new_flow()
+        self._began = self._drawn = 0.0
+
+    def begin(self) -> None:
+        self._part, self._num_read, self._thought = "nothing", 0, ""
+        self._thoughts, self._flow = ControlFilter(), self._new_flow()
+        if self._keys is not None:
+            self._keys.watch()
+
+    def progress(self, done: int, total: int) -> None:
+        self._look_at_keys()
+        if total < _PREFILL_WORTH_SHOWING:
+            return
+        if not self._num_read:
+            self._progress.stage("reading the prompt", total, "tokens")
+        self._progress.advance(max(done - self._num_read, 0))
+        self._num_read = max(done, 1)
+
+    def reasoning(self, text: str) -> None:
+        self._look_at_keys()
+        if self._part != "thinking":
+            self._end_part()
+            self._part, self._thought = "thinking", ""
+            self._began = time.monotonic()
+        text = self._thoughts.feed(text)
+        self._thought += text
+        if self.folds_thinking:
+            self._show_thinking_time()
+        else:
+            self._write_thought(text)
+
+    def content(self, text: str) -> None:
+        self._look_at_keys()
+        if self._part != "answer":
+            self._end_part()
+            self._part = "answer"
+            self._stream = self._new_stream()
+        self._stream.feed(text)
+
+    def end(self, remark: str | None = None) -> None:
+        if self._keys is not None:
+            self._keys.release()
+        self._console.status("")
+        self._end_part()
+        self._part = "nothing"
+        if remark is not None:
+            self._line(f"({remark})", _DIM)
+        self._console.styled("\n")
+
+    def toggle_thinking(self) -> None:
+        """Folds thinking, or shows it: what is going on, or what the last answer thought."""
+        self.folds_thinking = not self.folds_thinking
+        if self._part == "thinking" and self.folds_thinking:
+            self._flow.end()
+            self._flow.flush()
+        elif self._part == "thinking" or (self._thought and not self.folds_thinking):
+            self._console.status("")
+            self._write_thought(self._thought)
+            if self._part != "thinking":
+                self._flow.end()
+                self._flow.flush()
+        else:
+            self._line("thinking is folded" if self.folds_thinking else "thinking is shown", _DIM)
+
+    def say(self, text: str) -> None:
+        text = ControlFilter().feed(text).rstrip("\n")
+        self._console.styled(text + "\n")
+
+    def warn(self, text: str) -> None:
+        self._line(text, "33", "warning: ")
+
+    def fail(self, what: str, hint: str | None = None) -> None:
+        self._line(what, "1;31", "error: ")
+        if hint is not None:
+            self._line(hint, "36", "hint: ")
+
+    # ---- inside ----
+
+    def _new_flow(self) -> Flow:
+        return Flow(self._console.styled, self._console.out.width)
+
+    def _new_stream(self) -> _AnswerStream:
+        if not self._renders:
+            return _AsItIs(self._console.styled)
+        return MarkdownStream(self._console.styled, self._console.out.width, color=self._console.out.color)
+
+    def _end_part(self) -> None:
+        if self._part == "answer":
+            self._stream.finish()
+        elif self._part == "thinking":
+            self._console.status("")
+            self._flow.end()
+            self._flow.flush()
+            if self.folds_thinking:
+                self._line(f"thought for {duration(time.monotonic() - self._began)}", _DIM)
+            self._console.styled("\n")
+
+    def _write_thought(self, text: str) -> None:
+        self._flow.put(text, _DIM)
+        self._flow.flush()
+
+    def _show_thinking_time(self) -> None:
+        now = time.monotonic()
+        if now - self._drawn >= _STATUS_SECONDS:
+            self._drawn = now
+            words = len(self._thought.split())
+            self._console.status(f"thinking  {duration(now - self._began)}  {words:,} words")
+
+    def _look_at_keys(self) -> None:
+        if self._keys is not None and self._keys.poll() % 2:
+            self.toggle_thinking()
+
+    def _line(self, text: str, style: str, label: str = "") -> None:
+        """A line of ours, styled as a whole, or its label where it has one."""
+        if not self._console.out.color and style != _DIM:
+            style = "1" if label else ""
+        styled = f"\x1b[0;{style}m{label or one_line(text)}\x1b[0m" if style else label
+        self._console.styled(f"{styled}{one_line(text) if label else ''}\n")
+
+
+class _AnswerStream(Protocol):
+    def feed(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _AsItIs:
+    """An answer without its control sequences, and ended by a newline."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._filter = ControlFilter()
+        self._at_line_start = True
+
+    def feed(self, text: str) -> None:
+        text = self._filter.feed(text)
+        if text:
+            self._at_line_start = text.endswith("\n")
+            self._write(text)
+
+    def finish(self) -> None:
+        if not self._at_line_start:
+            self._write("\n")

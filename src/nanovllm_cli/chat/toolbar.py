@@ -1,0 +1,42 @@
+"""The line below the prompt: model, context, speed, memory, session; as much of it as the terminal is wide."""
+
+from __future__ import annotations
+
+from nanovllm_cli.chat.flow import text_width
+from nanovllm_cli.chat.surface import Status
+from nanovllm_cli.cli.output import one_line
+from nanovllm_cli.cli.progress_line import size
+
+NEARLY_FULL = 0.8
+_BAR = 10
+_GAP = "  "
+
+Part = tuple[str, str]
+"""The name of a style ("" or "full") and text."""
+
+
+def toolbar(status: Status, columns: int) -> list[Part]:
+    """The most important parts that fit; at the least the model's name, cut."""
+    share = status.context_used / max(status.context_size, 1)
+    style = "full" if share >= NEARLY_FULL else ""
+    filled = min(round(share * _BAR), _BAR)
+    left = max(status.context_size - status.context_used, 0)
+    speed = f"{status.tokens_per_second:.1f} tok/s" if status.tokens_per_second is not None else ""
+    # In the order in which they stand; the number says which go first where there is little room.
+    parts = [
+        (0, "", one_line(status.model)),
+        (1, style, f"context {share:.0%}"),
+        (4, style, "━" * filled + "─" * (_BAR - filled)),
+        (3, style, f"{left:,} of {status.context_size:,} tokens left"),
+        (2, "", speed),
+        (6, "", size(status.memory_bytes)),
+        (5, "", one_line(status.session or "")),
+    ]
+    parts = [part for part in parts if part[2]]
+    while len(parts) > 1 and sum(text_width(text) for _, _, text in parts) + len(_GAP) * len(parts) > columns:
+        parts.remove(max(parts))
+    name, *others = [(style, text) for _, style, text in parts]
+    shown = [(name[0], " " + name[1][: max(columns - 2, 1)])]
+    for part in others:
+        shown += [("", _GAP), part]
+    return shown
