@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 
+from nanovllm_cli.weights import shapes
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, int]:
+    keys = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads", "dim": "head_dim", "vocab": "vocab_size",
+    }  # fmt: skip
+    return {name: config[key] for name, key in keys.items()}
+
+
 SHAPES = {
-    "qwen3-0.6b": {
-        "layers": 28,
-        "hidden": 1024,
-        "inner": 3072,
-        "heads": 16,
-        "kv_heads": 8,
-        "dim": 128,
-        "vocab": 151936,
-    },
+    "qwen3-0.6b": _plain(shapes.SHAPES["qwen3-0.6b"]),
     "small": {"layers": 4, "hidden": 256, "inner": 768, "heads": 4, "kv_heads": 2, "dim": 64, "vocab": 4096},
 }
 CONTEXT = 40960

@@ -1,24 +1,19 @@
-"""Real models' shapes, and a checkpoint of random weights in one of them that needs no file."""
+"""Real models' shapes as GPU benchmarks think of them, and what a step costs at the least."""
 
 from __future__ import annotations
 
-import functools
 import math
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
-from nanovllm_cli.weights.checkpoint import TensorInfo
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.weights import random_weights, shapes
+from nanovllm_cli.weights.random_weights import BF16_BYTES, POOL
 
-STD = 0.02
-"""Of matrices, as transformers initialises them."""
-POOL = (1 << 24) + 127
-"""Random numbers that a checkpoint is made of; a slice of a tensor begins anywhere among them."""
-BF16_BYTES = 2
+__all__ = ["POOL", "SHAPES", "RandomCheckpoint", "Shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +56,20 @@ class Shape:
     def has_qk_norm(self) -> bool:
         return self.family == "Qwen3ForCausalLM"
 
+    @classmethod
+    def known(cls, name: str) -> Shape:
+        """One that the package knows by name."""
+        config = shapes.SHAPES[name]
+        rope = {"rope_type": "default", "rope_theta": config["rope_theta"], **config.get("rope_scaling", {})}
+        return cls(
+            config["architectures"][0], config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"],
+            config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], config["vocab_size"],
+            config["tie_word_embeddings"], config["max_position_embeddings"], tuple(rope.items()),
+        )  # fmt: skip
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by the checkpoint's names."""
-        q, kv = self.heads * self.dim, self.kv_heads * self.dim
-        parts: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (self.hidden,),
-            "self_attn.q_proj": (q, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, q),
-            "post_attention_layernorm": (self.hidden,),
-            "mlp.gate_proj": (self.inner, self.hidden),
-            "mlp.up_proj": (self.inner, self.hidden),
-            "mlp.down_proj": (self.hidden, self.inner),
-        }
-        if self.has_qk_norm:
-            parts |= {"self_attn.q_norm": (self.dim,), "self_attn.k_norm": (self.dim,)}
-        outer = {"model.embed_tokens.weight": (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
-        if not self.tied:
-            outer["lm_head.weight"] = (self.vocab, self.hidden)
-        return outer | {
-            f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in parts.items()
-        }
+        return random_weights.tensor_shapes(spec_from_hf(self.config, hf_family(self.config)))
 
     @property
     def matrix_numbers(self) -> int:
@@ -103,78 +90,13 @@ class Shape:
         return sequences * (linear + attention)
 
 
-SHAPES = {
-    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
-    "qwen3-8b": Shape("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 128, 151936, tied=False),
-    "llama-3.2-1b": Shape(
-        "LlamaForCausalLM", 16, 2048, 8192, 32, 8, 64, 128256, tied=True, max_position=131072,
-        rope=(
-            ("rope_type", "llama3"), ("rope_theta", 5e5), ("factor", 32.0), ("low_freq_factor", 1.0),
-            ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192),
-        ),
-    ),
-    "tiny": Shape("Qwen3ForCausalLM", 2, 64, 96, 4, 2, 64, 320, tied=True, max_position=512),
-}  # fmt: skip
+SHAPES = {name: Shape.known(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b")} | {
+    "tiny": Shape("Qwen3ForCausalLM", 2, 64, 96, 4, 2, 64, 320, tied=True, max_position=512)
+}
 
 
-@functools.cache
-def _pool(seed: int) -> torch.Tensor:
-    return torch.randn(POOL, generator=torch.Generator().manual_seed(seed))
-
-
-class RandomCheckpoint:
-    """A Checkpoint whose tensors are made when they are asked for, on `device`: slices of one pool of normal numbers, which is
-    the same on every device. Matrices have a standard deviation of STD, norms lie around 1."""
-
-    format: Literal["hf", "gguf"] = "hf"
-    path = Path("random weights")
+class RandomCheckpoint(random_weights.RandomCheckpoint):
+    """Made-up weights of a Shape, on a device."""
 
     def __init__(self, shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> None:
-        self.config = shape.config
-        self.generation_config: dict[str, Any] = {}
-        self._shapes = shape.tensors()
-        pool = _pool(seed)
-        self._matrices = (pool * STD).to(torch.bfloat16).to(device)
-        self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.info(name).num_bytes for name in self._shapes)
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def info(self, name: str) -> TensorInfo:
-        shape = self._shapes[name]
-        return TensorInfo(name, shape, "BF16", math.prod(shape) * BF16_BYTES)
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        shape = self._shapes[name]
-        first, last = rows or (0, shape[0])
-        numel = math.prod((last - first, *shape[1:]))
-        source = self._matrices if len(shape) > 1 else self._norms
-        begin = (zlib.crc32(name.encode()) + first * math.prod(shape[1:])) % len(source)
-        parts = []
-        while numel > 0:  # around the end of the pool, where the slice passes it
-            parts.append(source[begin : begin + numel])
-            numel -= len(parts[-1])
-            begin = 0
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return values.view(last - first, *shape[1:]).to(dtype or torch.bfloat16)
-
-    def raw(self, name: str) -> torch.Tensor:
-        return self.tensor(name).view(torch.uint8)
-
-    def release(self, name: str) -> None:
-        """Nothing is mapped."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(shape.config, device, seed)

@@ -40,6 +40,7 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.reasoning import reasoning_format
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.random_weights import RandomCheckpoint
 from nanovllm_cli.weights.source import ResolvedModel, resolve
 
 logger = logging.getLogger(__name__)
@@ -354,6 +356,8 @@ class LLM:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if isinstance(checkpoint, RandomCheckpoint):
+        return byte_tokenizer()
     if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config)
     path = checkpoint.path

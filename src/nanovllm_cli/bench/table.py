@@ -215,6 +215,6 @@ def _type_name(dtype: object) -> str:
 
 
 def _size_label(count: int) -> str:
-    """0.6B, 8.2B, 70B; 3.2M."""
-    scale, letter = (1e9, "B") if count >= 1e8 else (1e6, "M")
+    """0.6B, 8.2B, 70B; 135M."""
+    scale, letter = (1e9, "B") if count >= 2e8 else (1e6, "M")
     return f"{count / scale:.1f}{letter}" if count < 10 * scale else f"{count / scale:.0f}{letter}"

@@ -26,6 +26,7 @@ from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.errors import DoesNotFitError, UsageError
+from nanovllm_cli.weights.shapes import RANDOM
 
 if TYPE_CHECKING:
     from nanovllm_cli.bench.formats import Printer
@@ -58,7 +59,7 @@ def bench(
     """
     screen = console()
     log.configure(messages, screen)
-    names = [*(model_word or []), *(model.model or [])]
+    names = [*(model_word or []), *(model.model or []), *(RANDOM + shape for shape in model.random_weights or [])]
     if not names:
         raise UsageError("no model was named", EXAMPLE)
     if isinstance(ctx.obj, Settings):
@@ -85,8 +86,9 @@ def bench(
             records.append(record)
     for line in records[0].machine.lines():
         screen.say(line, "dim")
+    several = len({record.model_type for record in records}) > 1
     for record in records:
-        screen.say(explained(record), "dim")
+        screen.say(f"{record.model_type}, {explained(record)}" if several else explained(record), "dim")
 
 
 class _Printing:

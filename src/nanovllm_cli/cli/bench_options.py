@@ -42,6 +42,14 @@ class BenchModelOptions:
             panel=MODEL, metavar="MODEL",
         ),
     ] = None  # fmt: skip
+    random_weights: Annotated[
+        list[str] | None,
+        option(
+            "--random-weights",
+            help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json. Repeatable.",
+            panel=MODEL, metavar="SHAPE",
+        ),
+    ] = None  # fmt: skip
     revision: Revision = None
     offline: Offline = False
     dtype: DType = EngineConfig().dtype

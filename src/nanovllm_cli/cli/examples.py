@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm bench tiny", "llama-bench's tests pp512 and tg128."),
         Example("nanovllm bench tiny -p 0 -n 32 -npl 1-16*4 -r 3", "Decoding of 1, 4 and 16 sequences at once."),
         Example("nanovllm bench tiny -p 64 -n 16 -d 0,256 -o json >bench.json", "At two depths, as JSON."),
+        Example("nanovllm bench --random-weights smollm2-135m --quant none,int8 -p 32 -n 8", "Made-up weights, two formats."),
     ),
     "bench.serve": (
         Example("nanovllm bench serve --url http://127.0.0.1:8000", "100 made-up prompts, all at once."),

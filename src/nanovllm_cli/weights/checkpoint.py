@@ -1,6 +1,7 @@
 """A model on this machine, whatever its format: settings, and tensors by name, lazily.
 
-    open_checkpoint(path)    a folder (safetensors or GGUF), a .safetensors file, a .gguf file, a part of a split GGUF
+    open_checkpoint(path)    a folder (safetensors or GGUF), a .safetensors file, a .gguf file, a part of a split GGUF;
+                             random:SHAPE for weights that are made up (random_weights.py)
 
 Nothing is copied when a checkpoint is opened: headers are read and checked, tensors are views of mapped files until
 somebody asks for another dtype. Pickled weights (.bin, .pt, .pth) are never opened. Names stay as the files have them;
@@ -30,6 +31,7 @@ from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
+from nanovllm_cli.weights.shapes import RANDOM
 
 MAX_CONFIG_BYTES = 10_000_000
 
@@ -109,6 +111,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
     """
     path = Path(path)
+    if str(path).startswith(RANDOM):
+        from nanovllm_cli.weights.random_weights import open_random
+
+        return open_random(str(path).removeprefix(RANDOM), path)
     try:
         return _open_path(path)
     except PermissionError as error:

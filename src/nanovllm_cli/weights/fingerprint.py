@@ -12,12 +12,16 @@ from pathlib import Path
 
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import split_parts
+from nanovllm_cli.weights.shapes import RANDOM
 
 SAMPLE_BYTES = 4096
 
 
 def file_stamps(path: Path) -> list[tuple[str, int, int]]:
-    """(name, size, time of the last change in ns) of a model's files of tensors. Raises OSError where there are none to ask."""
+    """(name, size, time of the last change in ns) of a model's files of tensors. Raises OSError where there are none to ask;
+    made-up weights have none."""
+    if str(path).startswith(RANDOM):
+        return []
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
     else:

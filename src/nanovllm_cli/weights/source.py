@@ -1,13 +1,14 @@
 """From what a user calls a model to the files of it on this machine, downloaded first where that is needed.
 
-Tried in this order: an existing path; a name on the hub (`hf:org/repo`, a huggingface.co address, `org/repo`, each with
-`:quant`, `@revision` or a GGUF's path after it); an alias. Downloads go into the Hugging Face cache and nowhere else.
-What the files hold is not looked at here: `checkpoint.py` opens them.
+Tried in this order: random:SHAPE, which needs no files; an existing path; a name on the hub (`hf:org/repo`, a huggingface.co
+address, `org/repo`, each with `:quant`, `@revision` or a GGUF's path after it); an alias. Downloads go into the Hugging Face
+cache and nowhere else. What the files hold is not looked at here: `checkpoint.py` opens them.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -18,10 +19,13 @@ from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
 from nanovllm_cli.weights.files import Weights, choose, quant_of, read_index, some, split_parts
+from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
 _MAX_ALIAS_STEPS = 8
@@ -78,6 +82,8 @@ def resolve(
     UnsupportedError (nothing readable in it), UsageError (no such quantization or file, a name with two meanings).
     """
     progress = progress or NullProgress()
+    if name.startswith(RANDOM):
+        return _made_up(name)
     if (path := _existing_path(name)) is not None:
         return _local(path, name, quant)
     known = {**ALIASES, **{alias.lower(): target for alias, target in (aliases or {}).items()}}
@@ -240,6 +246,15 @@ def _local(path: Path, name: str, quant: str | None) -> ResolvedModel:
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check its permissions") from error
     return ResolvedModel(path, name, None, None, None, num_bytes, format_)
+
+
+def _made_up(name: str) -> ResolvedModel:
+    """Weights that no file holds: their size follows from the shape."""
+    from nanovllm_cli.weights.random_weights import BF16_BYTES, tensor_shapes
+
+    config = shape_config(name.removeprefix(RANDOM))
+    shapes = tensor_shapes(spec_from_hf(config, hf_family(config))).values()
+    return ResolvedModel(Path(name), name, None, None, None, BF16_BYTES * sum(map(math.prod, shapes)), "hf")
 
 
 def _bundled() -> Path:

@@ -1,0 +1,136 @@
+"""A checkpoint without files: weights of a given shape, made up when they are asked for.
+
+Every tensor is a stretch of one pool of normal numbers, so that a model of any size takes the memory of the pool besides its own,
+and a slice of a tensor is the same however the rest is cut. Matrices and biases have a standard deviation of 0.02, as
+transformers initialises them; norms lie around 1. The same seed gives the same model on every machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.models.families import HF_NAMES, spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.weights.checkpoint import TensorInfo
+from nanovllm_cli.weights.shapes import shape_config
+
+STD = 0.02
+POOL = (1 << 24) + 127
+"""Numbers in the pool; a tensor begins anywhere among them."""
+BF16_BYTES = 2
+
+
+class RandomCheckpoint:
+    """A Checkpoint for any config.json that is supported. device: where tensors are made. Raises what reading a config raises."""
+
+    format: Literal["hf", "gguf"] = "hf"
+
+    def __init__(
+        self, config: Mapping[str, Any], device: torch.device | str = "cpu", seed: int = 0, path: Path = Path("random weights")
+    ) -> None:
+        self.path = path
+        self.config = dict(config)
+        self.generation_config: dict[str, Any] = {}
+        self._shapes = tensor_shapes(spec_from_hf(config, hf_family(config)))
+        pool = _pool(seed)
+        self._matrices = (pool * STD).to(torch.bfloat16).to(device)
+        self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.info(name).num_bytes for name in self._shapes)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def info(self, name: str) -> TensorInfo:
+        shape = self._shapes[name]
+        return TensorInfo(name, shape, "BF16", math.prod(shape) * BF16_BYTES)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        shape = self._shapes[name]
+        first, last = rows or (0, shape[0])
+        count = math.prod((last - first, *shape[1:]))
+        source = self._norms if "norm" in name else self._matrices
+        begin = (zlib.crc32(name.encode()) + first * math.prod(shape[1:])) % len(source)
+        parts = []
+        while count > 0:  # around the end of the pool, where the slice passes it
+            parts.append(source[begin : begin + count])
+            count -= len(parts[-1])
+            begin = 0
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values.view(last - first, *shape[1:]).to(dtype or torch.bfloat16)
+
+    def raw(self, name: str) -> torch.Tensor:
+        values = self.tensor(name)
+        return values.reshape(values.shape[0] if values.dim() > 1 else 1, -1).view(torch.uint8)
+
+    def release(self, name: str) -> None:
+        """Nothing is mapped."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_random(shape: str, path: Path) -> RandomCheckpoint:
+    """shape: see `shapes.shape_config`. path: what the checkpoint calls itself."""
+    return RandomCheckpoint(shape_config(shape), path=path)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of this model holds, under Hugging Face's names."""
+    hidden = spec.hidden_size
+    found: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
+    if not spec.tied_head:
+        found["head.weight"] = (spec.vocab_size, hidden)
+    named = {HF_NAMES[name]: shape for name, shape in found.items()}
+    for i, block in enumerate(spec.blocks):
+        assert isinstance(block.attention, AttentionSpec)
+        assert isinstance(block.mlp, MLPSpec)
+        parts = _attention_shapes(block.attention, hidden) | _mlp_shapes(block.mlp, hidden)
+        parts |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+        named |= {HF_NAMES["blocks.{i}." + name].replace("{i}", str(i)): shape for name, shape in parts.items()}
+    return named
+
+
+def _attention_shapes(spec: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "q.weight": (q, hidden), "k.weight": (kv, hidden), "v.weight": (kv, hidden), "o.weight": (hidden, q)
+    }  # fmt: skip
+    if spec.qkv_bias:
+        shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
+    if spec.out_bias:
+        shapes["o.bias"] = (hidden,)
+    if spec.qk_norm:
+        shapes |= {"q_norm.weight": (spec.head_dim,), "k_norm.weight": (spec.head_dim,)}
+    return shapes
+
+
+def _mlp_shapes(spec: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    inner = spec.intermediate_size
+    outputs = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in outputs.items()}
+    return shapes | ({f"{name}.bias": shape[:1] for name, shape in outputs.items()} if spec.bias else {})
+
+
+@functools.cache
+def _pool(seed: int) -> torch.Tensor:
+    return torch.randn(POOL, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,95 @@
+"""Shapes of models that people know, as the config.json that each publishes, for weights that are made up (random_weights.py).
+
+Only what decides how large a model is and how it computes is kept. Sources: config.json of each repository named in `aliases.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm_cli.errors import ModelNotFoundError
+from nanovllm_cli.weights.json_file import read_json_file
+
+RANDOM = "random:"
+"""A model's name that begins so means made-up weights: random:qwen3-0.6b, random:path/to/config.json."""
+MAX_CONFIG_BYTES = 10_000_000
+
+
+def _config(
+    family: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, *, tied: bool, **more: Any
+) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+    }
+    return plain | more
+
+
+_QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6}
+_QWEN25: dict[str, Any] = {"max_position_embeddings": 32768, "rope_theta": 1e6}
+
+
+def _llama(factor: float) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": _config("Qwen3", 28, 1024, 3072, 16, 8, 151936, tied=True, **_QWEN3),
+    "qwen3-1.7b": _config("Qwen3", 28, 2048, 6144, 16, 8, 151936, tied=True, **_QWEN3),
+    "qwen3-4b": _config("Qwen3", 36, 2560, 9728, 32, 8, 151936, tied=True, **_QWEN3),
+    "qwen3-8b": _config("Qwen3", 36, 4096, 12288, 32, 8, 151936, tied=False, **_QWEN3),
+    "qwen3-14b": _config("Qwen3", 40, 5120, 17408, 40, 8, 151936, tied=False, **_QWEN3),
+    "qwen3-32b": _config("Qwen3", 64, 5120, 25600, 64, 8, 151936, tied=False, **_QWEN3),
+    "qwen2.5-0.5b": _config("Qwen2", 24, 896, 4864, 14, 2, 151936, tied=True, **_QWEN25),
+    "qwen2.5-1.5b": _config("Qwen2", 28, 1536, 8960, 12, 2, 151936, tied=True, **_QWEN25),
+    "qwen2.5-3b": _config("Qwen2", 36, 2048, 11008, 16, 2, 151936, tied=True, **_QWEN25),
+    "qwen2.5-7b": _config("Qwen2", 28, 3584, 18944, 28, 4, 152064, tied=False, **_QWEN25),
+    "qwen2.5-14b": _config("Qwen2", 48, 5120, 13824, 40, 8, 152064, tied=False, **_QWEN25),
+    "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
+    "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
+    "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),
+    "llama-3.1-70b": _config("Llama", 80, 8192, 28672, 64, 8, 128256, tied=False, **_llama(8.0)),
+    "mistral-7b": _config(
+        "Mistral", 32, 4096, 14336, 32, 8, 32768, tied=False, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
+    ),
+    "tinyllama-1.1b": _config(
+        "Llama", 22, 2048, 5632, 32, 4, 32000, tied=False, max_position_embeddings=2048, rope_theta=1e4, rms_norm_eps=1e-5
+    ),
+    "smollm2-135m": _config(
+        "Llama", 30, 576, 1536, 9, 3, 49152, tied=True, max_position_embeddings=8192, rope_theta=1e5, rms_norm_eps=1e-5
+    ),
+}
+
+
+def shape_config(shape: str) -> dict[str, Any]:
+    """config.json of a known shape, or of a file (or of the folder that it is in). What it says of quantization is left out:
+    made-up weights are plain. Raises ModelNotFoundError, CheckpointError."""
+    if shape.lower() in SHAPES:
+        return dict(SHAPES[shape.lower()])
+    path = Path(shape).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        near = difflib.get_close_matches(shape.lower(), SHAPES, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(SHAPES)}; or the path of a config.json"
+        raise ModelNotFoundError(f"no shape is called {shape}", hint)
+    config = read_json_file(path, MAX_CONFIG_BYTES)
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}

@@ -1,0 +1,128 @@
+"""Models without files: of the shapes that are published, the same every time, and usable like any other."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm_cli import LLM, EngineConfig, SamplingParams
+from nanovllm_cli.bench.work import ModelWork
+from nanovllm_cli.errors import CheckpointError, DoesNotFitError, ModelNotFoundError, UnsupportedError
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.random_weights import POOL, RandomCheckpoint, tensor_shapes
+from nanovllm_cli.weights.shapes import SHAPES, shape_config
+from nanovllm_cli.weights.source import resolve
+
+# Numbers of parameters that the hub shows for each repository, of tensors as they are stored.
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "mistral-7b": 7_248_023_552,
+    "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008,
+}  # fmt: skip
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 80, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 24, "vocab_size": 300,
+    }  # fmt: skip
+    return shape_config("qwen3-0.6b") | sizes | changes
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_those_of_the_published_models(name: str) -> None:
+    config = shape_config(name)
+    spec = spec_from_hf(config, hf_family(config))
+    assert sum(map(math.prod, tensor_shapes(spec).values())) == PUBLISHED[name]
+    assert resolve(f"random:{name}").num_bytes == 2 * PUBLISHED[name]
+
+
+def test_the_work_of_a_known_model_is_twice_its_weights() -> None:
+    """A token multiplies with every weight once: all of a tied model's matrices, 596 million less its norms."""
+    config = shape_config("qwen3-0.6b")
+    work = ModelWork.of(spec_from_hf(config, hf_family(config)), 0, (torch.bfloat16,) * 2)
+    assert work.linear_flops + work.head_flops == pytest.approx(2 * 596_049_920, rel=1e-3)
+    assert work.kv_bytes == 112 * 1024  # 28 layers, 8 heads of 128, two bytes, K and V
+
+
+def test_a_slice_is_the_same_however_the_rest_is_cut() -> None:
+    checkpoint = RandomCheckpoint(small(vocab_size=POOL // 40))  # an embedding of twice the pool
+    name = "model.embed_tokens.weight"
+    whole = checkpoint.tensor(name)
+    rows = whole.shape[0]
+    for first, last in ((0, 5), (rows // 2 - 3, rows // 2 + 3), (rows - 2, rows)):
+        assert torch.equal(checkpoint.tensor(name, rows=(first, last)), whole[first:last])
+    assert torch.equal(whole, RandomCheckpoint(small(vocab_size=POOL // 40)).tensor(name))
+    assert not torch.equal(whole[:9], RandomCheckpoint(small(), seed=1).tensor(name)[:9])
+
+
+def test_numbers_are_of_a_size_that_a_model_computes_with() -> None:
+    checkpoint = RandomCheckpoint(small(architectures=["Qwen2ForCausalLM"]))
+    matrix = checkpoint.tensor("model.layers.1.mlp.up_proj.weight", torch.float32)
+    assert matrix.std() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(matrix, checkpoint.tensor("model.layers.0.mlp.up_proj.weight", torch.float32))
+    assert checkpoint.tensor("model.norm.weight").float().mean() == pytest.approx(1, abs=0.1)
+    assert checkpoint.tensor("model.layers.0.self_attn.q_proj.bias").float().abs().max() < 0.1
+    assert checkpoint.raw("model.norm.weight").shape == (1, 160)
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "q4_k"])
+def test_a_model_without_files_answers(tmp_path: Path, quant: str | None) -> None:
+    wide = small(hidden_size=256, intermediate_size=256, head_dim=64, quantization_config={"quant_method": "gptq"})
+    path = write(tmp_path, wide)
+    config = EngineConfig(max_model_len=64, num_blocks=8, quant=quant)
+    answers = []
+    for name in (f"random:{path}", f"random:{tmp_path}"):
+        with LLM(name, config=config) as llm:
+            (output,) = llm.generate("héllo", SamplingParams(temperature=0.0, max_tokens=5))
+            answers.append(output.outputs[0].token_ids)
+            assert len(output.prompt_ids) == 6
+            assert llm.tokenizer.decode(output.prompt_ids) == "héllo"
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 5
+
+
+def test_bytes_are_a_vocabulary() -> None:
+    tokenizer = byte_tokenizer()
+    text = "a b\n\tÄ語🙂 <|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert sorted(tokenizer.id_to_bytes(i) for i in range(256)) == [bytes([i]) for i in range(256)]
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (256, ())
+
+
+def test_what_is_no_shape(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("random:qwen3-0.5b")
+    assert caught.value.hint is not None
+    assert "qwen3-0.6b" in caught.value.hint
+    with pytest.raises(ModelNotFoundError):
+        open_checkpoint(f"random:{tmp_path / 'none.json'}")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError):
+        resolve(f"random:{tmp_path}")
+    with pytest.raises(UnsupportedError, match="unknown architecture"):
+        resolve(f"random:{write(tmp_path, small(architectures=['Odd']))}")
+
+
+def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
+    huge = small(hidden_size=1 << 16, intermediate_size=1 << 20, num_hidden_layers=50)
+    with pytest.raises(DoesNotFitError, match="GiB"):
+        LLM(f"random:{write(tmp_path, huge)}", config=EngineConfig(max_model_len=64))
