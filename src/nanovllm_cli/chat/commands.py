@@ -41,7 +41,7 @@ def run(chat: Chat, line: str) -> None:
     if command is None:
         near = difflib.get_close_matches(word, _BY_NAME, n=3)
         meant = f"did you mean {' or '.join('/' + name for name in near)}?" if near else "/help lists them"
-        raise UsageError(f"there is no command /{word[:40]}", f"{meant} A message that begins with / is written //…")
+        raise UsageError(f"there is no command /{word[:40]}", f"{meant} (//… sends a message that begins with /)")
     argument = argument.strip()
     if argument and not command.arguments:
         raise UsageError(f"/{word} takes nothing behind it")
