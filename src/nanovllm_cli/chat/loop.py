@@ -369,10 +369,12 @@ class Chat:
             turn.run()
         finally:
             turn.flush()
-            if turn.began:
-                with signals.held():
-                    self._keep(turn, begun)
-            turn.end(self._remark(turn))
+            try:
+                if turn.began:
+                    with signals.held():
+                        self._keep(turn, begun)
+            finally:
+                turn.end(self._remark(turn))
         if turn.error is not None:
             raise RequestError(f"the answer failed: {turn.error}", "/regen asks for another one")
         self._warn_when_nearly_full()

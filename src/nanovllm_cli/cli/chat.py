@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -84,11 +86,12 @@ def _converse(
     from nanovllm_cli.chat.commands import say_session
 
     resumed = _session_to_resume(sessions, saved)
+    surface = _surface(talk, screen)
     options = loop.Settings(
         given=_given(sampling),
         think=talk.think,
         kwargs=template_kwargs(talk.chat_template_kwargs),
-        shows_reasoning=_shows_reasoning(talk, screen),
+        shows_reasoning=surface.shows_reasoning,
         shifts=talk.context_overflow == "shift",
         saves_kv=sessions.save_kv,
     )
@@ -103,9 +106,8 @@ def _converse(
             named_model(settings, name, others, EXAMPLE), model if name == started_with else others, config, screen
         )
 
-    display = _display(screen)
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chat = loop.Chat(open_model, saved, display, options, interactive=at_terminal)
+    chat = loop.Chat(open_model, saved, surface.display, options, interactive=at_terminal, edits=surface.edits)
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)
@@ -119,7 +121,7 @@ def _converse(
             chat.keep(sessions.session)
         if system is not None and system != chat.conversation.system:
             chat.tell(system)
-        with contextlib.closing(_reader(chat, screen)) as reader:
+        with contextlib.closing(surface.open_reader(chat)) as reader:
             chat.run(reader, [first] if first else [])
     if chat.failure is not None and not at_terminal:
         raise typer.Exit(chat.failure.exit_code)
@@ -159,20 +161,57 @@ def _given(sampling: SamplingOptions) -> dict[str, object]:
     return given
 
 
+class _Surface(NamedTuple):
+    """Where it happens. edits: the reader can offer a text to be changed."""
+
+    display: Display
+    open_reader: Callable[[Chat], Reader]
+    shows_reasoning: bool
+    edits: bool
+
+
+def _surface(talk: ChatOptions, screen: Console) -> _Surface:
+    """A line editor and rendered answers where both ends are a terminal; lines and text elsewhere. Raises UsageError."""
+    from nanovllm_cli.chat.plain import PlainDisplay, PlainReader
+
+    asks = sys.stdin is not None and sys.stdin.isatty()
+    if talk.markdown == "always" and not screen.out.moves_cursor:
+        raise UsageError(
+            "--markdown always needs a terminal, and standard output is none", "leave it out: text is as it is there"
+        )
+    plain = _Surface(
+        PlainDisplay(screen), lambda chat: PlainReader(screen), _shows_reasoning(talk, screen), edits=False
+    )
+    if not screen.out.moves_cursor or not (asks or talk.markdown == "always"):
+        return plain
+    from nanovllm_cli.chat.keys import AnswerKeys
+    from nanovllm_cli.chat.terminal import TerminalDisplay
+
+    keys = AnswerKeys(sys.stdin.fileno()) if asks else None
+    display = TerminalDisplay(
+        screen, markdown=talk.markdown != "never", folds_thinking=talk.reasoning == "hide", keys=keys
+    )
+    if not asks:
+        return plain._replace(display=display)
+
+    def open_editor(chat: Chat) -> Reader:
+        from nanovllm_cli.chat.commands import complete
+        from nanovllm_cli.chat.line_editor import LineEditor
+
+        return LineEditor(
+            partial(complete, chat),
+            chat.status,
+            display.toggle_thinking,
+            keys=keys,
+            history_file=state_folder() / "chat-history" if chat.session is not None else None,
+            color=screen.out.color,
+        )
+
+    return _Surface(display, open_editor, shows_reasoning=True, edits=True)
+
+
 def _shows_reasoning(talk: ChatOptions, screen: Console) -> bool:
     return talk.reasoning == "show" or (talk.reasoning == "auto" and screen.err.is_terminal and not screen.quiet)
-
-
-def _display(screen: Console) -> Display:
-    from nanovllm_cli.chat.plain import PlainDisplay
-
-    return PlainDisplay(screen)
-
-
-def _reader(chat: Chat, screen: Console) -> Reader:
-    from nanovllm_cli.chat.plain import PlainReader
-
-    return PlainReader(screen)
 
 
 def _list(saved: Sessions, screen: Console) -> None:

@@ -34,11 +34,19 @@ class ChatOptions:
     ] = None
     reasoning: Annotated[
         ReasoningChoice,
-        option("--reasoning", help="A model's reasoning; auto shows it on a terminal. [auto]", panel=CONVERSATION),
+        option(
+            "--reasoning",
+            help="A model's reasoning; auto shows it on a terminal, where hide folds it. [auto]",
+            panel=CONVERSATION,
+        ),
     ] = "auto"
     markdown: Annotated[
         MarkdownChoice,
-        option("--markdown", help="Render answers; auto does on a terminal. [auto]", panel=CONVERSATION),
+        option(
+            "--markdown",
+            help="Render answers; auto does where messages are typed, always on every terminal. [auto]",
+            panel=CONVERSATION,
+        ),
     ] = "auto"
     context_overflow: Annotated[
         Overflow,
