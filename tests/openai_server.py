@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -79,12 +80,15 @@ class OpenAIServer:
     A GET of /v1/models lists `models`; everything else is the script's.
     """
 
-    def __init__(self, script: Script, models: tuple[str, ...] = ("fake",)) -> None:
+    def __init__(
+        self, script: Script, models: tuple[str, ...] = ("fake",), context: ssl.SSLContext | None = None
+    ) -> None:
         self.replies: list[Reply] = []
         self.most_at_once = 0
         self._running = 0
         self._script = script
         self._models = models
+        self._context = context
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -115,7 +119,7 @@ class OpenAIServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=1000)
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=1000, ssl=self._context)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await asyncio.Event().wait()

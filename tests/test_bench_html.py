@@ -226,7 +226,7 @@ def test_a_comparison_shows_ratios_and_marks_what_fails(tmp_path: Path) -> None:
         ["test", "metric", "before", "after", "ratio", "±"],
         ["tg128", "t/s", "21", "10.5", "0.500", "0.034"],
     ]
-    assert tables[1] == [["file", "test"], ["after", "tg64"]]
+    assert tables[1] == [["file", "tests"], ["after", "tg64"]]
     assert document.count('<tr class="bad">') == 1
 
 

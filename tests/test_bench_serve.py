@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import ssl
 import statistics
 import subprocess
 import sys
@@ -485,3 +487,36 @@ def run_here(arguments: list[str]) -> int:
     except Exception as error:
         return explanation(error).exit_code
     return 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_an_encrypted_server(tmp_path: Path) -> None:
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    key = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        "key.pem",
+        "-out",
+        "cert.pem",
+    ]
+    subprocess.run(["openssl", "req", "-x509", *key, *name], cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with OpenAIServer(words(3), context=context) as server:
+        arguments = [
+            "--url",
+            server.url.replace("http://127.0.0.1", "https://localhost"),
+            "--num-prompts",
+            "4",
+            "-o",
+            "json",
+        ]
+        trusting = command(*arguments, cwd=tmp_path, SSL_CERT_FILE="cert.pem")
+        careful = command(*arguments, cwd=tmp_path)
+    assert json.loads(trusting.stdout)[0]["metrics"]["total_output_tokens"] == 12
+    assert careful.returncode == 1
+    assert "certificate verify failed" in careful.stderr

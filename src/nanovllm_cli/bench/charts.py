@@ -158,8 +158,12 @@ def _runs(sources: Sources) -> list[tuple[str, Summary]]:
 
 def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
     single = [each for each in records if each.record.n_parallel == 1]
-    deep = _split(single, lambda each: _key(each, "depth"))
-    against = {key: found for key, found in deep.items() if len({each.record.n_depth for each in found}) > 1}
+    by_test = _split(single, lambda each: _test(each.record, "depth"))
+    swept = {test for test, found in by_test.items() if len({each.record.n_depth for each in found}) > 1}
+    against = _split(
+        [each for each in single if _test(each.record, "depth") in swept],
+        lambda each: (_test(each.record, "depth"), each.name),
+    )
     made: list[Chart | Bars] = []
     for title, kind in (("Prompt speed against depth", "pp"), ("Generation speed against depth", "tg")):
         series = [
@@ -175,7 +179,7 @@ def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
                     Axis("depth (tokens in the context)", "tokens"), Axis("tokens a second", "t/s"), tuple(series),
                 )
             )  # fmt: skip
-    flat = [each for each in single if _key(each, "depth") not in against]
+    flat = [each for each in single if _test(each.record, "depth") not in swept]
     return [*made, *_speed_bars(flat)]
 
 
@@ -200,11 +204,13 @@ def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
 
 
 def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
-    groups = _split(records, lambda each: _key(each, "parallel"))
+    by_test = _split(records, lambda each: _test(each.record, "parallel"))
+    swept = {test for test, found in by_test.items() if len({each.record.n_parallel for each in found}) > 1}
+    groups = _split(records, lambda each: (_test(each.record, "parallel"), each.name))
     series = [
         Series(_join(test, name), _points(found, lambda record: record.n_parallel))
         for (test, name), found in groups.items()
-        if len({each.record.n_parallel for each in found}) > 1
+        if test in swept
     ]
     by_model: dict[str, list[Point]] = {}
     for name, run in runs:
@@ -345,15 +351,11 @@ def _steps(samples: Sequence[float]) -> tuple[Point, ...]:
     )
 
 
-def _key(each: _Named, without: Literal["depth", "parallel"]) -> tuple[str, str]:
-    """A record's test without its depth, or without how many ran at once, and its setting."""
-    record = each.record
-    test = record.test
+def _test(record: Record, without: Literal["depth", "parallel"]) -> str:
+    """A record's test but for its depth, or for how many ran at once."""
     if without == "depth":
-        test = test.partition(" @ ")[0]
-    else:
-        test = test.replace(f" x{record.n_parallel}", "")
-    return test, each.name
+        return record.test.partition(" @ ")[0]
+    return record.test.replace(f" x{record.n_parallel}", "")
 
 
 def _split(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:

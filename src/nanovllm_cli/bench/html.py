@@ -76,7 +76,7 @@ def _figure(chart: Chart | Bars, name: str) -> str:
     several = len(chart.series) > 1 or (isinstance(chart, Chart) and chart.series[0].style == "steps")
     return (
         f"<figure><figcaption><h2>{text(chart.title)}</h2><p>{text(chart.about)}</p></figcaption>"
-        f"{legend(chart) if several else ''}{svg(chart, name)}"
+        f'{legend(chart) if several else ""}<div class="wide">{svg(chart, name)}</div>'
         f"<details><summary>The numbers</summary>{_points(chart)}</details></figure>"
     )
 
@@ -104,14 +104,14 @@ def _compared(comparison: Comparison) -> str:
     marked = {i for i, row in enumerate(comparison.rows) if row.fails}
     after = comparison.files[0] if len(comparison.files) == 1 else "there"
     head = ("test", "metric", "file", comparison.baseline, after, "ratio", "±")
-    alone = [(file, test) for file, tests in comparison.alone.items() for test in tests]
+    alone = [(file, ", ".join(tests)) for file, tests in comparison.alone.items()]
     differing = [(name, *values) for name, values in comparison.differing.items()]
     names = ("setting", comparison.baseline, *comparison.files)
     return (
         f"<section><h2>Comparison</h2><p>A ratio above 1 is better than {text(comparison.baseline)}.</p>"
         f"{_table(head, rows, num_words=3, marked=marked)}</section>"
         + (
-            f"<section><h2>Only in one file</h2>{_table(('file', 'test'), alone, num_words=2)}</section>"
+            f"<section><h2>Only in one file</h2>{_table(('file', 'tests'), alone, num_words=2)}</section>"
             if alone
             else ""
         )

@@ -68,8 +68,7 @@ def comparison_table(comparison: Comparison) -> str:
     )
     parts = [table((*head, "ratio"), rows, num_words=3 if several else 2)]
     if comparison.alone:
-        alone = [(test, file) for file, tests in comparison.alone.items() for test in tests]
-        parts.append(table(("test", "only in"), alone, num_words=2))
+        parts.append("".join(f"- only in {file}: {', '.join(tests)}\n" for file, tests in comparison.alone.items()))
     if comparison.differing:
         names = ("what differs", comparison.baseline, *comparison.files)
         parts.append(table(names, [(name, *each) for name, each in comparison.differing.items()], num_words=len(names)))
