@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from nanovllm_cli.bench.axes import number, round_step, scale
 from nanovllm_cli.bench.charts import Axis, charts_of
 from nanovllm_cli.bench.compare import compare
 from nanovllm_cli.bench.html import page, write_comparison, write_report
+from nanovllm_cli.bench.record import Summary
 from nanovllm_cli.errors import OutputError
 
 CHROMIUM = shutil.which("chromium")
@@ -235,6 +237,20 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
         write_report(tmp_path / "no" / "folder.html", [record(1.0)], MACHINE)
     with pytest.raises(OutputError):
         write_report(tmp_path, [record(1.0)], MACHINE)
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 5000])
+def test_a_distribution_marks_the_smallest_samples_that_so_many_do_not_exceed(count: int) -> None:
+    samples = [float(value) for value in range(count, 0, -1)]
+    [chart] = charts_of({"": [Summary("serve", "m", {}, {}, {"ttft_ms": samples})]})
+    points = chart.series[0].points
+    marked = {point.note: point.x for point in points if point.note}
+    for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        if name in marked:  # of two samples, p90 and p99 are the same one
+            assert marked[name] == pytest.approx(math.ceil(share * count), abs=count / 200)
+    assert set(marked) >= ({"median", "p90", "p99"} if count >= 100 else {"median"})
+    assert (points[-1].x, points[-1].y) == (count, 100.0)
+    assert len(points) <= 200
 
 
 def test_results_without_anything_to_draw() -> None:

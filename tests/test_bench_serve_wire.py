@@ -11,7 +11,7 @@ from nanovllm_cli.bench.serve_http import HttpError, ResponseReader, Server
 from nanovllm_cli.errors import UsageError
 
 STREAM = (
-    b"\xef\xbb\xbf: a comment\r\n\r\nevent: message\r\ndata: one\r\n\r\ndata:two\ndata:  and more\n\n\n"
+    b"\xef\xbb\xbf: a comment\r\n\r\nevent: message\r\ndata: one\r\n\r\ndata:two\r\ndata:  and more\r\n\n\n"
     b"id: 7\rdata: three\r\rretry: 5\n\ndata\n\ndata: f\xc3\xbcnf\n\ndata: [DONE]\n\ndata: unfinished"
 )
 EVENTS = ["one", "two\n and more", "three", "fünf", "[DONE]"]
