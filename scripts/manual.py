@@ -179,10 +179,9 @@ def _settings(root: Page) -> Iterator[str]:
     owners: dict[str, list[str]] = {}
     settings: dict[str, Parameter] = {}
     for command in root.every():
-        for each in command.options:
-            if each.key is not None:
-                owners.setdefault(each.key, []).append(command.name)
-                settings.setdefault(each.key, each)
+        for each in command.settings:
+            owners.setdefault(str(each.key), []).append(command.name)
+            settings.setdefault(str(each.key), each)
     for title in dict.fromkeys(each.section for each in settings.values()):
         yield f".SS {_text(title)}"
         for key, each in settings.items():

@@ -76,7 +76,7 @@ def test_what_takes_a_file_or_a_model_is_completed() -> None:
     """By the name of the value in the help: one that says FILE or MODEL gets files or models."""
     for command in TREE.every():
         for each in command.parameters:
-            kind = words.values(command, each).kind
+            kind = words.values(TREE, command, each).kind
             if "FILE" in each.value or "PATH" in each.value:
                 assert kind == "files", (command.words, each)
             if each.value == "MODEL":
@@ -238,6 +238,9 @@ def test_what_a_shell_completes(shell: Shell) -> None:
         "nanovllm run -n 5 mycod": "<run><-n><5><mycoder>",
         "nanovllm verify tiny mycod": "<verify><tiny><mycoder>",
         "nanovllm completion fi": "<completion><fish>",
+        "nanovllm config get repeat-p": "<config><get><repeat-penalty>",
+        "nanovllm config und": "<config><und>",
+        "nanovllm config uns": "<config><unset>",
         "nanovllm chat --session ab": "<chat><--session><about-cats>",
         "nanovllm run tiny -n 1": "<run><tiny><-n><1>",
         "nanovllm run nosuchmodel": "<run><nosuchmodel>",

@@ -66,6 +66,8 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 class Command(TyperCommand):
     """A command whose help has sections and whose defaults may come from settings files."""
 
+    reads_settings = True
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_options(self, formatter)
         around = ctx.parent.command.commands.get(self.name) if ctx.parent is not None else None
@@ -77,8 +79,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
-        if not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
-            settings = load_settings(_command_flags(ctx))
+        if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
+            settings = load_settings(command_flags(ctx))
             ctx.obj = settings
             ctx.meta[ORIGINS] = settings.origins(_full_name(ctx), self._model_of(ctx, words))
             several = {param.name for param in self.get_params(ctx) if getattr(param, "multiple", False)}
@@ -120,6 +122,12 @@ class Command(TyperCommand):
                 near = difflib.get_close_matches("-" + name, [flag for flag in flags if len(flag) > 2], n=3, cutoff=0.5)
                 return NoSuchFlag(name, near)
         return None
+
+
+class SettinglessCommand(Command):
+    """A command that works whatever is in the settings files: one that mends them, or that a shell runs at its start."""
+
+    reads_settings = False
 
 
 class Group(TyperGroup):
@@ -199,7 +207,7 @@ class NoSuchFlag(typer.TyperException):
         self.possibilities = possibilities
 
 
-def _command_flags(ctx: Any) -> dict[str, dict[str, str]]:
+def command_flags(ctx: Any) -> dict[str, dict[str, str]]:
     """For each command, by its full name, the names that its settings may have, with the parameter each one sets."""
     root = ctx.find_root().command
     commands = getattr(root, "commands", None) or {root.name or "": root}
@@ -234,7 +242,8 @@ def _only(value: Any) -> str | None:
 
 
 def _settable(command: Any) -> dict[str, str]:
-    return {name: each.name for each in parameters(command) for name in each.setting_names}
+    known = parameters(command) if getattr(command, "reads_settings", False) else ()
+    return {name: each.name for each in known for name in each.setting_names}
 
 
 # Sections of the help.

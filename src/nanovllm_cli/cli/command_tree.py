@@ -70,6 +70,7 @@ class Page:
     text: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     commands: tuple[Page, ...]
+    reads_settings: bool
 
     @property
     def name(self) -> str:
@@ -84,6 +85,11 @@ class Page:
     def options(self) -> list[Parameter]:
         return [each for each in self.parameters if not each.is_argument]
 
+    @property
+    def settings(self) -> list[Parameter]:
+        """The options that settings files may set."""
+        return [each for each in self.parameters if each.key and self.reads_settings]
+
     def every(self) -> Iterator[Page]:
         """This page and all below it."""
         yield self
@@ -97,7 +103,7 @@ def page(command: Any, *words: str) -> Page:
     inner = [each for each in getattr(command, "commands", {}).values() if not each.hidden]
     summary, *text = paragraphs(own.help) or [""]
     pages = tuple(page(each, *words, each.name) for each in inner)
-    return Page(words, summary, tuple(text), parameters(own), pages)
+    return Page(words, summary, tuple(text), parameters(own), pages, getattr(own, "reads_settings", False))
 
 
 def parameters(command: Any) -> tuple[Parameter, ...]:

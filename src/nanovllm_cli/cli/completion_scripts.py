@@ -39,14 +39,14 @@ def _bash(root: Page) -> Iterator[str]:
     yield from ["    esac", "}", ""]
     yield from ["_nanovllm_value() {", '    case "$1 $2" in']
     for each in root.every():
-        for found, options in _by_values(each).items():
+        for found, options in _by_values(root, each).items():
             patterns = " | ".join(_quoted(f"{_path(each)} {flag}") for option in options for flag in option.flags)
             yield f"        {patterns}) {_bash_action(found)} ;;"
     yield from ["        *) return 1 ;;", "    esac", "}", ""]
     yield from ["_nanovllm_argument() {", '    case "$1 $2" in']
     for each in root.every():
         for number, argument in enumerate(each.arguments):
-            found = values(each, argument)
+            found = values(root, each, argument)
             if found.kind != "nothing":
                 yield f"        {_quoted(f'{_path(each)} ')}{'*' if argument.repeats else number}) {_bash_action(found)} ;;"
     yield from ["    esac", "}"]
@@ -72,22 +72,23 @@ def _zsh(root: Page) -> Iterator[str]:
             yield f"        {_quoted(inner.words[-1] + ':' + _short(inner.summary))}"
         yield from ["    )", "    _describe command commands", "}", ""]
     for each in root.every():
-        specs = [spec for option in each.options for spec in _zsh_option(each, option)]
+        specs = [spec for option in each.options for spec in _zsh_option(root, each, option)]
         arguments = [
             _zsh_argument(number, argument, found)
             for number, argument in enumerate(each.arguments, 1)
-            if (found := values(each, argument)).kind != "nothing"  # its message would stand in the way of the options
+            if (found := values(root, each, argument)).kind
+            != "nothing"  # its message would stand in the way of the options
         ]
         if each.commands:
             first = f"_nanovllm_commands{_suffix(each)}"
             if arguments:
-                first = "{ " + f"{first}; {_zsh_action(values(each, each.arguments[0]))}" + " }"
+                first = "{ " + f"{first}; {_zsh_action(values(root, each, each.arguments[0]))}" + " }"
             arguments = [f"1:command:{first}", *arguments[1:]]
         lines = [f"        {_quoted(spec)}" for spec in (*specs, *arguments)]
         yield from [f"_nanovllm-{'-'.join(each.words[1:])}() {{", "    _arguments : \\", " \\\n".join(lines), "}", ""]
 
 
-def _zsh_option(command: Page, option: Parameter) -> Iterator[str]:
+def _zsh_option(root: Page, command: Page, option: Parameter) -> Iterator[str]:
     names = (*option.flags, *option.off)
     many = option.repeats or option.name == "verbose"
     before = "*" if many else f"({' '.join(names)})" if len(names) > 1 else ""
@@ -97,7 +98,7 @@ def _zsh_option(command: Page, option: Parameter) -> Iterator[str]:
             yield f"{before}{name}[{text}]"
         else:
             joined = "=" if name.startswith("--") else ""
-            yield f"{before}{name}{joined}[{text}]:{_zsh_escaped(option.value)}:{_zsh_action(values(command, option))}"
+            yield f"{before}{name}{joined}[{text}]:{_zsh_escaped(option.value)}:{_zsh_action(values(root, command, option))}"
 
 
 def _zsh_argument(number: int, argument: Parameter, found: Values) -> str:
@@ -135,13 +136,13 @@ def _fish(root: Page) -> Iterator[str]:
             yield f"complete -c nanovllm -n {condition} -a {command.words[-1]} -d {_quoted(_short(command.summary))}"
         for number, argument in enumerate(each.arguments):
             number_or_more = f"{number} more" if argument.repeats else str(number)
-            for action in _fish_actions(values(each, argument)):
+            for action in _fish_actions(values(root, each, argument)):
                 condition = _quoted(f"__nanovllm_argument {path} {number_or_more}")
                 yield f"complete -c nanovllm -n {condition} {action.replace('-x ', '').replace('-r ', '')}"
         for option in each.options:
             condition = _quoted(f"__nanovllm_at {path}")
             flags = " ".join(map(_fish_flag, (*option.flags, *option.off)))
-            value = " ".join(_fish_actions(values(each, option)) or ["-x"]) if option.value else ""
+            value = " ".join(_fish_actions(values(root, each, option)) or ["-x"]) if option.value else ""
             description = _quoted(_short(option.help))
             yield " ".join(filter(None, ["complete -c nanovllm -n", condition, flags, value, "-d", description]))
 
@@ -175,12 +176,12 @@ def _groups(root: Page) -> list[Page]:
     return [each for each in root.every() if each.commands]
 
 
-def _by_values(command: Page) -> dict[Values, list[Parameter]]:
+def _by_values(root: Page, command: Page) -> dict[Values, list[Parameter]]:
     """The options that take a value, by what can be completed for them."""
     found: dict[Values, list[Parameter]] = {}
     for option in command.options:
         if option.value:
-            found.setdefault(values(command, option), []).append(option)
+            found.setdefault(values(root, command, option), []).append(option)
     return found
 
 

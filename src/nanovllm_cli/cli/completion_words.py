@@ -46,13 +46,17 @@ class Values:
     words: tuple[str, ...] = ()
 
 
-def values(command: Page, parameter: Parameter) -> Values:
-    """What can be completed for a parameter that takes a value."""
+def values(root: Page, command: Page, parameter: Parameter) -> Values:
+    """What can be completed for a parameter of a command that takes a value."""
     if parameter.choices:
         return Values("words", parameter.choices)
     for key in (f"{command.name} {parameter.name}", parameter.value):
         if key in _VALUES:
             return _VALUES[key]
+    if parameter.value == "KEY":
+        return Values("words", tuple(dict.fromkeys(str(each.key) for page in root.every() for each in page.settings)))
+    if parameter.value == "COMMAND":
+        return Values("words", tuple(dict.fromkeys(page.words[-1] for page in root.every() if page is not root)))
     return Values("nothing")
 
 

@@ -80,4 +80,22 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("source <(nanovllm completion zsh)", "zsh."),
         Example("nanovllm completion fish >~/.config/fish/completions/nanovllm.fish", "fish, from now on."),
     ),
+    "config": (
+        Example("nanovllm config", "Everything that is set, and where."),
+        Example("nanovllm config run --all", "What run would get, defaults too."),
+        Example("nanovllm config run -m qwen3:8b --json", "The same for a model, for programs."),
+    ),
+    "config.get": (
+        Example("nanovllm config get run.temp || echo no", "The temperature that run takes, wherever it comes from."),
+    ),
+    "config.set": (
+        Example("nanovllm config set temp 0.7", "For every command that has it."),
+        Example("nanovllm config set run.ctx-size 32K", "For one command."),
+        Example("nanovllm config set models.qwen3:8b.top-k 20", "For one model."),
+        Example("nanovllm config set aliases.mine someone/something-GGUF:Q4_K_M", "A short name of your own."),
+        Example("nanovllm config set --project stop '###' 'The end'", "In the project's file; several values."),
+    ),
+    "config.unset": (Example("nanovllm config set temp 0.7 && nanovllm config unset temp", "Set, and taken back."),),
+    "config.path": (Example('cat "$(nanovllm config path)"', "The user's file as it is."),),
+    "config.edit": (Example("EDITOR=true nanovllm config edit", "Here with an editor that does nothing."),),
 }

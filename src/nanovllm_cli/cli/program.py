@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import bench, bench_compare, bench_serve, chat, completion, convert, quantize, run, verify
-from nanovllm_cli.cli.command import Command, DefaultGroup, group
+from nanovllm_cli.cli import bench, bench_compare, bench_serve, chat, completion, config, convert, quantize, run, verify
+from nanovllm_cli.cli.command import Command, DefaultGroup, SettinglessCommand, group
 from nanovllm_cli.cli.options import print_version
 
 PROGRAM = "nanovllm"
@@ -25,12 +25,13 @@ def build() -> typer.Typer:
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("verify", cls=Command)(verify.verify)
-    app.command("completion", cls=Command)(completion.completion)
     benchmarks = group("Measure speed.", DefaultGroup)
     benchmarks.command("bench", cls=Command)(bench.bench)
     benchmarks.command("serve", cls=Command)(bench_serve.bench_serve)
     benchmarks.command("compare", cls=Command)(bench_compare.bench_compare)
     app.add_typer(benchmarks, name="bench")
+    app.add_typer(config.build(), name="config")
+    app.command("completion", cls=SettinglessCommand)(completion.completion)
     return app
 
 

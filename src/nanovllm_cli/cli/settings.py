@@ -214,8 +214,17 @@ def _check_keys(file: SettingsFile, table: tuple[str, ...], settings: object, na
 def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what: str) -> None:
     name = path[-1] if len(path) == 1 else _flag(path[-1])
     if name not in (names := sorted(known)):
-        near = difflib.get_close_matches(name, names, n=3)
-        raise UsageError(f"{file.place(*path)}: {name!r} is no {what}", f"did you mean {' or '.join(near)}?" if near else None)
+        near = nearest(name, names)
+        raise UsageError(
+            f"{file.place(*path)}: {name!r} is no {what}", f"did you mean {' or '.join(near)}?" if near else None
+        )
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """At most three that may have been meant: spelt much alike, or one the beginning of the other (temperature, temp)."""
+    names = list(names)
+    longer = [each for each in names if len(each) > 2 and (name.startswith(each) or each.startswith(name))]
+    return list(dict.fromkeys([*difflib.get_close_matches(name, names, n=3), *longer]))[:3]
 
 
 def _flag(key: str) -> str:

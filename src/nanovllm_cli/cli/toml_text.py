@@ -35,13 +35,15 @@ class TomlText:
 
     def __init__(self, text: str) -> None:
         self.tables: dict[str, Any] = tomllib.loads(text)
-        self._lines = text.splitlines(keepends=True)
+        self._lines = re.findall(r"[^\n]*\n|[^\n]+", text)  # splitlines would cut at characters that TOML allows in strings
         self._statements = _statements(self._lines)
 
     def line_of(self, *path: str) -> int | None:
         """The line, from 1, on which a value or a table begins; where it is part of one, that of the whole."""
         for statement in self._statements:
-            if statement.path[: len(path)] == path or (path[: len(statement.path)] == statement.path and not statement.is_table):
+            if statement.path[: len(path)] == path or (
+                path[: len(statement.path)] == statement.path and not statement.is_table
+            ):
                 return statement.start + 1
         return None
 
@@ -139,7 +141,9 @@ def _path(tables: Any) -> Path:
 
 def _checked(text: str, wanted: dict[str, Any]) -> str:
     if _parsed(text) != wanted:
-        raise UsageError("this file is written in a way that cannot be changed here", "change it with: nanovllm config edit")
+        raise UsageError(
+            "this file is written in a way that cannot be changed here", "change it with: nanovllm config edit"
+        )
     return text
 
 

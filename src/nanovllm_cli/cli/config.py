@@ -1,0 +1,303 @@
+"""`nanovllm config`: what is set, where it comes from, and changes to the settings files. `settings.py` reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nanovllm_cli.cli import log
+from nanovllm_cli.cli.command import (
+    OUTPUT,
+    Command,
+    DefaultGroup,
+    SettinglessCommand,
+    command_flags,
+    expand,
+    group,
+    option,
+)
+from nanovllm_cli.cli.command_tree import Page, page
+from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.settings import (
+    PROJECT_FILE,
+    Origin,
+    Settings,
+    SettingsFile,
+    as_words,
+    check,
+    project_file,
+    table_name,
+    user_file,
+)
+from nanovllm_cli.cli.settings_view import (
+    Row,
+    Target,
+    place,
+    record,
+    rows,
+    short,
+    shown,
+    target_of,
+    unknown_variables,
+    value_of,
+)
+from nanovllm_cli.cli.toml_text import TomlText
+from nanovllm_cli.errors import OutputError, UsageError
+
+FILES = "Files"
+NEW_FILE = """\
+# Settings of nanovllm; see nanovllm-config(5). For example:
+#
+# [default]
+# temp = 0.7
+#
+# [aliases]
+# mine = "someone/something-GGUF:Q4_K_M"
+"""
+_SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ShowOptions:
+    """What is shown, and how."""
+
+    model: Annotated[
+        str | None,
+        option("-m", "--model", help="With the settings of this model.", panel=OUTPUT, metavar="MODEL", envvar=None),
+    ] = None
+    all: Annotated[bool, option("--all", help="Defaults too.", panel=OUTPUT, envvar=None)] = False
+    json: Annotated[bool, option("--json", help="A JSON list instead of text.", panel=OUTPUT, envvar=None)] = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """Which of the two files."""
+
+    project: Annotated[
+        bool,
+        option(
+            "--project", help=f"{PROJECT_FILE} of this project, in place of the user's own file.",
+            panel=FILES, envvar=None,
+        ),
+    ] = False  # fmt: skip
+
+
+KeyWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY", help="temp (for every command), run.temp, bench.serve.temp, models.NAME.temp, aliases.NAME."
+    ),
+]
+
+
+def build() -> typer.Typer:
+    app = group("Show what is set and where it comes from, and change it.", DefaultGroup)
+    app.command("config", cls=Command)(show)
+    app.command("get", cls=Command)(get)
+    app.command("set", cls=SettinglessCommand)(set_value)
+    app.command("unset", cls=SettinglessCommand)(unset)
+    app.command("path", cls=SettinglessCommand)(path)
+    app.command("edit", cls=SettinglessCommand)(edit)
+    return app
+
+
+@expand
+def show(
+    *,
+    ctx: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND", help="Only what this command would get, such as run or bench serve."),
+    ] = None,
+    options: ShowOptions,
+    messages: MessageOptions,
+) -> None:
+    """Show what is set and where it comes from, and change it.
+
+    A flag wins over its environment variable, that over the project's file, that over the user's, and that over the default.
+    Each line has a value, where it comes from, and the commands that get it.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    root = _root(ctx)
+    assert isinstance(ctx.obj, Settings)
+    found = list(rows(root, ctx.obj, ".".join(words or []), options.model, options.all))
+    for variable in unknown_variables(root):
+        screen.say(variable)
+    if options.json:
+        screen.answer(json.dumps([record(row) for row in found], ensure_ascii=False, indent=2) + "\n")
+        return
+    if not found:
+        files = " or ".join(short(file) for file in (user_file(), Path.cwd() / PROJECT_FILE) if file is not None)
+        screen.say(f"nothing is set, neither in the environment nor in {files}")
+    _print(found, root, screen)
+
+
+@expand
+def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
+    """Print the value that counts, from wherever it is. The exit code is 1 where there is none.
+
+    With a model's name in the key: what a command gets for that model.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    root = _root(ctx)
+    assert isinstance(ctx.obj, Settings)
+    target = target_of(root, key)
+    origin = value_of(root, ctx.obj, target)
+    if origin is None:
+        raise NotSet(f"{key} is not set", "nanovllm config shows what is")
+    value = origin.value if isinstance(origin, Origin) else os.environ[origin]
+    screen.answer("".join(f"{shown(each)}\n" for each in (value if isinstance(value, list) else [value])))
+
+
+@expand
+def set_value(
+    *,
+    ctx: typer.Context,
+    key: KeyWord,
+    values: Annotated[
+        list[str], typer.Argument(metavar="VALUE", help="More than one for an option that can be repeated.")
+    ],
+    files: FileOptions,
+    messages: MessageOptions,
+) -> None:
+    """Set a value in the user's file, or with --project in the project's. Other lines and comments stay as they are."""
+    screen = console()
+    log.configure(messages, screen)
+    root = _root(ctx)
+    target = target_of(root, key)
+    value = _checked_value(ctx, target, key, values)
+    file = _file(files)
+    before = SettingsFile(file).text if file.exists() else TomlText("")
+    _write(file, before.with_value(target.table, target.key, value))
+    screen.say(f"{target.key} = {shown(value)} in [{table_name(target.table)}] of {short(file)}")
+
+
+@expand
+def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: MessageOptions) -> None:
+    """Take a value out of the user's file, or with --project out of the project's."""
+    screen = console()
+    log.configure(messages, screen)
+    target = target_of(_root(ctx), key)
+    file = _file(files)
+    if not file.exists() or target.key not in (there := SettingsFile(file)).table(target.table):
+        raise UsageError(f"{key} is not set in {file}", "nanovllm config shows what is")
+    _write(file, there.text.without(target.table, target.key))
+    screen.say(f"{target.key} is out of [{table_name(target.table)}] of {short(file)}")
+
+
+@expand
+def path(*, files: FileOptions, messages: MessageOptions) -> None:
+    """Print where the user's file is, be it there or not; with --project the project's."""
+    screen = console()
+    log.configure(messages, screen)
+    screen.answer(f"{_file(files)}\n")
+
+
+@expand
+def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) -> None:
+    """Open the file in $VISUAL or $EDITOR, and check what comes of it."""
+    screen = console()
+    log.configure(messages, screen)
+    file = _file(files)
+    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    if not file.exists():
+        _write(file, NEW_FILE)
+    try:
+        code = subprocess.call([*editor, str(file)])
+    except OSError as failure:
+        raise UsageError(f"cannot run {editor[0]}: {failure.strerror}", "set EDITOR to the editor you use") from failure
+    if code:
+        raise OutputError(f"{editor[0]} ended with exit code {code}", f"look at {file}")
+    check(SettingsFile(file), command_flags(ctx))
+
+
+class NotSet(OutputError):
+    """There is no value to print."""
+
+
+def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str]) -> Any:
+    """The words as TOML's value. Raises UsageError, or the parser's error for what the option would not take."""
+    if target.command is None or target.parameter is None:
+        if len(words) > 1 or not words[0]:
+            raise UsageError(f"{key} takes the name of one model")
+        return words[0]
+    command: Any = ctx.find_root().command
+    for word in target.command.words[1:]:
+        command = command.commands[word]
+    param = next(each for each in getattr(command, "default", command).params if each.name == target.parameter.name)
+    value: Any = list(words)
+    if not target.parameter.repeats:
+        if len(words) > 1:
+            raise UsageError(f"{key} takes one value, not {len(words)}", "put it in quotes if it has spaces")
+        value = _number(words[0])
+    if param.is_flag:
+        if words[0].lower() not in _SWITCH:
+            raise UsageError(f"{key} is a switch: {words[0]!r} is neither true nor false")
+        value = _SWITCH[words[0].lower()]
+    param.process_value(ctx, as_words(value))
+    return value
+
+
+def _number(word: str) -> Any:
+    """A number that is written back as it was; anything else stays a string."""
+    for kind in (int, float):
+        try:
+            if str(kind(word)) == word and word not in ("inf", "nan", "-inf"):
+                return kind(word)
+        except ValueError:
+            pass
+    return word
+
+
+def _file(files: FileOptions) -> Path:
+    """Raises UsageError where there is no home to keep settings in."""
+    if files.project:
+        return project_file(Path.cwd()) or Path.cwd() / PROJECT_FILE
+    file = user_file()
+    if file is None:
+        raise UsageError(
+            "there is no home folder to keep settings in", "set HOME or XDG_CONFIG_HOME to an absolute path"
+        )
+    return file
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise OutputError(f"cannot create {file.parent}: {failure.strerror}") from failure
+    with WholeFile(file) as whole:
+        whole.write(text)
+        whole.commit()
+
+
+def _print(found: list[Row], root: Page, screen: Console) -> None:
+    knowing: dict[str, list[str]] = {}
+    for command in root.every():
+        for each in command.settings:
+            knowing.setdefault(str(each.key), []).append(command.name)
+    cells = []
+    for row in found:
+        whom = "all that have it" if row.commands == knowing.get(row.key) else ", ".join(row.commands) or "alias"
+        with_model = f", with {row.model}" if row.model else ""
+        value = f"= {shown(row.value)}" if row.origin else f"({row.value})"
+        cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
+    widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
+    for first, second, third in cells:
+        screen.answer(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}\n")
+
+
+def _root(ctx: typer.Context) -> Page:
+    root = ctx.find_root()
+    return page(root.command, str(root.info_name))

@@ -1,0 +1,181 @@
+"""What is set, looked at as a whole: each value with its place and the commands that get it; what a key of `config get` means.
+
+Values come from the environment and from `settings.py`; nothing is changed or printed here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, Page, Parameter
+from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file
+from nanovllm_cli.errors import UsageError
+
+_NO_OPTION = {"NANOVLLM_DEBUG"}  # read before there are options
+
+
+class Row(NamedTuple):
+    """A value, what says so (an environment variable, a place in a file, or None for the default), and for which commands."""
+
+    key: str
+    value: Any
+    origin: Origin | str | None
+    commands: list[str]
+    model: str | None = None
+
+
+class Target(NamedTuple):
+    """A key in a table, and the option that it sets (None for an alias), as a command has it."""
+
+    table: tuple[str, ...]
+    key: str
+    command: Page | None
+    parameter: Parameter | None
+
+
+def rows(root: Page, settings: Settings, only: str, model: str | None, with_defaults: bool) -> Iterator[Row]:
+    """What is set, each value once, with all commands that get it from the same place; then models' own and aliases.
+
+    only: one command's name, or "" for all. model: the one whose settings count; None lists those of all models.
+    """
+    commands = [each for each in root.every() if each.settings]
+    if only:
+        commands = [_named(commands, only)]
+    found: dict[tuple[str, str, str], Row] = {}
+    for command in commands:
+        origins = settings.origins(command.name, model)
+        for each in command.settings:
+            assert each.key is not None
+            origin = _variable(each) or origins.get(each.name)
+            if origin is not None or with_defaults:
+                value = origin.value if isinstance(origin, Origin) else os.environ[origin] if origin else _default(each)
+                row = found.setdefault((each.key, str(origin), str(value)), Row(each.key, value, origin, []))
+                row.commands.append(command.name)
+    yield from found.values()
+    if model is None:
+        for file in settings.files:
+            for name, table in file.table(("models",)).items():
+                for key in table:
+                    owners = [
+                        each.name for each in commands if any(key in option.setting_names for option in each.settings)
+                    ]
+                    if owners:
+                        origin = file.origin(("models", name), key)
+                        yield Row(key, origin.value, origin, owners, name)
+    if not only:
+        yield from (Row(name, origin.value, origin, []) for name, origin in settings.aliases().items())
+
+
+def value_of(root: Page, settings: Settings, target: Target) -> Origin | str | None:
+    """Where the value of a key comes from: the name of a variable, or a place in a file."""
+    if target.parameter is None or target.command is None:
+        return settings.aliases().get(target.key)
+    variable = _variable(target.parameter)
+    if variable:
+        return variable
+    if target.table == ("default",):
+        names = target.parameter.setting_names
+        for file in settings.files:
+            for key in file.table(target.table):
+                if key.replace("_", "-") in names:
+                    return file.origin(target.table, key)
+        return None
+    model = target.table[1] if target.table[0] == "models" else None
+    return settings.origins(target.command.name, model).get(target.parameter.name)
+
+
+def target_of(root: Page, word: str) -> Target:
+    """What KEY means. Raises UsageError with the nearest that means something."""
+    table, _, key = word.rpartition(".")
+    if word.startswith("aliases."):
+        name = word.partition(".")[2]
+        if not name:
+            raise UsageError("an alias has no name", 'for example: nanovllm config set aliases.mine "org/repo"')
+        return Target(("aliases",), name, None, None)
+    commands = [each for each in root.every() if each.settings]
+    if table.startswith("models.") and len(table) > len("models."):
+        path: tuple[str, ...] = ("models", table.partition(".")[2])
+    elif table in ("", "default"):
+        path = ("default",)
+    else:
+        commands = [_named(commands, table)]
+        path = tuple(table.split(".", 1))
+    key = key.replace("_", "-")
+    for command in commands:
+        for each in command.settings:
+            if key in each.setting_names:
+                return Target(path, key, command, each)
+    known = sorted({name for command in commands for each in command.settings for name in each.setting_names})
+    near = nearest(key, known)
+    raise UsageError(
+        f"{key!r} is no setting of {table or 'any command'}",
+        f"did you mean {' or '.join(near)}?" if near else "nanovllm config --all lists them",
+    )
+
+
+def _named(commands: list[Page], name: str) -> Page:
+    for each in commands:
+        if each.name == name:
+            return each
+    names = [each.name for each in commands]
+    near = nearest(name, names)
+    raise UsageError(
+        f"there is no command {name!r} that has settings",
+        f"did you mean {' or '.join(near)}?" if near else f"those that have: {', '.join(names)}",
+    )
+
+
+def record(row: Row) -> dict[str, Any]:
+    made = {"key": row.key, "value": row.value, "from": "default", "commands": row.commands, "model": row.model}
+    if isinstance(row.origin, str):
+        return made | {"from": "environment", "variable": row.origin}
+    if row.origin is not None:
+        kind = "user" if row.origin.file == user_file() else "project"
+        return made | {"from": kind, "file": str(row.origin.file), "line": row.origin.line, "table": row.origin.table}
+    return made | {"value": None, "default": row.value}
+
+
+def place(origin: Origin | str | None) -> str:
+    if isinstance(origin, Origin):
+        return f"{short(origin.file)}:{origin.line} [{origin.table}]"
+    return origin or "default"
+
+
+def short(file: Path) -> str:
+    """With ~ for the home folder, and as seen from here."""
+    for start, before in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if file.is_relative_to(start):
+            return before + str(file.relative_to(start))
+    return str(file)
+
+
+def shown(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else ", ".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )
+
+
+def _variable(each: Parameter) -> str | None:
+    """Its environment variable, if that is set to something."""
+    return each.variable if each.variable and os.environ.get(each.variable) else None
+
+
+def _default(each: Parameter) -> str:
+    """As the help has it, in brackets at its end."""
+    return each.help.rpartition("[")[2].rstrip("].") if each.help.endswith("]") else "off" if not each.value else ""
+
+
+def unknown_variables(root: Page) -> Iterator[str]:
+    known = {each.variable for command in root.every() for each in command.options if each.variable} | _NO_OPTION
+    for name in sorted(os.environ):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            yield f"{name} is no option's variable" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,0 +1,312 @@
+"""Settings files and `nanovllm config`: what counts, where it is said to come from, and changes that keep the rest."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm_cli.cli.toml_text import TomlText
+from nanovllm_cli.errors import UsageError
+from test_cli_driver import Result, nanovllm
+
+USER = """\
+# my settings
+[default]
+temp = 0.7  # warm
+stop = [
+    "a # b",
+    "c",
+]
+
+[run]
+ctx-size = "32K"
+
+[models."qwen3:8b"]
+top-k = 20
+
+[aliases]
+mine = "org/x"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / ".config/nanovllm"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(USER)
+    return tmp_path
+
+
+def user(home: Path) -> Path:
+    return home / ".config/nanovllm/config.toml"
+
+
+def ok(result: Result) -> str:
+    assert (result.code, result.err) == (0, "")
+    return result.out
+
+
+def records(home: Path, *arguments: str, **extra: str) -> dict[tuple[str, str], dict[str, object]]:
+    """By key, and first command or model."""
+    found = json.loads(ok(nanovllm(home, "config", "--json", *arguments, **extra)))
+    return {(each["key"], each["model"] or (each["commands"] or [""])[0]): each for each in found}
+
+
+# ---- what counts ----
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_project_that_over_the_user(home: Path) -> None:
+    """As `run` itself computes with it, and as `config get` says."""
+
+    def temperature(*flags: str, **extra: str) -> str:
+        out = ok(nanovllm(home, "run", "-q", "tiny", "params", *flags, **extra))
+        return out.partition("temperature=")[2].partition(",")[0]
+
+    def told(**extra: str) -> str:
+        return ok(nanovllm(home, "config", "get", "run.temp", **extra)).strip()
+
+    assert temperature() == told() == "0.7"
+    (home / "nanovllm.toml").write_text("[default]\ntemp = 0.6\n")
+    assert temperature() == told() == "0.6"
+    (home / "nanovllm.toml").write_text("[default]\ntemp = 0.6\n[run]\ntemp = 0.5\n")
+    assert temperature() == told() == "0.5"
+    assert temperature(NANOVLLM_TEMP="0.4") == told(NANOVLLM_TEMP="0.4") == "0.4"
+    assert temperature("--temp", "0.3", NANOVLLM_TEMP="0.4") == "0.3"
+    assert told(NANOVLLM_TEMP="") == "0.5"
+
+
+def test_a_models_settings_win_over_its_commands(home: Path) -> None:
+    (home / "nanovllm.toml").write_text('[run]\ntop-k = 5\n[models.tiny]\ntop-k = 6\n[aliases]\nsmall = "tiny"\n')
+    assert ok(nanovllm(home, "config", "get", "run.top-k")) == "5\n"
+    assert ok(nanovllm(home, "config", "get", "models.tiny.top-k")) == "6\n"
+    assert ok(nanovllm(home, "config", "get", "models.small.top_k")) == "6\n"
+    assert "top_k=6" in ok(nanovllm(home, "run", "-q", "small", "params"))
+
+
+def test_what_the_environment_may_set_a_file_may_set_unless_it_names_a_file(home: Path) -> None:
+    (home / "nanovllm.toml").write_text('[run]\nsystem-prompt = "Be brief."\nquiet = true\n')
+    assert nanovllm(home, "run", "tiny", "hi").err == ""
+    assert "Be brief." in nanovllm(home, "run", "tiny", "hi").out
+    for key in ("log-file", "output", "prompt", "batch", "overwrite"):
+        (home / "nanovllm.toml").write_text(f"[run]\n{key} = 'x'\n")
+        refused = nanovllm(home, "run", "tiny", "hi")
+        assert refused.code == 2
+        assert f"nanovllm.toml:2: '{key}' is no setting in [run]" in refused.err
+
+
+# ---- what is shown ----
+
+
+def test_each_value_has_its_place(home: Path) -> None:
+    shown = records(home, NANOVLLM_THREADS="3")
+    file = str(user(home))
+    place = {"from": "user", "file": file, "model": None}
+    temp = shown["temp", "run"]
+    assert {"key": "temp", "value": 0.7, "line": 3, "table": "default", "commands": temp["commands"]} | place == temp
+    assert "chat" in temp["commands"]  # type: ignore[operator]
+    assert (shown["stop", "run"]["line"], shown["stop", "run"]["value"]) == (4, ["a # b", "c"])
+    assert (shown["ctx-size", "run"]["line"], shown["ctx-size", "run"]["commands"]) == (10, ["run"])
+    assert (shown["top-k", "qwen3:8b"]["line"], shown["top-k", "qwen3:8b"]["table"]) == (13, 'models."qwen3:8b"')
+    assert (shown["mine", ""]["line"], shown["mine", ""]["value"]) == (16, "org/x")
+    assert shown["threads", "run"]["variable"] == "NANOVLLM_THREADS"
+    assert len(shown) == 6
+
+
+def test_one_command_with_one_model(home: Path) -> None:
+    assert "top-k" not in {key for key, _ in records(home, "run", "-m", "other")}
+    shown = records(home, "run", "-m", "qwen3:8b", "--all")
+    assert (shown["top-k", "run"]["value"], shown["top-k", "run"]["line"]) == (20, 13)
+    assert (shown["min-p", "run"]["value"], shown["min-p", "run"]["default"]) == (None, "the model's own, else 0")
+    assert ("mine", "") not in shown
+
+
+def test_the_text_says_the_same(home: Path) -> None:
+    lines = ok(nanovllm(home, "config", "run", NANOVLLM_THREADS="3")).splitlines()
+    assert [line.split() for line in lines] == [
+        ["temp", "=", "0.7", ".config/nanovllm/config.toml:3", "[default]", "run"],
+        ["stop", "=", "a", "#", "b,", "c", ".config/nanovllm/config.toml:4", "[default]", "run"],
+        ["ctx-size", "=", "32K", ".config/nanovllm/config.toml:10", "[run]", "run"],
+        ["threads", "=", "3", "NANOVLLM_THREADS", "run"],
+        ["top-k", "=", "20", ".config/nanovllm/config.toml:13", '[models."qwen3:8b"]', "run,", "with", "qwen3:8b"],
+    ]
+
+
+def test_nothing_set_is_said_where_people_read(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "config")
+    assert (result.code, result.out) == (0, "")
+    assert "nothing is set" in result.err
+
+
+def test_a_variable_without_an_option_is_pointed_out(home: Path) -> None:
+    result = nanovllm(home, "config", NANOVLLM_TMEP="1", NANOVLLM_DEBUG="1")
+    assert result.err == "NANOVLLM_TMEP is no option's variable; did you mean NANOVLLM_TEMP?\n"
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "hint"),
+    [
+        ("[default]\n\ntmep = 1", ":3: 'tmep' is no setting in [default]", "temp"),
+        ("[default]\nstop = [\n'a',\n]\ntop_kk = 1", ":5: 'top-kk' is no setting", "top-k"),
+        ("\n[rnu]\ntemp = 1", ":2: 'rnu' is no table", "run"),
+        ("[models.x]\n\n\ntemperature = 1", ":4: 'temperature' is no setting in [models.\"x\"]", "temp"),
+        ("models.x.tmep = 1", ":1: 'tmep' is no setting", "temp"),
+        ("[aliases]\na = 'b'\nc = 3", ":3: [aliases] c is not the name", ""),
+        ("[default]\ntemp = \n", "(at line 2", "line"),
+        ("[default]\ntemp = " + "[" * 5000, "is not TOML", "line"),
+    ],
+)
+def test_a_mistake_has_its_line_and_the_nearest_name(home: Path, text: str, says: str, hint: str) -> None:
+    (home / "nanovllm.toml").write_text(text)
+    for command in (["run", "tiny", "hi"], ["config"]):
+        result = nanovllm(home, *command)
+        assert (result.code, result.out) == (2, "")
+        assert says in result.err
+        assert hint in result.err.partition("hint:")[2]
+
+
+def test_a_file_too_long_is_refused(home: Path) -> None:
+    (home / "nanovllm.toml").write_bytes(b"#" * (1 << 20) + b"\n")
+    assert "longer than 1 MiB" in nanovllm(home, "config").err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["get", "tmep"], "'tmep' is no setting of any command\nhint: did you mean temp"),
+        (["get", "rum.temp"], "no command 'rum' that has settings\nhint: did you mean run"),
+        (["get", "run.log-file"], "'log-file' is no setting of run"),
+        (["get", "aliases."], "an alias has no name"),
+        (["get"], "missing argument"),
+        (["set", "temp"], "missing argument"),
+        (["set", "temp", "warm"], "invalid value for '--temp'"),
+        (["set", "temp", "1", "2"], "temp takes one value, not 2"),
+        (["set", "dtype", "float33"], "invalid value for '--dtype'"),
+        (["set", "ctx-size", "12x"], "is not a number of tokens"),
+        (["set", "offline", "perhaps"], "'perhaps' is neither true nor false"),
+        (["set", "aliases.x", ""], "takes the name of one model"),
+        (["unset", "top-p"], "top-p is not set in"),
+        (["rum"], "no command 'rum' that has settings"),
+        (["gte"], "there is no command 'gte'"),
+        (["set", "config.set.quiet", "1"], "no command 'config.set' that has settings"),
+    ],
+)
+def test_mistakes_change_nothing(home: Path, arguments: list[str], says: str) -> None:
+    result = nanovllm(home, "config", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert says in result.err
+    assert user(home).read_text() == USER
+
+
+def test_what_is_not_set_has_an_exit_code_of_its_own(home: Path) -> None:
+    result = nanovllm(home, "config", "get", "top-p")
+    assert (result.code, result.out) == (1, "")
+    assert "top-p is not set" in result.err
+
+
+# ---- changes ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "before", "after"),
+    [
+        (["temp", "0.5"], "temp = 0.7  # warm\n", "temp = 0.5  # warm\n"),
+        (["temp", "1"], "temp = 0.7  # warm\n", "temp = 1  # warm\n"),
+        (["temp", ".5"], "temp = 0.7  # warm\n", 'temp = ".5"  # warm\n'),
+        (["default.top_k", "5"], '    "c",\n]\n', '    "c",\n]\ntop-k = 5\n'),
+        (["stop", "x", 'y "z" #'], 'stop = [\n    "a # b",\n    "c",\n]\n', 'stop = ["x", "y \\"z\\" #"]\n'),
+        (["run.offline", "ON"], 'ctx-size = "32K"\n', 'ctx-size = "32K"\noffline = true\n'),
+        (["models.qwen3:8b.top-p", "0.9"], "top-k = 20\n", "top-k = 20\ntop-p = 0.9\n"),
+        (["aliases.a b", "org/ü"], 'mine = "org/x"\n', 'mine = "org/x"\n"a b" = "org/ü"\n'),
+        (["models.a/b.GGUF.temp", "1"], 'mine = "org/x"\n', 'mine = "org/x"\n\n[models."a/b.GGUF"]\ntemp = 1\n'),
+        (["verbose", "2"], '    "c",\n]\n', '    "c",\n]\nverbose = 2\n'),
+    ],
+)
+def test_a_change_touches_its_own_lines(home: Path, arguments: list[str], before: str, after: str) -> None:
+    result = nanovllm(home, "config", "set", *arguments)
+    assert (result.code, result.out) == (0, "")
+    assert before in USER
+    assert user(home).read_text() == USER.replace(before, after)
+    assert nanovllm(home, "config", "get", arguments[0]).code == 0
+
+
+def test_a_value_is_taken_out_again(home: Path) -> None:
+    nanovllm(home, "config", "unset", "-q", "stop")
+    nanovllm(home, "config", "unset", "-q", "models.qwen3:8b.top-k")
+    assert user(home).read_text() == USER.replace('stop = [\n    "a # b",\n    "c",\n]\n', "").replace("top-k = 20\n", "")
+
+
+def test_the_first_setting_makes_its_file(tmp_path: Path) -> None:
+    assert ok(nanovllm(tmp_path, "config", "set", "-q", "temp", "1")) == ""
+    assert user(tmp_path).read_text() == "[default]\ntemp = 1\n"
+    assert ok(nanovllm(tmp_path, "config", "set", "-q", "--project", "run.top-k", "3")) == ""
+    assert (tmp_path / "nanovllm.toml").read_text() == "[run]\ntop-k = 3\n"
+    assert ok(nanovllm(tmp_path, "config", "path")) == f"{user(tmp_path)}\n"
+    assert ok(nanovllm(tmp_path, "config", "path", "--project")) == f"{tmp_path}/nanovllm.toml\n"
+
+
+def test_a_file_that_is_wrong_can_be_mended(home: Path) -> None:
+    """`set`, `unset`, `path`, `edit` and the shells' scripts work where every other command refuses."""
+    user(home).write_text("[default]\ntmep = 1\n")
+    assert nanovllm(home, "run", "tiny", "hi").code == 2
+    assert nanovllm(home, "config", "path").code == nanovllm(home, "completion", "bash").code == 0
+    still = nanovllm(home, "config", "edit", EDITOR="true")
+    assert (still.code, ":2: 'tmep'" in still.err) == (2, True)
+    editor = home / "editor"
+    editor.write_text('#!/bin/sh\nsed -i s/tmep/temp/ "$2"\n')
+    editor.chmod(0o755)
+    assert nanovllm(home, "config", "edit", EDITOR="false", VISUAL=f"{editor} -w").code == 0
+    assert ok(nanovllm(home, "config", "get", "temp")) == "1\n"
+    assert nanovllm(home, "config", "edit", EDITOR="false").code == 1
+    assert "cannot run no-such-editor" in nanovllm(home, "config", "edit", EDITOR="no-such-editor").err
+
+
+def test_what_cannot_be_changed_line_by_line_is_refused_and_stays(home: Path) -> None:
+    text = "default = { temp = 1, top-k = 2 }\n"
+    user(home).write_text(text)
+    assert nanovllm(home, "config", "get", "top-k").out == "2\n"
+    result = nanovllm(home, "config", "set", "top-k", "3")
+    assert (result.code, "nanovllm config edit" in result.err) == (2, True)
+    assert nanovllm(home, "config", "unset", "top-k").code == 2
+    assert user(home).read_text() == text
+
+
+# ---- lines of TOML ----
+
+KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5)
+VALUES = st.one_of(
+    st.booleans(), st.integers(-10, 1 << 40), st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=3),
+)  # fmt: skip
+
+
+@given(KEYS, KEYS, VALUES, VALUES)
+def test_whatever_is_set_is_read_back_by_tomllib(table: str, key: str, first: object, second: object) -> None:
+    text = TomlText(USER).with_value(("models", table), key, first)
+    again = TomlText(text).with_value(("models", table), key, second)
+    assert tomllib.loads(again)["models"][table][key] == second
+    assert tomllib.loads(TomlText(again).without(("models", table), key))["aliases"] == {"mine": "org/x"}
+    line = TomlText(again).line_of("models", table, key)
+    assert line is not None
+    assert "=" in again.split("\n")[line - 1]
+
+
+def test_statements_of_several_lines_are_counted_whole() -> None:
+    text = 'a = """\n[b]\nc = 1\n"""\n\n[b]\nc = [\n  1, # ]\n]\nd.e = 2\n[f.g]\n'
+    lines = TomlText(text)
+    assert [lines.line_of(*path.split(".")) for path in ("a", "b", "b.c", "b.d", "b.d.e", "f", "f.g", "x")] == [
+        1, 6, 7, 10, 10, 11, 11, None,
+    ]  # fmt: skip
+
+
+def test_a_file_without_a_last_newline() -> None:
+    assert TomlText("[a]\nb = 1").with_value(("a",), "c", 2) == "[a]\nb = 1\nc = 2\n"
+    with pytest.raises(UsageError, match="has no line of its own"):
+        TomlText("[a]\nb = 1").without(("a",), "c")
