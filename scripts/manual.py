@@ -114,13 +114,18 @@ def _command(command: Page, root: Page) -> Iterator[str]:
 
 def _synopsis(command: Page) -> Iterator[str]:
     words = _bold(" ".join(command.words))
-    arguments = [f"[\\fI{each.value}\\fR{' ...' if each.repeats else ''}]" for each in command.arguments]
+    arguments = [_argument(each) for each in command.arguments]
     if command.arguments or not command.commands:
         yield " ".join([words, "[\\fIoptions\\fR]", *arguments])
     if command.commands:
         if command.arguments:
             yield ".br"
         yield f"{words} \\fIcommand\\fR [\\fIoptions\\fR] ..."
+
+
+def _argument(each: Parameter) -> str:
+    shown = f"\\fI{each.value}\\fR{' ...' if each.repeats else ''}"
+    return shown if each.required else f"[{shown}]"
 
 
 def _examples(name: str) -> Iterator[str]:
@@ -211,8 +216,8 @@ TABLES = {
 }
 KEYS_TEXT = (
     "Keys are the long flags without their dashes; _ is taken for a dash. A switch is true or false, an option that can be "
-    "repeated a list. Options that name files cannot be set: a file in a project that you look at does not say what is read or "
-    "written. In parentheses: the commands that know the key."
+    "repeated a list. Options that name files, servers or secrets cannot be set: a file in a project that you look at does not "
+    "say what is read or written. In parentheses: the commands that know the key."
 )
 
 

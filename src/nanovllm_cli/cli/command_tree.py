@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 ENVIRONMENT_PREFIX = "NANOVLLM_"
 HELP_FLAGS = ("-h", "--help")
-_FILES = ("FILE", "PATH", "FOLDER")
+_NOT_FOR_FILES = ("FILE", "PATH", "FOLDER", "URL", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Parameter:
     help: str
     section: str
     repeats: bool
+    required: bool
     variable: str | None
 
     @property
@@ -40,9 +41,9 @@ class Parameter:
 
     @property
     def key(self) -> str | None:
-        """Its name in settings files, where it may stand in them: whatever the environment may set and names no file. A file in
-        a project that somebody only looks at does not say what is read or written."""
-        if self.variable is None or self.value in _FILES:
+        """Its name in settings files, where it may stand in them: whatever the environment may set and names no file and no
+        server. A file in a project that somebody only looks at does not say what is read or written, nor who gets a key."""
+        if self.variable is None or self.value in _NOT_FOR_FILES:
             return None
         return self.variable.removeprefix(ENVIRONMENT_PREFIX).replace("_", "-").lower()
 
@@ -110,7 +111,7 @@ def parameters(command: Any) -> tuple[Parameter, ...]:
     """Of a command itself, the help's own flag last."""
     found = [parameter(each) for each in command.params if not getattr(each, "hidden", False)]
     section = found[-1].section if found and not found[-1].is_argument else "Options"
-    return *found, Parameter("help", HELP_FLAGS, (), "", (), "This text.", section, False, None)
+    return *found, Parameter("help", HELP_FLAGS, (), "", (), "This text.", section, False, False, None)
 
 
 def paragraphs(text: str | None) -> list[str]:
@@ -134,6 +135,7 @@ def parameter(param: Any) -> Parameter:
         help=param.help or "",
         section=getattr(param, "rich_help_panel", None) or default,
         repeats=repeats,
+        required=bool(param.required),
         variable=param.envvar if is_option else None,
     )
 

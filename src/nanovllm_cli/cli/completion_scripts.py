@@ -48,7 +48,7 @@ def _bash(root: Page) -> Iterator[str]:
         for number, argument in enumerate(each.arguments):
             found = values(root, each, argument)
             if found.kind != "nothing":
-                yield f"        {_quoted(f'{_path(each)} ')}{'*' if argument.repeats else number}) {_bash_action(found)} ;;"
+                yield f"        {_quoted(f'{_path(each)} ')}{'[0-9]*' if argument.repeats else number}) {_bash_action(found)} ;;"
     yield from ["    esac", "}"]
 
 

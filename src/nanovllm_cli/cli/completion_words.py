@@ -50,7 +50,7 @@ def values(root: Page, command: Page, parameter: Parameter) -> Values:
     """What can be completed for a parameter of a command that takes a value."""
     if parameter.choices:
         return Values("words", parameter.choices)
-    for key in (f"{command.name} {parameter.name}", parameter.value):
+    for key in (f"{command.name} {parameter.name}", parameter.value.removesuffix(",…")):
         if key in _VALUES:
             return _VALUES[key]
     if parameter.value == "KEY":

@@ -35,7 +35,8 @@ class TomlText:
 
     def __init__(self, text: str) -> None:
         self.tables: dict[str, Any] = tomllib.loads(text)
-        self._lines = re.findall(r"[^\n]*\n|[^\n]+", text)  # splitlines would cut at characters that TOML allows in strings
+        # Not splitlines: that would cut at characters that TOML allows in strings.
+        self._lines: list[str] = re.findall(r"[^\n]*\n|[^\n]+", text)
         self._statements = _statements(self._lines)
 
     def line_of(self, *path: str) -> int | None:
