@@ -1,7 +1,7 @@
 """Matmul of int8 activations with packed integer weights on the CPU, the rounding of activations, and row look-up.
 
 Weights lie in records (quant/cpu_records.py). A panel, 64 columns by at most 256 of k, is unpacked into scratch that stays in the
-L1 cache, once, and all rows of a task run over it.
+L1 cache, once, and all rows of a task run over it; a single row is multiplied while its panel is unpacked.
 
 Activations are rounded to int8 by `quantize`, once for all weights that read them: [chunks, T, stride bytes], and in a row of a
 chunk, with G groups there, xs fp32 [G], xl fp32 [G], sums of codes i32 [G], codes s8 [k] (what they mean: simd_int.py). A scale
@@ -32,7 +32,17 @@ from nanovllm_cli.kernels.record_kinds import (
     ZERO,
 )
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_int import PREFETCH_BYTES, TILE_ROWS, dot_panel, dot_panel_low, look_up, unpack_codes
+from nanovllm_cli.kernels.simd_int import (
+    PREFETCH_BYTES,
+    TILE_ROWS,
+    dot_panel,
+    dot_panel_low,
+    in_one_pass,
+    look_up,
+    one_row,
+    one_row_low,
+    unpack_codes,
+)
 
 ROWS_PER_TASK = 256
 _MOST_GROUPS = CHUNK // 16
@@ -95,22 +105,27 @@ def _largest(values):
 
 @njit(nogil=True, error_model="numpy")
 def record_bytes(width, bits, group, scale, low):
-    """See `quant.cpu_records.RecordLayout.record_bytes`."""
+    """See `record_kinds.RecordLayout.record_bytes`."""
+    return codes_at(width, group, scale, low) + TILE * width * bits // 8
+
+
+@njit(nogil=True, error_model="numpy")
+def codes_at(width, group, scale, low):
+    """See `record_kinds.RecordLayout.codes_at`."""
     groups = (width + group - 1) // group
     supers = 2 * (int(scale > E8M0) + int(low >= SUB_MIN))
     scale_bytes = 4 if scale == F32 else (2 if scale == F16 or scale == BF16 else 1)
     low_bytes = 2 if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
-    return TILE * (width * bits // 8 + supers + groups * (scale_bytes + low_bytes))
+    return TILE * (supers + groups * (scale_bytes + low_bytes))
 
 
 @njit(nogil=True, error_model="numpy")
-def unpack_scales(record, width, bits, group, scale, low, unit, scales, lows):
-    """scales, lows: fp32 [groups * 64]. What a record holds behind its codes: what multiplies a code, and what is added to the
+def unpack_scales(record, width, group, scale, low, unit, scales, lows):
+    """scales, lows: fp32 [groups * 64]. What a record holds before its codes: what multiplies a code, and what is added to the
     product (for ZERO: the zero point as it is)."""
     count = (width + group - 1) // group * TILE
-    at = record + width * bits * TILE // 8
-    supers, super_lows = at, at + 2 * TILE
-    at += 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))
+    supers, super_lows = record, record + 2 * TILE
+    at = record + 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))
     if scale == F16:
         _unpack_half(at, count, 0, scales)
         at += 2 * count
@@ -200,17 +215,30 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
             k = min(CHUNK, padded - chunk * CHUNK)
             groups = (k + group - 1) // group
             record = weight + tile * tile_bytes + chunk * full
-            codes, ahead = record, record + PREFETCH_BYTES
-            if bits != 8:
-                # the products of more rows have time to ask for what comes next, evenly
-                unpack_codes(bits, record, k // STEP, panel.ctypes.data, ahead if end - begin <= 3 else record)
-                if table != 0:
-                    look_up(panel.ctypes.data, k * TILE, table)
-                codes = panel.ctypes.data
-            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
+            unpack_scales(record, k, group, scale, low, unit, scales, lows)
             if low == ZERO:
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
+            codes = record + codes_at(k, group, scale, low)
+            if end - begin == 1 and table == 0 and in_one_pass(bits, group):
+                at = x + (chunk * num_rows + begin) * x_stride
+                if low == NO_LOW:
+                    one_row(
+                        bits, codes, scales.ctypes.data, 0, k // STEP, group // 4, offset, at, groups, sums.ctypes.data, chunk
+                    )  # fmt: skip
+                else:
+                    one_row_low(
+                        bits, codes, scales.ctypes.data, lows.ctypes.data, k // STEP, group // 4, offset, at, groups,
+                        sums.ctypes.data, chunk,
+                    )  # fmt: skip
+                continue
+            ahead = codes + PREFETCH_BYTES
+            if bits != 8:
+                # the products of more rows have time to ask for what comes next, evenly
+                unpack_codes(bits, codes, k // STEP, panel.ctypes.data, ahead if end - begin <= 3 else codes)
+                if table != 0:
+                    look_up(panel.ctypes.data, k * TILE, table)
+                codes = panel.ctypes.data
             ahead_step = STEP * bits
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
@@ -256,8 +284,8 @@ def integer_rows(out_tag, weight, ids, num_ids, width, bits, group, scale, low, 
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
-            planes = carray(typed_pointer(record, np.uint8(0)), (k // STEP, bits, TILE, 4))
+            unpack_scales(record, k, group, scale, low, unit, scales, lows)
+            planes = carray(typed_pointer(record + codes_at(k, group, scale, low), np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 code = np.float32(packed_code(planes, bits, column, i))
                 if table != 0:

@@ -19,7 +19,7 @@ import numpy as np
 from numba import carray, njit, prange, types
 from numba.extending import overload
 
-from nanovllm_cli.kernels.cpu_integer import packed_code, record_bytes, unpack_scales
+from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import dot64, load, store
 from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
@@ -172,18 +172,19 @@ def value_matmul(
             real = min(k, width - chunk * CHUNK)
             groups = (real + group - 1) // group
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, bits, group, scale, low, unit, scales, lows)
+            unpack_scales(record, k, group, scale, low, unit, scales, lows)
             if low == ZERO:
                 for i in range(groups * TILE):
                     taken[i] = lows[i]
                     lows[i] = np.float32(0.0)
+            codes = record + codes_at(k, group, scale, low)
             if bits != 8:
-                unpack_codes(bits, record, k // STEP, unpacked.ctypes.data, record + PREFETCH_BYTES)
+                unpack_codes(bits, codes, k // STEP, unpacked.ctypes.data, codes + PREFETCH_BYTES)
                 if table != 0:
                     look_up(unpacked.ctypes.data, k * TILE, table)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)
             else:
-                whole = carray(typed_pointer(record, np.uint32(0)), (_UNITS * TILE,))
+                whole = carray(typed_pointer(codes, np.uint32(0)), (_UNITS * TILE,))
                 fill_panel(tag, whole, k // 4, group, kind, values, taken, scales, lows, panel)
             for row in range(begin, end, MAX_ROWS):
                 rows = min(MAX_ROWS, end - row)
@@ -239,8 +240,8 @@ def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, 
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, bits, group, scale, low, 0, scales, lows)
-            planes = carray(typed_pointer(record, np.uint8(0)), (k // STEP, bits, TILE, 4))
+            unpack_scales(record, k, group, scale, low, 0, scales, lows)
+            planes = carray(typed_pointer(record + codes_at(k, group, scale, low), np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 at = i // group * TILE + column
                 code = np.uint32(packed_code(planes, bits, column, i))

@@ -85,13 +85,17 @@ class RecordLayout:
     def chunk_width(self, chunk: int) -> int:
         return min(CHUNK, self.padded_width - chunk * CHUNK)
 
-    def record_bytes(self, width: int) -> int:
-        """Bytes of a record of `width` codes along k."""
+    def codes_at(self, width: int) -> int:
+        """Bytes before the codes in a record of `width` codes along k."""
         groups = -(-width // self.group)
         supers = 2 * (self.has_supers + self.has_super_lows)
         scale = SCALE_DTYPES[self.scale].itemsize
         low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
-        return TILE * (width * self.bits // 8 + supers + groups * (scale + low))
+        return TILE * (supers + groups * (scale + low))
+
+    def record_bytes(self, width: int) -> int:
+        """Bytes of a record of `width` codes along k."""
+        return self.codes_at(width) + TILE * width * self.bits // 8
 
     @property
     def tile_bytes(self) -> int:

@@ -6,12 +6,12 @@
 A weight [N, K] is cut into tiles of 64 rows (columns of the output) and chunks of 256 along k (the last one shorter: K rounded up
 to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile, chunk) is one record:
 
-    codes    [k / 32, bits, 64, 4] bytes   32 k's of 64 columns, as bit planes
     supers   [64] f16, [64] f16            one a column: of sub scales, of sub mins; where there are any
     scales   [groups, 64]                  f32, f16, bf16, e8m0 (a power of two), or u8 / i8 times the super
     lows     [groups, 64]                  u8 zero points, f16 mins (added), u8 times the second super; where there are any
+    codes    [k / 32, bits, 64, 4] bytes   32 k's of 64 columns, as bit planes
 
-Of 32 k's, four that follow each other are a unit: what `vpdpbusd` multiplies at once for one column, four bytes. Eight units are
+Everything is read once, in the order in which it lies: a processor fetches such a stream ahead by itself. Of 32 k's, four that follow each other are a unit: what `vpdpbusd` multiplies at once for one column, four bytes. Eight units are
 split into planes, the widest first and with the lowest bits: 8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4}, 3 = {2, 1},
 2 = {2}. A plane of b bits takes b of the `bits` rows of 64 x 4 bytes; a row holds 8 / b units that follow each other, the first
 in the lowest bits. Unpacking is shifts, masks and ors of whole vectors, and 8 bits need none.
@@ -154,11 +154,11 @@ def _record(layout: RecordLayout, tile: np.ndarray, chunk: int) -> _Record:
         begin, at = at, at + int(np.prod(shape))
         return tile[begin:at].reshape(shape)
 
-    codes = take(True, width // STEP, layout.bits, TILE, 4)
     supers = take(layout.has_supers, 1, TILE, 2)
     super_lows = take(layout.has_super_lows, 1, TILE, 2)
     scales = take(True, groups, TILE, SCALE_DTYPES[layout.scale].itemsize)
     lows = take(layout.low in LOW_DTYPES, groups, TILE, LOW_DTYPES.get(layout.low, torch.uint8).itemsize)
+    codes = take(True, width // STEP, layout.bits, TILE, 4)
     assert codes is not None
     assert scales is not None
     return _Record(codes, scales, lows, supers, super_lows)
