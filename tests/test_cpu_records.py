@@ -85,7 +85,7 @@ def test_places_of_codes_in_a_record() -> None:
     rows = RecordRows(codes, torch.zeros(64, 4, dtype=torch.int8), supers=torch.zeros(64, 1, dtype=torch.float16))
     packed = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     pack_rows(layout, packed, 0, rows)
-    record = packed[: 64 * 64 * 6 // 8].view(2, 6, 64, 4)
+    record = packed[layout.codes_at(64) :].view(2, 6, 64, 4)
     assert record[1, 0, 5, 1] == 0b1101 << 4
     assert record[1, 4, 5, 1] == 0b10 << 2
     assert int(record.int().sum()) == (0b1101 << 4) + (0b10 << 2)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, prange
 
-from nanovllm_cli.kernels.cpu_numbers import load, store
+from nanovllm_cli.kernels.cpu_numbers import load, scratch, store
 from nanovllm_cli.kernels.record_kinds import (
     BF16,
     CHUNK,
@@ -39,9 +39,15 @@ from nanovllm_cli.kernels.simd_int import (
     dot_panel_low,
     in_one_pass,
     look_up,
+    minus_u8,
+    minus_upper,
     one_row,
     one_row_low,
+    times_i8,
+    times_lower,
+    times_u8,
     unpack_codes,
+    unpack_halves,
 )
 
 ROWS_PER_TASK = 256
@@ -120,14 +126,14 @@ def codes_at(width, group, scale, low):
 
 
 @njit(nogil=True, error_model="numpy")
-def unpack_scales(record, width, group, scale, low, unit, scales, lows):
-    """scales, lows: fp32 [groups * 64]. What a record holds before its codes: what multiplies a code, and what is added to the
+def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors):
+    """scales, lows: fp32 [groups * 64]; factors: scratch fp32 [64]. What a record holds before its codes: what multiplies a code, and what is added to the
     product (for ZERO: the zero point as it is)."""
     count = (width + group - 1) // group * TILE
     supers, super_lows = record, record + 2 * TILE
     at = record + 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))
     if scale == F16:
-        _unpack_half(at, count, 0, scales)
+        unpack_halves(at, count, np.float32(1.0), scales.ctypes.data)
         at += 2 * count
     elif scale == BF16:
         bits16 = carray(typed_pointer(at, np.uint16(0)), (count,))
@@ -147,47 +153,26 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows):
             scales[i] = np.uint32(word).view(np.float32)
         at += count
     else:
-        factors = np.empty(TILE, np.float32)
-        _unpack_half(supers, TILE, unit, factors)
+        groups, half_to_unit = count // TILE, np.int32((127 - unit) << 23).view(np.float32)
+        unpack_halves(supers, TILE, half_to_unit, factors.ctypes.data)
         if scale == SUB_I8:
-            signed = carray(typed_pointer(at, np.int8(0)), (count,))
-            for g in range(count // TILE):
-                target, source = scales[g * TILE : (g + 1) * TILE], signed[g * TILE : (g + 1) * TILE]
-                for c in range(TILE):
-                    target[c] = factors[c] * np.float32(source[c])
+            times_i8(at, groups, factors.ctypes.data, scales.ctypes.data)
+        elif low == NIBBLE:
+            times_lower(at, groups, factors.ctypes.data, scales.ctypes.data)
         else:
-            mask = np.uint8(15) if low == NIBBLE else np.uint8(255)
-            whole = carray(typed_pointer(at, np.uint8(0)), (count,))
-            for g in range(count // TILE):
-                target, source = scales[g * TILE : (g + 1) * TILE], whole[g * TILE : (g + 1) * TILE]
-                for c in range(TILE):
-                    target[c] = factors[c] * np.float32(np.uint8(source[c] & mask))
+            times_u8(at, groups, factors.ctypes.data, scales.ctypes.data)
         if low >= SUB_MIN:
-            shift = np.uint8(4) if low == NIBBLE else np.uint8(0)
-            minima = carray(typed_pointer(at if low == NIBBLE else at + count, np.uint8(0)), (count,))
-            _unpack_half(super_lows, TILE, 0, factors)
-            for g in range(count // TILE):
-                target, source = lows[g * TILE : (g + 1) * TILE], minima[g * TILE : (g + 1) * TILE]
-                for c in range(TILE):
-                    target[c] = -(factors[c] * np.float32(np.uint8(source[c] >> shift)))
+            unpack_halves(super_lows, TILE, np.float32(1.0), factors.ctypes.data)
+            if low == NIBBLE:
+                minus_upper(at, groups, factors.ctypes.data, lows.ctypes.data)
+            else:
+                minus_u8(at + count, groups, factors.ctypes.data, lows.ctypes.data)
     if low == MIN:
-        _unpack_half(at, count, 0, lows)
+        unpack_halves(at, count, np.float32(1.0), lows.ctypes.data)
     elif low == ZERO:
         zeros = carray(typed_pointer(at, np.uint8(0)), (count,))
         for i in range(count):
             lows[i] = np.float32(zeros[i])
-
-
-@njit(inline="always")
-def _unpack_half(source, count, unit, target):
-    """f16 / 2**unit to fp32 by whole numbers: finite ones, subnormal ones too, exactly."""
-    factor = np.int32((127 + 112 - unit) << 23).view(np.float32)
-    halves = carray(typed_pointer(source, np.uint16(0)), (count,))
-    for i in range(count):
-        h = np.uint32(halves[i])
-        magnitude = np.uint32((h & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * factor
-        sign = np.uint32((h & np.uint32(0x8000)) << np.uint32(16))
-        target[i] = np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
@@ -208,14 +193,14 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
     for task in prange(num_tiles * num_parts):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
-        panel = np.empty(CHUNK * TILE, np.uint8)
-        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.empty(_MOST_GROUPS * TILE, np.float32)
-        sums = np.empty((end - begin, TILE), np.float32)
+        panel, factors = scratch(CHUNK * TILE), scratch(4 * TILE).view(np.float32)
+        scales, lows = scratch(4 * _MOST_GROUPS * TILE).view(np.float32), scratch(4 * _MOST_GROUPS * TILE).view(np.float32)
+        sums = scratch(4 * (end - begin) * TILE).view(np.float32).reshape((end - begin, TILE))
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             groups = (k + group - 1) // group
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, group, scale, low, unit, scales, lows)
+            unpack_scales(record, k, group, scale, low, unit, scales, lows, factors)
             if low == ZERO:
                 for i in range(groups * TILE):
                     lows[i] *= -scales[i]
@@ -280,11 +265,12 @@ def integer_rows(out_tag, weight, ids, num_ids, width, bits, group, scale, low, 
     for r in prange(num_ids):
         tile, column = rows[r] // TILE, rows[r] % TILE
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        factors = np.empty(TILE, np.float32)
         line = dst[r]
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, group, scale, low, unit, scales, lows)
+            unpack_scales(record, k, group, scale, low, unit, scales, lows, factors)
             planes = carray(typed_pointer(record + codes_at(k, group, scale, low), np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 code = np.float32(packed_code(planes, bits, column, i))

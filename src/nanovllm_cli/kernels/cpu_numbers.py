@@ -18,6 +18,14 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E = np.float32(1.4426950408889634)
 
 
+@njit(nogil=True, error_model="numpy")
+def scratch(num_bytes):
+    """u8 [num_bytes] from the beginning of a cache line on: a vector that lies in two lines takes twice the time."""
+    memory = np.empty(num_bytes + 64, np.uint8)
+    skip = (64 - np.int64(memory.ctypes.data) % 64) % 64
+    return memory[skip : skip + num_bytes]
+
+
 def load(array: Any, i: Any) -> Any:
     """array[i] as fp32."""
     raise NotImplementedError("compiled code only")

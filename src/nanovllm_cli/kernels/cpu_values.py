@@ -164,6 +164,7 @@ def value_matmul(
         unpacked = np.empty(_UNITS * TILE, np.uint32)
         panel = _empty_like(tag, CHUNK * TILE)
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        of_supers = np.empty(TILE, np.float32)
         taken = np.full(_MOST_GROUPS * TILE, np.float32(offset), np.float32)
         sums = np.empty((end - begin, TILE), np.float32)
         partial = np.empty((MAX_ROWS, TILE), np.float32)
@@ -172,7 +173,7 @@ def value_matmul(
             real = min(k, width - chunk * CHUNK)
             groups = (real + group - 1) // group
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, group, scale, low, unit, scales, lows)
+            unpack_scales(record, k, group, scale, low, unit, scales, lows, of_supers)
             if low == ZERO:
                 for i in range(groups * TILE):
                     taken[i] = lows[i]
@@ -236,11 +237,12 @@ def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, 
     for r in prange(num_ids):
         tile, column = rows[r] // TILE, rows[r] % TILE
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
+        of_supers = np.empty(TILE, np.float32)
         line = dst[r]
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             record = weight + tile * tile_bytes + chunk * full
-            unpack_scales(record, k, group, scale, low, 0, scales, lows)
+            unpack_scales(record, k, group, scale, low, 0, scales, lows, of_supers)
             planes = carray(typed_pointer(record + codes_at(k, group, scale, low), np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 at = i // group * TILE + column

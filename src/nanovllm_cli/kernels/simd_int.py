@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.record_kinds import TILE
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, VECTORS, host_has, typed_pointer
 
 HAS_BYTE_DOT = host_has("avx512vnni")
@@ -29,8 +30,8 @@ TILE_ROWS = MAX_ROWS if WIDE else 2
 UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
 STEP_UNITS = 8
-PREFETCH_BYTES = 8192
-"""How long before its use a record is asked for."""
+PREFETCH_BYTES, ROW_PREFETCH_BYTES = 8192, 4096
+"""How long before their use codes are asked for; by a single row, which leaves them after that."""
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
@@ -46,10 +47,16 @@ def _at(b: ir.IRBuilder, base: Any, offset: Any, kind: ir.Type) -> Any:
     return b.inttoptr(b.add(base, offset), kind.as_pointer())
 
 
-def _prefetch(b: ir.IRBuilder, address: Any) -> None:
+def _prefetch(b: ir.IRBuilder, address: Any, *, again: bool = True) -> None:
+    """again: it is worth a place in the caches behind the first, too."""
     pointer = _I8.as_pointer()
     hint = _function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, _I32, _I32, _I32)
-    b.call(hint, [b.inttoptr(address, pointer), _I32(0), _I32(3), _I32(1)])
+    b.call(hint, [b.inttoptr(address, pointer), _I32(0), _I32(3 if again else 0), _I32(1)])
+
+
+def _keep_order(b: ir.IRBuilder) -> None:
+    """No instruction: loads before and after it are not exchanged."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
 
 def _times(b: ir.IRBuilder, value: Any, n: int) -> Any:
@@ -259,8 +266,10 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
                     for plane in planes:
                         where, j = (row + unit * plane // 8, v), unit % (8 // plane)
                         if where not in packed:
-                            _prefetch(b, b.add(read, _I64(where[0] * UNIT_BYTES + 64 * v + 9216)))
-                            packed[where] = b.load(_at(b, read, _I64(where[0] * UNIT_BYTES + 64 * v), _BYTES), align=4)
+                            line = b.add(read, _I64(where[0] * UNIT_BYTES + 64 * v))
+                            _prefetch(b, b.add(line, _I64(ROW_PREFETCH_BYTES)), again=False)
+                            packed[where] = b.load(b.inttoptr(line, _BYTES.as_pointer()), align=4)
+                            _keep_order(b)
                         part = b.lshr(packed[where], constant(j * plane)) if j else packed[where]
                         if j * plane + plane < 8:
                             part = b.and_(part, constant((1 << plane) - 1))
@@ -445,6 +454,89 @@ def unpack_codes(bits, source, steps, target, ahead):
         _u2(source, steps, target, ahead)
     else:
         _u7(source, steps, target, ahead)
+
+
+def _make_times(kind: str) -> Any:
+    """An intrinsic times(source, groups, factors, target): target fp32 [groups][64] = whole numbers u8 or i8 at `source`, times
+    factors fp32 [64]. kind: "u8", "i8", "lower" or "upper" half of a byte; "-" before it: times -factors."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, groups, factors, target = args
+        vector = ir.VectorType(_I8, LANES)
+        lanes = range(VECTORS)
+        factor = [b.load(_at(b, factors, _I64(64 * v), _VF), align=4) for v in lanes]
+        if kind.startswith("-"):
+            factor = [b.fneg(f) for f in factor]
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        g = b.phi(_I64)
+        g.add_incoming(_I64(0), entry)
+        for v in lanes:
+            codes = b.load(_at(b, source, b.add(_times(b, g, TILE), _I64(LANES * v)), vector), align=1)
+            whole = b.sext(codes, _VI) if kind == "i8" else b.zext(codes, _VI)
+            if kind.endswith("lower"):
+                whole = b.and_(whole, ir.Constant(_VI, [15] * LANES))
+            elif kind.endswith("upper"):
+                whole = b.lshr(whole, ir.Constant(_VI, [4] * LANES))
+            place = _at(b, target, b.add(_times(b, g, 4 * TILE), _I64(64 * v)), _VF)
+            b.store(b.fmul(b.sitofp(whole, _VF), factor[v]), place, align=4)
+        following = b.add(g, _I64(1))
+        g.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, groups), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def times(typing: Any, source, groups, factors, target):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 4), code
+
+    return times
+
+
+times_u8, times_i8, times_lower = _make_times("u8"), _make_times("i8"), _make_times("lower")
+minus_u8, minus_upper = _make_times("-u8"), _make_times("-upper")
+
+
+@intrinsic
+def _halves_vectors(typing: Any, source, count, factor, target):  # type: ignore[no-untyped-def]
+    """target fp32 [count] = f16 at `source`, times the float32 factor; count is a multiple of 64. By F16C or AVX512."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, count, factor, target = args
+        spread = _splat(b, factor, _VF)
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        at = b.phi(_I64)
+        at.add_incoming(_I64(0), entry)
+        for v in range(VECTORS):
+            place = b.add(at, _I64(LANES * v))
+            half = b.load(_at(b, source, _times(b, place, 2), ir.VectorType(ir.HalfType(), LANES)), align=2)
+            b.store(b.fmul(b.fpext(half, _VF), spread), _at(b, target, _times(b, place, 4), _VF), align=4)
+        following = b.add(at, _I64(VECTORS * LANES))
+        at.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, count), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), code
+
+
+@njit(nogil=True, error_model="numpy")
+def _halves_numbers(source, count, factor, target):
+    """The same by whole numbers: finite ones, subnormal ones too, exactly."""
+    bits = carray(typed_pointer(source, np.uint16(0)), (count,))
+    out = carray(typed_pointer(target, np.float32(0)), (count,))
+    for i in range(count):
+        h = np.uint32(bits[i])
+        magnitude = np.uint32((h & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+        sign = np.uint32((h & np.uint32(0x8000)) << np.uint32(16))
+        out[i] = np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32) * factor
+
+
+unpack_halves = _halves_vectors if host_has("f16c") else _halves_numbers
+"""unpack_halves(source, count, factor, target)."""
 
 
 @intrinsic
