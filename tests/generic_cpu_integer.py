@@ -14,10 +14,10 @@ import torch
 if sys.argv[1:] == ["generic"]:
     llvm.get_host_cpu_features = lambda: {"avx2": True, "fma": True}
 
-from nanovllm_cli.kernels import integer, simd_int
+from nanovllm_cli.kernels import integer, simd_int, simd_ir
 from nanovllm_cli.kernels.record_kinds import F16, NO_LOW, SUB_I8, SUB_MIN, SUB_U8, RecordLayout
 
-assert sys.argv[1:] != ["generic"] or not (simd_int.HAS_BYTE_DOT or simd_int.WIDE)
+assert sys.argv[1:] != ["generic"] or not (simd_ir.HAS_BYTE_DOT or simd_int.WIDE)
 generator = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
 for bits, group, scale, low, table in (

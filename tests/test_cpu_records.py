@@ -20,7 +20,7 @@ KINDS = [
     (2, 16, SUB_U8, NIBBLE, 0), (3, 16, SUB_I8, NO_LOW, 4), (4, 32, F16, NO_LOW, 8), (4, 32, F16, MIN, 0),
     (4, 32, SUB_U8, SUB_MIN, 0), (5, 32, SUB_U8, SUB_MIN, 0), (6, 16, SUB_I8, NO_LOW, 32), (7, 64, F32, ZERO, 0),
     (8, 32, F16, NO_LOW, 128), (8, 256, BF16, NO_LOW, 128), (4, 128, BF16, ZERO, 0), (4, 64, F32, NO_LOW, 8),
-    (4, 32, E8M0, NO_LOW, 8),
+    (4, 32, E8M0, NO_LOW, 8), (2, 64, F16, ZERO, 0), (3, 128, BF16, NO_LOW, 4), (5, 32, F16, NO_LOW, 16), (4, 16, F16, NO_LOW, 8),
 ]  # fmt: skip
 
 

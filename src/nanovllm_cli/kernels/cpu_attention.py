@@ -24,7 +24,7 @@ import numpy as np
 from numba import carray, njit, prange
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
-from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, store
+from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, scratch, store
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 
 KEYS = TILE_COLUMNS
@@ -110,13 +110,14 @@ def paged_attention(
         num_rows = count * group
         rows = np.empty((num_rows, dim), queries.dtype)
         weights = np.empty((MAX_ROWS, KEYS), queries.dtype)
-        scores = np.empty((MAX_ROWS, KEYS), np.float32)
+        scores = scratch(4 * MAX_ROWS * KEYS).view(np.float32).reshape((MAX_ROWS, KEYS))
         lanes = np.empty(LANES, np.float32)
         keys, values = np.empty(BLOCKS_PER_TILE, np.int64), np.empty(BLOCKS_PER_TILE, np.int64)
-        k_scratch = np.empty(scratch_size(k_kind, BLOCKS_PER_TILE * k_codes), queries.dtype)
-        v_scratch = np.empty(scratch_size(v_kind, BLOCKS_PER_TILE * v_codes), queries.dtype)
+        k_scratch = scratch(size * scratch_size(k_kind, BLOCKS_PER_TILE * k_codes))
+        v_scratch = scratch(size * scratch_size(v_kind, BLOCKS_PER_TILE * v_codes))
         k_scales, v_scales = np.zeros(KEYS, np.float32), np.zeros(KEYS, np.float32)
-        acc = np.zeros((num_rows, padded), np.float32)
+        acc = scratch(4 * num_rows * padded).view(np.float32).reshape((num_rows, padded))
+        acc[:] = np.float32(0.0)
         state = np.zeros((num_rows, 2), np.float32)
         for r in range(num_rows):
             rows[r] = queries[first_row + r // group, kv_head * group + r % group]

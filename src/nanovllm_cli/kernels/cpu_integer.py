@@ -32,17 +32,12 @@ from nanovllm_cli.kernels.record_kinds import (
     ZERO,
 )
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_int import (
+from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, in_one_pass, one_row, one_row_low
+from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
-    TILE_ROWS,
-    dot_panel,
-    dot_panel_low,
-    in_one_pass,
     look_up,
     minus_u8,
     minus_upper,
-    one_row,
-    one_row_low,
     times_i8,
     times_lower,
     times_u8,
@@ -127,8 +122,10 @@ def codes_at(width, group, scale, low):
 
 @njit(nogil=True, error_model="numpy")
 def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors):
-    """scales, lows: fp32 [groups * 64]; factors: scratch fp32 [64]. What a record holds before its codes: what multiplies a code, and what is added to the
-    product (for ZERO: the zero point as it is)."""
+    """scales, lows: fp32 [groups * 64]; factors: scratch fp32 [64].
+
+    What a record holds before its codes: what multiplies a code, and what is added to the product (for ZERO: the zero point as
+    it is)."""
     count = (width + group - 1) // group * TILE
     supers, super_lows = record, record + 2 * TILE
     at = record + 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))

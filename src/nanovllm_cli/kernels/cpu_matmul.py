@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, prange
 
-from nanovllm_cli.kernels.cpu_numbers import dot64, load, store
+from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, typed_pointer
 
 ROWS_PER_TASK = 96
@@ -62,7 +62,7 @@ def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):
         block, chunk = task // num_chunks, task % num_chunks
         w = weight + block * steps * TILE_COLUMNS * 4
         first, width = block * TILE_COLUMNS, min(TILE_COLUMNS, n - block * TILE_COLUMNS)
-        sums = np.empty((MAX_ROWS, TILE_COLUMNS), np.float32)
+        sums = scratch(4 * MAX_ROWS * TILE_COLUMNS).view(np.float32).reshape((MAX_ROWS, TILE_COLUMNS))
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)
         while row < end:
             rows = min(MAX_ROWS, end - row)

@@ -20,10 +20,10 @@ from numba import carray, njit, prange, types
 from numba.extending import overload
 
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_scales
-from nanovllm_cli.kernels.cpu_numbers import dot64, load, store
+from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
 from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
-from nanovllm_cli.kernels.simd_int import PREFETCH_BYTES, look_up, unpack_codes
+from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES, look_up, unpack_codes
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -161,13 +161,13 @@ def value_matmul(
     for task in prange(num_tiles * num_parts):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
-        unpacked = np.empty(_UNITS * TILE, np.uint32)
+        unpacked = scratch(CHUNK * TILE).view(np.uint32)
         panel = _empty_like(tag, CHUNK * TILE)
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
         of_supers = np.empty(TILE, np.float32)
         taken = np.full(_MOST_GROUPS * TILE, np.float32(offset), np.float32)
-        sums = np.empty((end - begin, TILE), np.float32)
-        partial = np.empty((MAX_ROWS, TILE), np.float32)
+        sums = scratch(4 * (end - begin) * TILE).view(np.float32).reshape((end - begin, TILE))
+        partial = scratch(4 * MAX_ROWS * TILE).view(np.float32).reshape((MAX_ROWS, TILE))
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             real = min(k, width - chunk * CHUNK)
@@ -312,8 +312,8 @@ def _empty_like(tag, size):
 @overload(_empty_like)
 def _empty_like_of(tag, size):
     if tag == types.uint16:
-        return lambda tag, size: np.empty(size, np.uint16)
-    return lambda tag, size: np.empty(size, np.float32)
+        return lambda tag, size: scratch(2 * size).view(np.uint16)
+    return lambda tag, size: scratch(4 * size).view(np.float32)
 
 
 # ---- by address (entry.py) ----

@@ -1,0 +1,86 @@
+"""What kernels written as LLVM vectors are made of: types, addresses, requests to memory, products of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from nanovllm_cli.kernels.simd import LANES, host_has
+
+HAS_BYTE_DOT = host_has("avx512vnni")
+UNIT_BYTES = 256
+"""Four codes of each of 64 columns."""
+STEP_UNITS = 8
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VI, VF = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
+
+
+
+def known_function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def at_address(b: ir.IRBuilder, base: Any, offset: Any, kind: ir.Type) -> Any:
+    return b.inttoptr(b.add(base, offset), kind.as_pointer())
+
+
+def prefetch(b: ir.IRBuilder, address: Any, *, again: bool = True) -> None:
+    """again: it is worth a place in the caches behind the first, too."""
+    pointer = I8.as_pointer()
+    hint = known_function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
+    b.call(hint, [b.inttoptr(address, pointer), I32(0), I32(3 if again else 0), I32(1)])
+
+
+def keep_order(b: ir.IRBuilder) -> None:
+    """No instruction: loads before and after it are not exchanged."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
+
+def multiple(b: ir.IRBuilder, value: Any, n: int) -> Any:
+    return b.mul(value, I64(n))
+
+
+def splat(b: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(VI, [0] * LANES))
+
+
+def byte_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    """acc + the four products of u8 and s8 in each lane."""
+    if HAS_BYTE_DOT:
+        return b.call(known_function(b, "llvm.x86.avx512.vpdpbusd.512", VI, VI, VI, VI), [acc, w, x])
+    eight = ir.Constant(SHORTS, [8] * (2 * LANES))
+    w, x = b.bitcast(w, SHORTS), b.bitcast(x, SHORTS)
+    acc = _pair_dot(b, acc, b.and_(w, ir.Constant(SHORTS, [255] * (2 * LANES))), b.ashr(b.shl(x, eight), eight))
+    return _pair_dot(b, acc, b.lshr(w, eight), b.ashr(x, eight))
+
+
+def _pair_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    """acc + the two products of 16-bit numbers in each lane, in the form that LLVM knows as `pmaddwd`."""
+    products = b.mul(*(b.sext(v, ir.VectorType(I32, 2 * LANES)) for v in (w, x)), flags=("nsw",))
+    halves = [
+        b.shuffle_vector(products, products, ir.Constant(VI, list(range(first, 2 * LANES, 2)))) for first in (0, 1)
+    ]
+    return b.add(acc, b.add(*halves))
+
+
+def code_bytes(b: ir.IRBuilder, planes: tuple[int, ...], unit: int, load: Callable[[int], Any]) -> Any:
+    """Codes of one unit, a byte each, from their planes (quant/cpu_records.py). load(row): 64 bytes of that row of the step."""
+    constant = lambda value: ir.Constant(BYTES, [value] * (4 * LANES))
+    row = shift = 0
+    whole = None
+    for plane in planes:
+        j = unit % (8 // plane)
+        part = load(row + unit * plane // 8)
+        if j:
+            part = b.lshr(part, constant(j * plane))
+        if j * plane + plane < 8:
+            part = b.and_(part, constant((1 << plane) - 1))
+        whole = part if whole is None else b.or_(whole, b.shl(part, constant(shift)))
+        row, shift = row + plane, shift + plane
+    return whole

@@ -1,0 +1,218 @@
+"""Unpacking of records (quant/cpu_records.py), written as LLVM vectors: bit planes to codes, scales to fp32, codes by a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from nanovllm_cli.kernels.record_kinds import TILE
+from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, typed_pointer
+from nanovllm_cli.kernels.simd_ir import (
+    BYTES,
+    I8,
+    I32,
+    I64,
+    STEP_UNITS,
+    UNIT_BYTES,
+    VF,
+    VI,
+    at_address,
+    code_bytes,
+    known_function,
+    multiple,
+    prefetch,
+    splat,
+)  # fmt: skip
+
+PREFETCH_BYTES = 8192
+"""How long before their use codes are asked for."""
+
+
+def _make_unpack(planes: tuple[int, ...]) -> Any:
+    """An intrinsic unpack(source, steps, target, ahead): bit planes (quant/cpu_records.py) to codes [8 * steps units][256].
+
+    What lies at `ahead`, as long as the planes are, is asked for meanwhile."""
+    bits = sum(planes)
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, steps, target, ahead = args
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        step = b.phi(I64)
+        step.add_incoming(I64(0), entry)
+        advance, write = multiple(b, step, UNIT_BYTES * bits), multiple(b, step, UNIT_BYTES * STEP_UNITS)
+        read = b.add(source, advance)
+        packed: dict[tuple[int, int], Any] = {}
+        for unit in range(STEP_UNITS):
+            for v in range(VECTORS):
+
+                def in_order(row: int, v: int = v) -> Any:
+                    if (row, v) not in packed:
+                        place = I64(row * UNIT_BYTES + 64 * v)
+                        prefetch(b, b.add(b.add(ahead, advance), place))
+                        packed[row, v] = b.load(at_address(b, read, place, BYTES), align=4)
+                    return packed[row, v]
+
+                whole = code_bytes(b, planes, unit, in_order)
+                b.store(whole, at_address(b, target, b.add(write, I64(unit * UNIT_BYTES + 64 * v)), BYTES), align=4)
+        following = b.add(step, I64(1))
+        step.add_incoming(following, b.block)
+        b.cbranch(b.icmp_signed("<", following, steps), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def unpack(typing: Any, source, steps, target, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 4), code
+
+    return unpack
+
+
+_u2, _u3, _u4 = _make_unpack((2,)), _make_unpack((2, 1)), _make_unpack((4,))
+_u5, _u6, _u7 = _make_unpack((4, 1)), _make_unpack((4, 2)), _make_unpack((4, 2, 1))
+
+
+@njit(nogil=True, error_model="numpy")
+def unpack_codes(bits, source, steps, target, ahead):
+    """Planes of 2 to 7 bits to u8 codes at `target`, 32 k's of 64 columns a step. ahead: what is asked for meanwhile."""
+    if bits == 4:
+        _u4(source, steps, target, ahead)
+    elif bits == 6:
+        _u6(source, steps, target, ahead)
+    elif bits == 5:
+        _u5(source, steps, target, ahead)
+    elif bits == 3:
+        _u3(source, steps, target, ahead)
+    elif bits == 2:
+        _u2(source, steps, target, ahead)
+    else:
+        _u7(source, steps, target, ahead)
+
+
+def _make_times(kind: str) -> Any:
+    """An intrinsic times(source, groups, factors, target): target fp32 [groups][64] = whole numbers u8 or i8 at `source`, times
+    factors fp32 [64]. kind: "u8", "i8", "lower" or "upper" half of a byte; "-" before it: times -factors."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, groups, factors, target = args
+        vector = ir.VectorType(I8, LANES)
+        lanes = range(VECTORS)
+        factor = [b.load(at_address(b, factors, I64(64 * v), VF), align=4) for v in lanes]
+        if kind.startswith("-"):
+            factor = [b.fneg(f) for f in factor]
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        g = b.phi(I64)
+        g.add_incoming(I64(0), entry)
+        for v in lanes:
+            codes = b.load(at_address(b, source, b.add(multiple(b, g, TILE), I64(LANES * v)), vector), align=1)
+            whole = b.sext(codes, VI) if kind == "i8" else b.zext(codes, VI)
+            if kind.endswith("lower"):
+                whole = b.and_(whole, ir.Constant(VI, [15] * LANES))
+            elif kind.endswith("upper"):
+                whole = b.lshr(whole, ir.Constant(VI, [4] * LANES))
+            place = at_address(b, target, b.add(multiple(b, g, 4 * TILE), I64(64 * v)), VF)
+            b.store(b.fmul(b.sitofp(whole, VF), factor[v]), place, align=4)
+        following = b.add(g, I64(1))
+        g.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, groups), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def times(typing: Any, source, groups, factors, target):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 4), code
+
+    return times
+
+
+times_u8, times_i8, times_lower = _make_times("u8"), _make_times("i8"), _make_times("lower")
+minus_u8, minus_upper = _make_times("-u8"), _make_times("-upper")
+
+
+@intrinsic
+def _halves_vectors(typing: Any, source, count, factor, target):  # type: ignore[no-untyped-def]
+    """target fp32 [count] = f16 at `source`, times the float32 factor; count is a multiple of 64. By F16C or AVX512."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, count, factor, target = args
+        spread = splat(b, factor, VF)
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        at = b.phi(I64)
+        at.add_incoming(I64(0), entry)
+        for v in range(VECTORS):
+            place = b.add(at, I64(LANES * v))
+            half = b.load(at_address(b, source, multiple(b, place, 2), ir.VectorType(ir.HalfType(), LANES)), align=2)
+            b.store(b.fmul(b.fpext(half, VF), spread), at_address(b, target, multiple(b, place, 4), VF), align=4)
+        following = b.add(at, I64(VECTORS * LANES))
+        at.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, count), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), code
+
+
+@njit(nogil=True, error_model="numpy")
+def _halves_numbers(source, count, factor, target):
+    """The same by whole numbers: finite ones, subnormal ones too, exactly."""
+    bits = carray(typed_pointer(source, np.uint16(0)), (count,))
+    out = carray(typed_pointer(target, np.float32(0)), (count,))
+    for i in range(count):
+        h = np.uint32(bits[i])
+        magnitude = np.uint32((h & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+        sign = np.uint32((h & np.uint32(0x8000)) << np.uint32(16))
+        out[i] = np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32) * factor
+
+
+unpack_halves = _halves_vectors if host_has("f16c") else _halves_numbers
+"""unpack_halves(source, count, factor, target)."""
+
+
+@intrinsic
+def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyped-def]
+    """codes[i] = table[codes[i]] in place, for 64 bytes at a time, by AVX512-BW's byte shuffle."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        codes, count, table = args
+        words = ir.VectorType(I32, 4)
+        quarter = b.load(b.inttoptr(table, words.as_pointer()), align=1)
+        spread = ir.Constant(VI, list(range(4)) * 4)
+        entries = b.bitcast(b.shuffle_vector(quarter, quarter, spread), BYTES)
+        shuffle = known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES)
+        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        at = b.phi(I64)
+        at.add_incoming(I64(0), entry)
+        place = at_address(b, codes, at, BYTES)
+        b.store(b.call(shuffle, [entries, b.load(place, align=4)]), place, align=4)
+        following = b.add(at, I64(4 * LANES))
+        at.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, count), loop, end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), code
+
+
+@njit(nogil=True, error_model="numpy")
+def _look_up_bytes(codes, count, table):
+    values, places = (
+        carray(typed_pointer(table, np.uint8(0)), (16,)),
+        carray(typed_pointer(codes, np.uint8(0)), (count,)),
+    )
+    for i in range(count):
+        places[i] = values[places[i]]
+
+
+look_up = _look_up_vectors if host_has("avx512bw") else _look_up_bytes
+"""look_up(codes, count, table): codes[i] = table[codes[i]] in place; table has 16 bytes, count is a multiple of 64."""
