@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import ssl
@@ -412,6 +413,31 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
     assert [json.loads(line)["settings"]["max_concurrency"] for line in lines.stdout.splitlines()] == [1, 2]
     assert "secret-key" not in one.stdout
     assert "--api-key ..." in result["machine"]["command"]
+
+
+def test_more_connections_than_files_may_be_open(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with OpenAIServer(words(1, first=0.3)) as server:
+        words_of = [
+            sys.executable,
+            "-m",
+            "nanovllm_cli",
+            "bench",
+            "serve",
+            "--url",
+            server.url,
+            "-m",
+            "x",
+            "-o",
+            "json",
+        ]
+        told = subprocess.run(
+            [*words_of, "--warmup", "0", "--num-prompts", "80", "--input-len", "2"],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1])),
+        )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)[0]["metrics"]["max_concurrent_requests"] == 80
 
 
 def test_nothing_succeeds(tmp_path: Path) -> None:

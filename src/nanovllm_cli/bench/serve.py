@@ -7,6 +7,7 @@ again: a server that caches prefixes has not seen what is measured.
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ def measure(
         len(requests), plan.request_rate, burstiness=plan.burstiness, ramp_up=plan.ramp_up, seed=plan.seed
     )
     load = Load(target, plan.max_concurrency)
+    _allow_connections(plan.max_concurrency or len(requests))
     interrupted: BaseException | None = None
     try:
         asyncio.run(load.run(requests, moments, tick))
@@ -111,6 +113,16 @@ def measure(
     if interrupted is not None:
         remarks.insert(0, f"interrupted: {len(traces)} of {len(requests)} requests were done")
     return Outcome(summary, remarks, failures, interrupted)
+
+
+def _allow_connections(count: int) -> None:
+    """Raises the soft limit of open files as far as it may go: a usual one of 1,024 is fewer than a load may need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 256
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _metrics(traces: Sequence[Trace], plan: Plan) -> dict[str, float]:
