@@ -53,6 +53,7 @@ def run(rate: float = 1.0, *, model: str = "qwen3", slower: float = 1.0, samples
     metrics = {
         "completed": samples, "request_throughput": rate / slower, "output_throughput": 100 * rate / slower,
         "max_concurrent_requests": max(1, int(4 * rate)), "mean_ttft_ms": sum(ttft) / samples, "p99_ttft_ms": sorted(ttft)[-2],
+        "median_ttft_ms": sorted(ttft)[samples // 2],
         "std_ttft_ms": 20.0, "mean_itl_ms": sum(itl) / len(itl),
     }  # fmt: skip
     settings = {"url": "http://localhost", "request_rate": rate}

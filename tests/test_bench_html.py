@@ -80,6 +80,7 @@ def test_charts_are_drawn_and_nothing_else_is_asked_for(open_report: Callable[..
         "Prompt speed against depth": 6,
         "Generation speed against depth": 6,
         "Throughput against concurrency": 2 * 3 + 2,
+        "Time to first token under load": 2 * 2,
         "Time to first token": 2 * 3,  # median, p90 and p99 of each run
         "Time between tokens": 2 * 3,
         "Time to the whole answer": 2 * 3,

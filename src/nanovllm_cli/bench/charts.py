@@ -3,7 +3,8 @@
 
     speed against depth               where records were measured at several depths; bars of all tests otherwise
     throughput against concurrency    records of several sequences at once; runs with many requests
-    distributions                     TTFT, ITL and E2EL of each run, as the share of samples at or below a time
+    time to first token under load    runs against one server at several rates
+    distributions                     each latency of each run, as the share of samples at or below a time
     memory                            weights, and the peak
     roofline                          arithmetic reached against arithmetic a byte, below the machine's limits
     bandwidth                         memory read a second against bytes a token, below the machine's limit
@@ -95,8 +96,8 @@ def charts_of(sources: Sources) -> list[Chart | Bars]:
     records = _named(sources)
     summaries = _runs(sources)
     made = [
-        *_speed(records), *_concurrency(records, summaries), *_distributions(summaries), *_memory(records, summaries),
-        *_roofline(records), *_bandwidth(records),
+        *_speed(records), *_concurrency(records, summaries), *_under_load(summaries), *_distributions(summaries),
+        *_memory(records, summaries), *_roofline(records), *_bandwidth(records),
     ]  # fmt: skip
     return [chart for chart in made if any(series.points for series in chart.series)]
 
@@ -230,10 +231,35 @@ def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]])
     ]  # fmt: skip
 
 
+def _under_load(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+    """Where one server was asked at several rates."""
+    served = [(name, run) for name, run in runs if run.kind == "serve" and run.metrics.get("request_throughput")]
+    series = []
+    for metric, title in (("median_ttft_ms", "median"), ("p99_ttft_ms", "p99")):
+        for model, found in _split(served, lambda each: each[1].model).items():
+            points = [
+                Point(run.metrics["request_throughput"], run.metrics[metric], note=name)
+                for name, run in found
+                if metric in run.metrics
+            ]
+            if len(points) > 1:
+                name = _join(model if len({run.model for _, run in served}) > 1 else "", title)
+                series.append(Series(name, tuple(sorted(points, key=lambda point: point.x))))
+    if not series:
+        return []
+    return [
+        Chart(
+            "Time to first token under load", "How long the first token takes, against how many requests are answered.",
+            Axis("requests answered a second", "requests/s"), Axis("milliseconds", "ms"), tuple(series),
+        )
+    ]  # fmt: skip
+
+
 def _distributions(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
     made = []
     for key, title in (
-        ("ttft_ms", "Time to first token"), ("itl_ms", "Time between tokens"), ("e2el_ms", "Time to the whole answer"),
+        ("ttft_ms", "Time to first token"), ("tpot_ms", "Time per further token"), ("itl_ms", "Time between tokens"),
+        ("e2el_ms", "Time to the whole answer"), ("latency_ms", "Time to a whole batch"),
     ):  # fmt: skip
         series = tuple(
             Series(name or "requests", _steps(run.series[key]), "steps") for name, run in runs if run.series.get(key)
