@@ -224,5 +224,12 @@ def text_width(text: str) -> int:
     return len(text) if text.isascii() else max(wcwidth.wcswidth(text), 0)
 
 
+def cut(text: str, columns: int) -> str:
+    """As much of a text as fits."""
+    while text_width(text) > columns:
+        text = text[:-1]
+    return text
+
+
 def _total_width(pieces: Iterable[Piece]) -> int:
     return sum(text_width(piece.text) for piece in pieces)

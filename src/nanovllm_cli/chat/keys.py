@@ -1,6 +1,7 @@
 """The keyboard while an answer is written: what is typed does not show up in it, and is there for the next prompt.
 
-Ctrl-C stays a signal. Ctrl-T is seen at once; everything else waits.
+Ctrl-C stays a signal. Ctrl-T is seen at once; everything else waits. A paste is bracketed, as at a prompt, so that its lines
+are not sent one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from types import FrameType
 from typing import Any
 
 CTRL_T = b"\x14"
-_MAX_TYPED = 1 << 16
+_MAX_TYPED = 1 << 24
+_PASTE_ON, _PASTE_OFF = b"\x1b[?2004h", b"\x1b[?2004l"
+_PASTE_BEGINS, _PASTE_ENDS = b"\x1b[200~", b"\x1b[201~"
+_PASTE_SECONDS = 1.0  # within which more of a paste comes, or it is over
 
 
 class AnswerKeys:
@@ -25,7 +29,7 @@ class AnswerKeys:
         self._descriptor = descriptor
         self._before: list[Any] | None = None
         self._after_stop: Any = None
-        self._typed = b""
+        self._typed = bytearray()
         atexit.register(self.release)
 
     def watch(self) -> None:
@@ -43,29 +47,40 @@ class AnswerKeys:
         if self._before is None:
             return 0
         presses = 0
-        while select.select([self._descriptor], [], [], 0)[0]:
-            try:
-                data = os.read(self._descriptor, 1024)
-            except OSError:
-                break
-            if not data:
-                break
+        while data := self._read(0):
             presses += data.count(CTRL_T)
-            self._typed = (self._typed + data.replace(CTRL_T, b""))[:_MAX_TYPED]
+            self._typed += data.replace(CTRL_T, b"")[: _MAX_TYPED - len(self._typed)]
         return presses
 
     def release(self) -> None:
-        before, self._before = self._before, None
-        if before is None:
+        if self._before is None:
             return
+        self.poll()
+        while self._typed.rfind(_PASTE_BEGINS) > self._typed.rfind(_PASTE_ENDS):
+            data = self._read(_PASTE_SECONDS) or _PASTE_ENDS
+            self._typed += data
+        before, self._before = self._before, None
         signal.signal(signal.SIGCONT, self._after_stop)
+        self._write(_PASTE_OFF)
         with contextlib.suppress(termios.error):
             termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
 
     def take(self) -> bytes:
         """What was typed."""
-        typed, self._typed = self._typed, b""
+        typed = bytes(self._typed)
+        self._typed.clear()
         return typed
+
+    def _read(self, seconds: float) -> bytes:
+        """What comes within so many seconds, perhaps nothing."""
+        try:
+            return os.read(self._descriptor, 1 << 16) if select.select([self._descriptor], [], [], seconds)[0] else b""
+        except OSError:
+            return b""
+
+    def _write(self, sequence: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, sequence)
 
     def _set_quiet(self) -> None:
         """No echo, no lines: each key by itself, and Enter as the key that it is."""
@@ -75,6 +90,7 @@ class AnswerKeys:
             mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
             mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
             termios.tcsetattr(self._descriptor, termios.TCSANOW, mode)
+        self._write(_PASTE_ON)
 
     def _watch_again(self, signum: int, frame: FrameType | None) -> None:
         """After Ctrl-Z and fg: shells set the terminal to what they like."""

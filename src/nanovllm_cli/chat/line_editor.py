@@ -22,7 +22,8 @@ from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import create_input
@@ -122,12 +123,16 @@ class LineEditor:
             store_typeahead(self._input, presses)
 
     def _toolbar(self) -> StyleAndTextTuples:
-        return [(f"class:{name}" if name else "", text) for name, text in toolbar(self._status(), columns())]
+        columns = get_app().output.get_size().columns
+        return [
+            (f"class:bottom-toolbar.{name}" if name else "", text) for name, text in toolbar(self._status(), columns)
+        ]
 
     def _bindings(self) -> KeyBindings:
         bindings = KeyBindings()
+        in_line = has_focus(DEFAULT_BUFFER)  # and not in the field of a search
 
-        @bindings.add("enter")
+        @bindings.add("enter", filter=in_line)
         def send(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
             if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
@@ -140,15 +145,15 @@ class LineEditor:
         def newline(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
-        @bindings.add("c-c")
-        @bindings.add("<sigint>")
+        @bindings.add("c-c", filter=in_line)
+        @bindings.add("<sigint>", filter=in_line)
         def interrupt(event: KeyPressEvent) -> None:
             if event.current_buffer.text:
                 event.current_buffer.reset()
             else:
                 event.app.exit(exception=KeyboardInterrupt())
 
-        @bindings.add("c-g")
+        @bindings.add("c-g", filter=in_line)
         def edit(event: KeyPressEvent) -> None:
             self._edit(event.current_buffer)
 
@@ -195,10 +200,6 @@ class Pastes:
             return text
         pattern = re.compile("|".join(map(re.escape, marks)))
         return pattern.sub(lambda found: self._texts[found[0]], text)
-
-
-def columns() -> int:
-    return get_app().output.get_size().columns
 
 
 def open_history(path: Path | None, expand: Callable[[str], str]) -> History:

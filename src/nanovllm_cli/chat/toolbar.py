@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm_cli.chat.flow import text_width
+from nanovllm_cli.chat.flow import cut, text_width
 from nanovllm_cli.chat.surface import Status
 from nanovllm_cli.cli.output import one_line
 from nanovllm_cli.cli.progress_line import size
@@ -36,7 +36,7 @@ def toolbar(status: Status, columns: int) -> list[Part]:
     while len(parts) > 1 and sum(text_width(text) for _, _, text in parts) + len(_GAP) * len(parts) > columns:
         parts.remove(max(parts))
     name, *others = [(style, text) for _, style, text in parts]
-    shown = [(name[0], " " + name[1][: max(columns - 2, 1)])]
+    shown = [(name[0], " " + cut(name[1], max(columns - 1, 1)))]
     for part in others:
         shown += [("", _GAP), part]
     return shown

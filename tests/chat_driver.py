@@ -1,0 +1,100 @@
+"""A conversation on a real terminal with a scripted model: LineEditor and TerminalDisplay, and what `nanovllm` does around them.
+
+    python chat_driver.py LOG [plain] [fold]
+
+Each message that arrives becomes a JSON line in LOG, and its first word says what the model does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from nanovllm_cli.cli import app, signals
+from nanovllm_cli.cli.output import console
+
+COMMANDS = {"/help": "what can be done", "/history": "what was said", "/exit": "leaves"}
+DEMO = "# Title\n\nSome **bold** text, `code` and 漢字.\n\n- one\n- two\n\n```python\nx = 1\n```\n"
+
+
+def converse(log: Path, flags: list[str]) -> None:
+    from nanovllm_cli.chat.keys import AnswerKeys
+    from nanovllm_cli.chat.line_editor import LineEditor
+    from nanovllm_cli.chat.surface import Status
+    from nanovllm_cli.chat.terminal import TerminalDisplay
+
+    keys = AnswerKeys(0)
+    display = TerminalDisplay(console(), markdown="plain" not in flags, folds_thinking="fold" in flags, keys=keys)
+    status = Status("fake-model", 3400, 4096, 12.5, 3 << 30, "a-session")
+    editor = LineEditor(
+        lambda text: [each for each in COMMANDS.items() if each[0].startswith(text)], lambda: status,
+        display.toggle_thinking, keys=keys, history_file=log.parent / "state" / "history", color=console().out.color,
+    )  # fmt: skip
+    draft = ""
+    try:
+        while True:
+            try:
+                text = editor.read(draft)
+            except KeyboardInterrupt:
+                signals.forgive()
+                display.warn("interrupted while idle")
+                continue
+            except EOFError:
+                display.say("the end")
+                return
+            with log.open("a") as file:
+                file.write(json.dumps(text) + "\n")
+            draft = "a draft" if text == "edit" else ""
+            display.begin()
+            remark = None
+            try:
+                answer(display, (text.split() or [""])[0])
+            except KeyboardInterrupt:
+                signals.forgive()
+                remark = "stopped"
+            finally:
+                display.end(remark)
+    finally:
+        editor.close()
+
+
+def answer(display: object, kind: str) -> None:
+    from nanovllm_cli.chat.terminal import TerminalDisplay
+
+    assert isinstance(display, TerminalDisplay)
+    if kind == "prefill":
+        for done in range(0, 4000, 100):
+            display.progress(done, 4000)
+            time.sleep(0.05)
+    if kind == "think":
+        for i in range(40):
+            display.reasoning(f"thought {i} ")
+            time.sleep(0.03)
+    if kind in ("count", "think"):
+        for i in range(30):
+            display.content(f"word{i} ")
+            time.sleep(0.02)
+    elif kind == "demo":
+        for character in DEMO:
+            display.content(character)
+    elif kind == "crash":
+        display.content("before **the")
+        raise RuntimeError("broken")
+    elif kind == "evil":
+        display.content("a\x1b[31mb\x1b]0;title\x07c\x1b[?25l\x1b[2Jd")
+        display.say("e\x1b[?1049hf")
+        display.fail("g\x1b[2Jh\ni", "j\x1bck")
+    else:
+        display.content("answered")
+
+
+def main() -> None:
+    """As app.main, with the conversation in place of the command line."""
+    app._invoke = lambda words: converse(Path(sys.argv[1]), sys.argv[2:]) or 0  # type: ignore[assignment, func-returns-value]
+    app.main(["chat"])
+
+
+if __name__ == "__main__":
+    main()
