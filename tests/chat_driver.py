@@ -2,7 +2,8 @@
 
     python chat_driver.py LOG [plain] [fold]
 
-Each message that arrives becomes a JSON line in LOG, and its first word says what the model does.
+Each message that arrives becomes a JSON line in LOG, and its first word says what the model does. A file `go` beside LOG lets it
+go on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm_cli.cli import app, signals
@@ -50,7 +52,7 @@ def converse(log: Path, flags: list[str]) -> None:
             display.begin()
             remark = None
             try:
-                answer(display, (text.split() or [""])[0])
+                answer(display, (text.split() or [""])[0], log.parent / "go")
             except KeyboardInterrupt:
                 signals.forgive()
                 remark = "stopped"
@@ -60,22 +62,30 @@ def converse(log: Path, flags: list[str]) -> None:
         editor.close()
 
 
-def answer(display: object, kind: str) -> None:
+def answer(display: object, kind: str, go: Path) -> None:
+    """Stops half-way until there is a file `go`, so that tests need not be quick."""
     from nanovllm_cli.chat.terminal import TerminalDisplay
+
+    def wait(show: Callable[[], None]) -> None:
+        while not go.exists():
+            show()
+            time.sleep(0.02)
 
     assert isinstance(display, TerminalDisplay)
     if kind == "prefill":
-        for done in range(0, 4000, 100):
-            display.progress(done, 4000)
-            time.sleep(0.05)
+        display.progress(1000, 4000)
+        wait(lambda: display.progress(2000, 4000))
+        display.progress(4000, 4000)
     if kind == "think":
-        for i in range(40):
+        for i in range(10):
             display.reasoning(f"thought {i} ")
-            time.sleep(0.03)
+        wait(lambda: display.reasoning(""))
+        display.reasoning("last thought")
     if kind in ("count", "think"):
         for i in range(30):
             display.content(f"word{i} ")
-            time.sleep(0.02)
+            if i == 9:
+                wait(lambda: display.content(""))
     elif kind == "demo":
         for character in DEMO:
             display.content(character)

@@ -33,6 +33,7 @@ class Chat(Tmux):
         }  # fmt: skip
         super().__init__(folder, environ | extra, width, height)
         self.log = folder / "log"
+        (folder / "go").unlink(missing_ok=True)
         self.run_and_wait("stty -a > before; echo ready", "ready")
         self.run([sys.executable, chat_driver.__file__, str(self.log), *flags])
         self.expect("context 83%")
@@ -66,6 +67,10 @@ class Chat(Tmux):
         panes = self("list-panes", "-F", "#{pane_pid}").strip()
         children = Path(f"/proc/{panes}/task/{panes}/children").read_text().split()
         return int(children[0])
+
+    def go_on(self) -> None:
+        """The model goes on with what it has stopped in."""
+        (self.log.parent / "go").touch()
 
 
 Start = Callable[..., Chat]
@@ -180,7 +185,7 @@ def test_ctrl_c_clears_a_line_and_interrupts_an_empty_one(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seen"), [("count", "word3"), ("prefill", "reading the prompt"), ("think", "thought 3")]
+    ("kind", "seen"), [("count", "word9"), ("prefill", "reading the prompt"), ("think", "thought 9")]
 )
 def test_ctrl_c_stops_an_answer_in_every_phase(start: Start, kind: str, seen: str) -> None:
     chat = start()
@@ -199,33 +204,43 @@ def test_ctrl_c_stops_an_answer_in_every_phase(start: Start, kind: str, seen: st
 def test_what_is_typed_during_an_answer_waits_for_the_prompt(start: Start) -> None:
     chat = start()
     chat.type("count\n")
-    chat.expect("word3")
+    chat.expect("word9")
     chat.type("next é")
     chat.paste("pas\nted")
+    time.sleep(0.2)
+    assert "next" not in chat.screen
+    chat.go_on()
     chat.expect("word29\n\n› next épas\n  ted")
     assert chat.received == ["count"]
     chat.press("Enter")
     chat.expect_received("count", "next épas\nted")
+
+
+def test_a_message_is_sent_ahead(start: Start) -> None:
+    chat = start()
     chat.type("count\n")
-    chat.expect(lambda screen: screen.count("word3 ") == 2)
-    chat.type("sent\n")
-    chat.expect_received("count", "next épas\nted", "count", "sent")
+    chat.expect("word9")
+    chat.type("ahead\nmore")
+    chat.paste("x\n" * 5000)
+    chat.go_on()
+    chat.expect_received("count", "ahead")
+    chat.expect("› more[text 1: 5,001 lines")
 
 
 def test_thinking_is_folded_and_shown(start: Start) -> None:
     chat = start()
     chat.type("think\n")
-    chat.expect("thought 3")
+    chat.expect("thought 9")
     assert re.search(r"\x1b\[2m.*thought 1", chat.styled)
     chat.press("C-t")
-    screen = chat.expect("words")
-    assert re.search(r"^thinking  \d s  \d+ words$", screen, re.MULTILINE)
+    chat.expect(lambda screen: re.search(r"^thinking  \d s  20 words$", screen, re.MULTILINE) is not None)
+    chat.go_on()
     screen = chat.expect("word29")
     assert re.search(r"^thought for \d s$", screen, re.MULTILINE)
-    assert "thought 39" not in screen
+    assert "last thought" not in screen
     chat.expect("\n›")
     chat.press("C-t")  # the last one, afterwards
-    chat.expect("thought 39")
+    chat.expect("thought 9 last thought")
     chat.press("C-t")
     chat.expect("thinking is folded")
     chat.type("think\n")
@@ -254,8 +269,11 @@ def test_an_editor_gets_the_whole_text(start: Start, tmp_path: Path) -> None:
 def test_a_resize_in_mid_answer_and_at_the_prompt(start: Start) -> None:
     chat = start()
     chat.type("count\n")
-    chat.expect("word5")
+    chat.expect("word9")
     chat.resize(30, 20)
+    chat.expect(lambda screen: max(map(len, screen.split("\n"))) <= 30)
+    time.sleep(0.4)  # tmux tells the program a little later
+    chat.go_on()
     screen = chat.expect("\n\n›")
     body = screen.split("› count\n")[-1].split("\n\n›")[0]
     assert body.split() == [f"word{i}" for i in range(30)]
@@ -321,7 +339,7 @@ def test_requests_to_end_leave_the_terminal_whole(start: Start, when: str, stop:
         chat.expect("half a line")
     else:
         chat.type(f"{when}\n")
-        chat.expect({"count": "word3", "prefill": "reading the prompt", "think": "thought 3"}[when])
+        chat.expect({"count": "word9", "prefill": "reading the prompt", "think": "thought 9"}[when])
     os.kill(chat.pid(), stop)
     chat.is_whole(code)
     assert "Traceback" not in chat.all
@@ -343,12 +361,14 @@ def test_stopped_and_continued(start: Start) -> None:
     chat.expect(lambda screen: screen.split("\n")[-2] == "› half")
     chat.press("C-c")
     chat.type("count\n")
-    chat.expect("word2")
+    chat.expect("word9")
     chat.press("C-z")
     chat.expect(lambda screen: screen.count("Stopped") == 2)
     chat.type("fg\n")
-    time.sleep(0.1)
+    chat.expect(lambda screen: screen.count("$ fg") == 2)
+    time.sleep(0.2)
     chat.type("ahead")
+    chat.go_on()
     chat.expect("word29\n\n› ahead")
     chat.press("C-c", "C-d")
     chat.is_whole(None)
