@@ -12,7 +12,7 @@ import pytest
 
 from bench_results import record, run
 from nanovllm_cli.bench.compare import compare, read_sources
-from nanovllm_cli.bench.record import write_json
+from nanovllm_cli.bench.record import Summary, write_json
 from nanovllm_cli.errors import UsageError
 
 
@@ -120,6 +120,33 @@ def test_llama_bench_files_are_read(tmp_path: Path, form: str) -> None:
     assert (made.baseline, made.files) == ("llama", ("ours",))
     assert made.rows[0].ratio == pytest.approx(1.5)
     assert made.differing["n_batch"] == ("2048", "0")
+
+
+def test_results_of_vllm_are_read(tmp_path: Path) -> None:
+    """Fields as `vllm bench serve --save-result --save-detailed` writes them (vllm/benchmarks/serve.py)."""
+    theirs = {
+        "date": "20260101-120000", "endpoint_type": "openai", "backend": "openai", "label": None, "model_id": "qwen3",
+        "tokenizer_id": "qwen3", "num_prompts": 2, "request_rate": 1.0, "burstiness": 1.0, "max_concurrency": None,
+        "duration": 2.0, "completed": 2, "failed": 0, "total_input_tokens": 20, "total_output_tokens": 6,
+        "request_throughput": 1.0, "request_goodput": None, "output_throughput": 50.0, "total_token_throughput": 13.0,
+        "input_lens": [10, 10], "output_lens": [3, 3], "ttfts": [0.1, 0.3], "itls": [[0.05, 0.05], [0.1, 0.2]],
+        "generated_texts": ["a", "b"], "errors": ["", ""],
+        "mean_ttft_ms": 200.0, "median_ttft_ms": 200.0, "std_ttft_ms": 100.0, "p99_ttft_ms": 298.0,
+    }  # fmt: skip
+    (tmp_path / "vllm.json").write_text(json.dumps(theirs))
+    (tmp_path / "ours.json").write_text(write_json([run()]))
+    sources = read_sources([str(tmp_path / "vllm.json"), str(tmp_path / "ours.json")])
+    [result] = sources["vllm"]
+    assert isinstance(result, Summary)
+    assert result.series == {"ttft_ms": [100.0, 300.0], "itl_ms": pytest.approx([50.0, 50.0, 100.0, 200.0])}
+    ratios = {row.metric: row.ratio for row in compare(sources).rows}
+    ours = run().metrics
+    assert ratios["output_throughput"] == pytest.approx(ours["output_throughput"] / 50.0)
+    assert ratios["mean_ttft_ms"] == pytest.approx(200.0 / ours["mean_ttft_ms"])
+    for broken in ({"ttfts": 5}, {"itls": [1]}, {"ttfts": ["x"]}, {"model_id": 7}):
+        (tmp_path / "bad.json").write_text(json.dumps(theirs | broken))
+        with pytest.raises(UsageError):
+            read_sources([str(tmp_path / "bad.json"), str(tmp_path / "ours.json")])
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -94,7 +94,7 @@ Sources = Mapping[str, Sequence[Result]]
 def charts_of(sources: Sources) -> list[Chart | Bars]:
     """All that these results have the values for, in the order of a report."""
     records = _named(sources)
-    summaries = _runs(sources)
+    summaries = named_runs(sources)
     made = [
         *_speed(records), *_concurrency(records, summaries), *_under_load(summaries), *_distributions(summaries),
         *_memory(records, summaries), *_roofline(records), *_bandwidth(records),
@@ -136,7 +136,7 @@ def _named(sources: Sources) -> list[_Named]:
     return named
 
 
-def _runs(sources: Sources) -> list[tuple[str, Summary]]:
+def named_runs(sources: Sources) -> list[tuple[str, Summary]]:
     """Runs with names of their own: the source, the model, and what they were asked for where that differs."""
     runs = [(label, result) for label, results in sources.items() for result in results if isinstance(result, Summary)]
     asked = {name for _, run in runs for name, value in run.settings.items() if isinstance(value, str | int | float)}

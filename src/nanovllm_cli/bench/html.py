@@ -15,11 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from nanovllm_cli.bench.axes import number
-from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, short_model
+from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, named_runs, short_model
 from nanovllm_cli.bench.compare import Comparison
 from nanovllm_cli.bench.html_charts import legend, svg, text
 from nanovllm_cli.bench.machine import Machine
-from nanovllm_cli.bench.record import Record, Result, Summary
+from nanovllm_cli.bench.record import Record, Result
 from nanovllm_cli.cli.files import WholeFile
 
 MACHINE_NAMES = {
@@ -28,6 +28,7 @@ MACHINE_NAMES = {
     "commit_number": "commit number", "command": "command",
 }  # fmt: skip
 
+IN_BYTES = ("peak_memory", "model_size", "kv_cache")
 BAD_ROW = '<tr class="bad">'
 
 Cells = Sequence[object]
@@ -73,7 +74,7 @@ def page(title: str, sources: Sources, machines: Iterable[Machine], comparison: 
 
 
 def _figure(chart: Chart | Bars, name: str) -> str:
-    several = len(chart.series) > 1 or (isinstance(chart, Chart) and chart.series[0].style == "steps")
+    several = len(chart.series) > 1 or isinstance(chart, Chart)
     return (
         f"<figure><figcaption><h2>{text(chart.title)}</h2><p>{text(chart.about)}</p></figcaption>"
         f'{legend(chart) if several else ""}<div class="wide">{svg(chart, name)}</div>'
@@ -136,18 +137,24 @@ def _records(sources: Sources) -> str:
 
 def _summaries(sources: Sources) -> str:
     """A row a metric, a column a run: runs have many metrics, and are few."""
-    runs = [(source, each) for source, results in sources.items() for each in results if isinstance(each, Summary)]
+    runs = named_runs(sources)
     if not runs:
         return ""
     names = dict.fromkeys(name for _, run in runs for name in run.metrics)
-    rows = [(name, *(number(run.metrics[name]) if name in run.metrics else "" for _, run in runs)) for name in names]
+    rows = [(name, *(_figure_of(name, run.metrics.get(name)) for _, run in runs)) for name in names]
     settings = dict.fromkeys(name for _, run in runs for name in run.settings)
     asked = [(name, *(run.settings.get(name, "") for _, run in runs)) for name in settings]
-    titles = [" ".join(word for word in (source, run.kind, run.model) if word) for source, run in runs]
+    titles = [name or f"{run.kind}, {run.model}" for name, run in runs]
     return (
         f"<section><h2>Runs</h2>{_table(('metric', *titles), rows, num_words=1)}</section>"
         f"<section><h2>What was asked for</h2>{_table(('setting', *titles), asked, num_words=1)}</section>"
     )
+
+
+def _figure_of(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 2**30:.3f} GiB" if name in IN_BYTES else number(value)
 
 
 def _machines(machines: Iterable[Machine]) -> str:

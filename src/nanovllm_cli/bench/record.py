@@ -190,7 +190,7 @@ def write_json(results: Iterable[Result]) -> str:
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """What `bench … -o json`, `-o jsonl` and `--json` have written, and llama-bench's own.
+    """What `bench … -o json`, `-o jsonl` and `--json` have written, llama-bench's own, and `vllm bench serve --save-result`'s.
 
     Raises UsageError for anything else, AccessRefusedError for a file that this user may not read.
     """
@@ -235,6 +235,8 @@ def _result(path: Path, number: int, value: Any) -> Result:
         return _record(where, value, machine)
     if "metrics" in value:
         return _summary(where, value, machine)
+    if {"completed", "duration", "request_throughput"} <= value.keys():
+        return _vllm_run(where, value)
     raise UsageError(f"{where}: neither samples_ns nor metrics in it", "write results with -o json or -o jsonl")
 
 
@@ -258,6 +260,25 @@ def _summary(where: str, value: dict[str, Any], machine: Machine) -> Summary:
     words = {name: _text(where, name, value.get(name, "")) for name in ("kind", "model")}
     settings = _object(where, "settings", value.get("settings", {}))
     return Summary(words["kind"], words["model"], settings, metrics, series, machine)
+
+
+def _vllm_run(where: str, value: dict[str, Any]) -> Summary:
+    """vLLM's result is one flat object: figures, what was asked for, and with --save-detailed seconds of every request."""
+    asked = ("num_prompts", "request_rate", "burstiness", "max_concurrency")
+    metrics = {
+        name: _number(where, name, item)
+        for name, item in value.items()
+        if isinstance(item, int | float) and name not in asked and not isinstance(item, bool)
+    }
+    ttfts = _list(where, "ttfts", value.get("ttfts", []))
+    itls = [gap for gaps in _list(where, "itls", value.get("itls", [])) for gap in _list(where, "itls", gaps)]
+    series = {
+        name: [1e3 * _number(where, name, seconds) for seconds in samples]
+        for name, samples in (("ttft_ms", ttfts), ("itl_ms", itls))
+        if samples
+    }
+    settings = {name: value[name] for name in asked if name in value}
+    return Summary("serve", _text(where, "model_id", value.get("model_id", "")), settings, metrics, series)
 
 
 def _machine(where: str, value: dict[str, Any]) -> Machine:

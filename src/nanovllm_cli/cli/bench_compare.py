@@ -49,7 +49,7 @@ def bench_compare(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Results as bench or llama-bench write them (JSON, JSON lines); the first is the baseline.",
+            help="Results as bench, llama-bench or vLLM write them (JSON, JSON lines); the first is the baseline.",
         ),
     ],
     options: CompareOptions,
