@@ -340,7 +340,7 @@ def test_sql_is_run_by_sqlite() -> None:
 
 def test_the_limit_is_said() -> None:
     known = a_record(bytes_per_token=1e7, flops_per_token=1e9, roofline_gb_s=100.0, roofline_gflops=1000.0)
-    assert explained(known) == "pp512: 0.01 GB and 1 GFLOP a token; 489 GFLOP/s, 49% of the 1000 that compute allows"
+    assert explained(known) == "pp512: 10 MB and 1 GFLOP a token; 489 GFLOP/s, 49% of the 1000 that compute allows"
     assert explained(a_record()).endswith("0.0 GB/s, 0 GFLOP/s")
 
 

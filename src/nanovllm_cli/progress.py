@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-Unit = Literal["B", "tensors", "tokens", "lines", "requests"]
+Unit = Literal["B", "tensors", "tokens", "lines", "requests", "batches"]
 
 
 class LoadProgress(Protocol):

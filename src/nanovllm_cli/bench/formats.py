@@ -141,7 +141,7 @@ FORMATS: dict[str, Callable[[], Printer]] = {"csv": Csv, "json": Json, "jsonl": 
 
 def explained(record: Record) -> str:
     """What the numbers mean on this machine, in one line: the limit that counts, and how near it the test came."""
-    parts = [f"{record.test}: {record.bytes_per_token / 1e9:.3g} GB and {record.flops_per_token / 1e9:.3g} GFLOP a token"]
+    parts = [f"{record.test}: {_amount(record.bytes_per_token)}B and {_amount(record.flops_per_token)}FLOP a token"]
     reached = {"memory": f"{record.gb_s:.1f} GB/s", "compute": f"{record.gflops:.0f} GFLOP/s"}
     allowed = {"memory": f"{record.roofline_gb_s:.1f}", "compute": f"{record.roofline_gflops:.0f}"}
     if record.limit:
@@ -150,6 +150,10 @@ def explained(record: Record) -> str:
     else:
         parts.append(", ".join(reached.values()))
     return "; ".join(parts)
+
+
+def _amount(number: float) -> str:
+    return f"{number / 1e9:.3g} G" if number >= 1e8 else f"{number / 1e6:.3g} M"
 
 
 def _padded(text: str, width: int) -> str:

@@ -22,6 +22,9 @@ _FIGURES = {
     "max_output_tokens_per_s": "peak output tokens/s",
     "total_token_throughput": "total tokens/s",
     "max_concurrent_requests": "peak concurrency",
+    "prefix_hit_tokens": "input tokens from the prefix cache",
+    "preemptions": "preemptions",
+    "peak_memory": "peak memory (bytes)",
 }
 _LATENCIES = {
     "ttft": "time to first token",
@@ -30,25 +33,32 @@ _LATENCIES = {
     "e2el": "to the whole answer",
     "lateness": "client's lateness",
     "queueing": "waiting for a slot",
+    "latency": "to the last token of a batch",
 }
 
 
-def serve_table(summary: Summary) -> str:
+def run_table(summary: Summary, title: str) -> str:
     """The figures of a run, and its latencies in milliseconds."""
     metrics = summary.metrics
     figures = [(name, number(metrics[key])) for key, name in _FIGURES.items() if key in metrics]
-    kinds = [key.removesuffix("_ttft_ms") for key in metrics if key.endswith("_ttft_ms")]
+    first = next((name for name in _LATENCIES if f"mean_{name}_ms" in metrics), "")
+    kinds = [key.removesuffix(f"_{first}_ms") for key in metrics if first and key.endswith(f"_{first}_ms")]
     rows = [
         (title, *(number(metrics[f"{kind}_{name}_ms"]) for kind in kinds))
         for name, title in _LATENCIES.items()
         if f"mean_{name}_ms" in metrics
     ]
     latencies = "\n" + table(("latency (ms)", *kinds), rows) if rows and kinds else ""
+    return table((title, ""), figures) + latencies
+
+
+def serve_table(summary: Summary) -> str:
+    """Of a run against a server."""
     settings = summary.settings
     rate, limit = settings["request_rate"], settings["max_concurrency"]
     title = f"{summary.model}, " + ("all at once" if rate == "inf" else f"{rate:g} requests/s")
     title += f", at most {limit} under way" if limit else ""
-    return table((title, ""), figures) + latencies
+    return run_table(summary, title)
 
 
 def comparison_table(comparison: Comparison) -> str:

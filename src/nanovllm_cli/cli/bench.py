@@ -18,6 +18,7 @@ from nanovllm_cli.cli.bench_options import (
     sweep_of,
     swept_fields,
 )
+from nanovllm_cli.cli.bench_output import check_files, draw_results
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.model import load
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
@@ -65,6 +66,9 @@ def bench(
     if isinstance(ctx.obj, Settings):
         names = [ctx.obj.resolve(name) for name in names]
     sweep = sweep_of(names, model, tests, engine)
+    if output.plot and output.output != "md":
+        raise UsageError("--plot goes with -o md")
+    check_files(output.report)
     from nanovllm_cli.bench.formats import explained
     from nanovllm_cli.bench.machine import this_machine
     from nanovllm_cli.bench.table import Procedure, run_sweep
@@ -84,6 +88,7 @@ def bench(
         ):
             printing.show(record)
             records.append(record)
+    draw_results(records, output.report, plot=output.plot, screen=screen)
     for line in records[0].machine.lines():
         screen.say(line, "dim")
     several = len({record.model_type for record in records}) > 1

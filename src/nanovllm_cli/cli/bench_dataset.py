@@ -9,7 +9,7 @@ from nanovllm_cli.cli.command import option
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.bench.workload import Workload
+    from nanovllm_cli.bench.workload import Count, Workload
 
 DATASET = "Requests"
 INPUT_LEN, OUTPUT_LEN, PREFIX_LEN, NUM_PREFIXES = 512, 128, 256, 10
@@ -60,8 +60,9 @@ class DatasetOptions:
         int | None, option("--num-prefixes", help=f"How many groups. [{NUM_PREFIXES}]", panel=DATASET, metavar="N")
     ] = None
 
-    def workload(self, count: int, *, seed: int, vocab_size: int | None = None) -> Workload:
-        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. Raises UsageError."""
+    def workload(self, count: int, *, seed: int, vocab_size: int | None = None, tokens: Count | None = None) -> Workload:
+        """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. tokens: how many a text has,
+        where a tokenizer is at hand. Raises UsageError."""
         from nanovllm_cli.bench import workload
 
         kind = self.dataset or ("file" if self.dataset_path is not None else "random")
@@ -81,7 +82,8 @@ class DatasetOptions:
         if self.dataset_path is None:
             raise UsageError(f"--dataset {kind} needs a file", "name it by --dataset-path")
         if kind == "sharegpt":
-            return workload.sharegpt(self.dataset_path, count, output_len=self.output_len, seed=seed)
+            count_of = tokens or workload.estimated_count
+            return workload.sharegpt(self.dataset_path, count, output_len=self.output_len, tokens=count_of, seed=seed)
         return workload.prompts_file(self.dataset_path, count, output_len)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.bench_output import Plot, Report
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
 from nanovllm_cli.cli.options import Deterministic, Device, DType, Offline, Revision
 from nanovllm_cli.config import EngineConfig
@@ -152,6 +153,8 @@ class BenchOutputOptions:
     progress: Annotated[
         bool, option("--progress", help="A line on standard error before each test.", panel=OUTPUT)
     ] = False
+    report: Report = None
+    plot: Plot = False
     roofline: Annotated[
         Literal["cached", "measure", "off"],
         option(

@@ -8,13 +8,12 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
+from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
 from nanovllm_cli.cli.command import OUTPUT, expand, option
-from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -115,17 +114,9 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOutputOptions:
+class ServeOutputOptions(SummaryOutputOptions):
     """What is told."""
 
-    output: Annotated[
-        Literal["md", "json", "jsonl"],
-        option("-o", "--output", help="What results are printed as. [md]", panel=OUTPUT, envvar=None),
-    ] = "md"
-    percentiles: Annotated[
-        str,
-        option("--percentiles", help="Of each latency. [90,95,99]", panel=OUTPUT, metavar="P,…"),
-    ] = "90,95,99"
     goodput: Annotated[
         list[str] | None,
         option(
@@ -134,14 +125,6 @@ class ServeOutputOptions:
             panel=OUTPUT, metavar="NAME:MS",
         ),
     ] = None  # fmt: skip
-    save: Annotated[
-        str | None,
-        option("--save", help="Writes results with every latency, for bench compare.", panel=OUTPUT, metavar="FILE", envvar=None),
-    ] = None  # fmt: skip
-    report: Annotated[
-        str | None, option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
-    ] = None
-    plot: Annotated[bool, option("--plot", help="Charts, made of characters, below the table.", panel=OUTPUT)] = False
 
 
 @expand
@@ -162,8 +145,6 @@ def bench_serve(
     """
     screen = console()
     log.configure(messages, screen)
-    if output.plot and output.output != "md":
-        raise UsageError("--plot goes with -o md")
     with signals.insisting():
         from nanovllm_cli.bench import serve
         from nanovllm_cli.bench.machine import this_machine
@@ -174,10 +155,7 @@ def bench_serve(
         raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")
     workload = dataset.workload(load.num_prompts + load.warmup, seed=load.seed)
     target.body(workload.requests[0])
-    for path in (output.save, output.report):
-        if path is not None:
-            with WholeFile(Path(path)):
-                pass  # what could not be written is said before the work, not after it
+    output.check()
     if not target.model:
         target = replace(target, model=serve.find_model(target))
         screen.say(f"model: {target.model}")
@@ -196,7 +174,7 @@ def bench_serve(
         interrupted = outcome.interrupted
         if interrupted is not None:
             break
-    _write(results, output, screen)
+    write_results(results, output, screen)
     if interrupted is not None:
         raise interrupted
     if not any(each.metrics["completed"] for each in results):
@@ -239,29 +217,19 @@ def _plans(load: LoadOptions, output: ServeOutputOptions) -> list[Plan]:
     from nanovllm_cli.bench.serve_client import schedule
 
     goals = goals_of(word for words in output.goodput or () for word in words.replace(",", " ").split())
-    percentiles = _numbers("--percentiles", output.percentiles)
-    limits = [None] if load.max_concurrency is None else _numbers("--max-concurrency", load.max_concurrency)
+    wanted = percentiles(output.percentiles)
+    limits = [None] if load.max_concurrency is None else numbers("--max-concurrency", load.max_concurrency)
     if any(limit is not None and limit != int(limit) for limit in limits):
         raise UsageError("--max-concurrency takes whole numbers")
-    rates = _numbers("--request-rate", load.request_rate)
+    rates = numbers("--request-rate", load.request_rate)
     for rate in rates:
         schedule(2, rate, burstiness=load.burstiness, ramp_up=load.ramp_up)  # refuses what makes no sense
     return [
         Plan(
-            rate, None if limit is None else int(limit), load.burstiness, load.ramp_up, load.seed, percentiles, goals
+            rate, None if limit is None else int(limit), load.burstiness, load.ramp_up, load.seed, wanted, goals
         )
         for rate in rates for limit in limits
     ]  # fmt: skip
-
-
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as failure:
-        raise UsageError(f"{flag} {text!r} is not a number, or several between commas") from failure
-    if any(math.isnan(number) for number in numbers):
-        raise UsageError(f"{flag} {text!r} is not a number")
-    return numbers
 
 
 def _title(plan: Plan) -> str:
@@ -278,26 +246,3 @@ def _tell(outcome: Outcome, output: ServeOutputOptions, screen: Console) -> None
         screen.say(remark)
     for error, count in outcome.failures[:_MOST_FAILURES_SHOWN]:
         screen.say(f"{count} failed: {error}")
-
-
-def _write(results: list[Summary], output: ServeOutputOptions, screen: Console) -> None:
-    from nanovllm_cli.bench.record import write_json
-
-    if output.output == "json":
-        screen.answer(write_json(results))
-    elif output.output == "jsonl":
-        screen.answer("".join(json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in results))
-    if output.save is not None:
-        with WholeFile(Path(output.save)) as file:
-            file.write(write_json(results))
-            file.commit()
-    if output.plot:
-        from nanovllm_cli.bench.plots import draw
-
-        screen.answer(draw(results, screen.out.width()))
-    if output.report is not None:
-        from nanovllm_cli.bench.html import write_report
-
-        write_report(output.report, results, results[0].machine)
-    for line in results[0].machine.lines():
-        screen.say(line, "dim")

@@ -43,6 +43,17 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm bench tiny -p 64 -n 16 -d 0,256 -o json >bench.json", "At two depths, as JSON."),
         Example("nanovllm bench --random-weights smollm2-135m --quant none,int8 -p 32 -n 8", "Made-up weights, two formats."),
     ),
+    "bench.throughput": (
+        Example("nanovllm bench throughput tiny --num-prompts 32", "Requests and tokens a second, all at once."),
+        Example(
+            "nanovllm bench throughput tiny --dataset prefix --num-prompts 16 --save prefix.json",
+            "What the prefix cache brings, kept for bench compare.",
+        ),
+    ),
+    "bench.latency": (
+        Example("nanovllm bench latency tiny", "How long a batch of 8 requests takes."),
+        Example("nanovllm bench latency tiny -npl 1 --input-len 200 --output-len 8 -r 5", "One longer request."),
+    ),
     "bench.serve": (
         Example("nanovllm bench serve --url http://127.0.0.1:8000", "100 made-up prompts, all at once."),
         Example(

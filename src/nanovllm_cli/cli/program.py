@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import bench, bench_compare, bench_serve, chat, completion, config, convert, quantize, run, verify
+from nanovllm_cli.cli import (
+    bench,
+    bench_compare,
+    bench_latency,
+    bench_serve,
+    bench_throughput,
+    chat,
+    completion,
+    config,
+    convert,
+    quantize,
+    run,
+    verify,
+)
 from nanovllm_cli.cli.command import Command, DefaultGroup, SettinglessCommand, group
 from nanovllm_cli.cli.options import print_version
 
@@ -27,6 +40,8 @@ def build() -> typer.Typer:
     app.command("verify", cls=Command)(verify.verify)
     benchmarks = group("Measure speed.", DefaultGroup)
     benchmarks.command("bench", cls=Command)(bench.bench)
+    benchmarks.command("throughput", cls=Command)(bench_throughput.bench_throughput)
+    benchmarks.command("latency", cls=Command)(bench_latency.bench_latency)
     benchmarks.command("serve", cls=Command)(bench_serve.bench_serve)
     benchmarks.command("compare", cls=Command)(bench_compare.bench_compare)
     app.add_typer(benchmarks, name="bench")
