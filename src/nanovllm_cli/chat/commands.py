@@ -72,7 +72,10 @@ def _help(chat: Chat, argument: str) -> None:
     width = max(map(len, heads))
     lines = [f"{head:{width}}  {each.help}" for head, each in zip(heads, wanted, strict=True)]
     if not argument:
-        lines += ["", "//… sends a message that begins with /", '"""…""" sends several lines as one message']
+        several = (
+            "Alt-Enter or Ctrl-J begins a new line" if chat.edits else '"""…""" sends several lines as one message'
+        )
+        lines += ["", "//… sends a message that begins with /", several]
     chat.display.say("\n".join(lines))
 
 

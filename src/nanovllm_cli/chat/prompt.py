@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.chat.conversation import Message
-from nanovllm_cli.errors import PromptTooLongError, TemplateError, UsageError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.model import Prompting
@@ -82,7 +82,7 @@ class Prompts:
             return 0
         try:
             return len(self._encode(system, messages))
-        except TemplateError:
+        except NanovllmError:
             return self.tokens_of([system or "", *(each.content for each in messages)])
 
     def tokens_of(self, texts: Iterable[str]) -> int:

@@ -79,9 +79,10 @@ class Session:
         if new.path.exists():
             raise UsageError(f"there is a session {name} already", "choose another name")
         if self.exists:
-            os.rename(self.path, new.path)
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self.kv_path, new.kv_path)
+            with _telling(new.path):
+                os.rename(self.path, new.path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.kv_path, new.kv_path)
         self.name, self._is_own_choice = new.name, False
 
     def close(self) -> None:
@@ -153,10 +154,7 @@ class Sessions:
     def open(self, name: str) -> tuple[Session, list[Event]]:
         """An existing session and its events, to go on with. Raises SessionError."""
         path = self.folder / (name + _SUFFIX)
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_APPEND)
-        except OSError as failure:
-            raise SessionError(f"cannot open the session {name}: {failure.strerror}") from failure
+        handle = _open(path, name)
         try:
             _lock(handle, name)
             data = _read(path)
@@ -165,14 +163,14 @@ class Sessions:
         except BaseException:
             os.close(handle)
             raise
-        return Session(self.folder, name, _model_of(events), handle=handle, is_own_choice=False), events
+        return Session(self.folder, name, last_model(events), handle=handle, is_own_choice=False), events
 
     def delete(self, name: str) -> None:
         """Raises UsageError where there is none, SessionError where it is in use."""
         if name not in self.names():
             raise UsageError(f"there is no session {name}", "--list-sessions shows them all")
         path = self.folder / (name + _SUFFIX)
-        handle = os.open(path, os.O_RDWR)
+        handle = _open(path, name)
         try:
             _lock(handle, name)
             with _telling(path):
@@ -229,11 +227,7 @@ def kept_ids(events: list[Event]) -> list[int]:
 
 def last_model(events: list[Event]) -> str:
     """The model that was talked to last."""
-    return _model_of(events)
-
-
-def _model_of(events: list[Event]) -> str:
-    models = [event.get("model") for event in events if event.get("event") in ("session", "message", "model")]
+    models = [event.get("model") for event in events if event.get("event") in ("session", "message")]
     return next((model for model in reversed(models) if isinstance(model, str) and model), "")
 
 
@@ -277,7 +271,7 @@ def _summary(name: str, path: Path, updated: float) -> Entry:
         conversation = Conversation.replay(events)
     except NanovllmError:
         return Entry(name, "(cannot be read)", "", 0, updated)
-    return Entry(name, conversation.title, _model_of(events), conversation.num_turns, updated)
+    return Entry(name, conversation.title, last_model(events), conversation.num_turns, updated)
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:
@@ -293,6 +287,13 @@ def _read_index(path: Path) -> dict[str, dict[str, Any]]:
 def _is_entry(entry: Entry, name: str) -> bool:
     texts = all(isinstance(text, str) for text in (entry.title, entry.model))
     return texts and entry.name == name and isinstance(entry.turns, int) and isinstance(entry.updated, int | float)
+
+
+def _open(path: Path, name: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError as failure:
+        raise SessionError(f"cannot open the session {name}: {failure.strerror}") from failure
 
 
 def _create(path: Path) -> int | None:

@@ -50,7 +50,7 @@ def chat(
     In a terminal, /help lists what can be written besides messages; Ctrl-C stops an answer, Ctrl-D leaves. From a pipe each line
     is a message (several lines between two lines of three quotation marks), and stdout has the answers and nothing else.
     A message that fails is told on stderr, the next one follows, and the exit code is that of the first failure.
-    What is said is kept, unless --no-save: --continue goes on with it, without MODEL with the model of then.
+    What is said is kept, unless --no-save; --continue goes on with it, and needs no MODEL.
     """
     screen = console()
     log.configure(messages, screen)

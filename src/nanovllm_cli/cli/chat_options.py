@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nanovllm_cli.cli.answer import ReasoningChoice
-from nanovllm_cli.cli.command import CONVERSATION, SESSIONS, option
+from nanovllm_cli.cli.command import CONVERSATION, PROMPT, SESSIONS, option
 from nanovllm_cli.cli.options import Choice
 
 Overflow = Literal["error", "shift"]
@@ -25,7 +25,7 @@ class ChatOptions:
         list[str] | None,
         option(
             "-f", "--file", help="Text of the first message, before the arguments. Repeatable.",
-            panel=SESSIONS, metavar="FILE", envvar=None,
+            panel=PROMPT, metavar="FILE", envvar=None,
         ),
     ] = None  # fmt: skip
     think: Annotated[
@@ -78,13 +78,13 @@ class SessionOptions:
             panel=SESSIONS, metavar="NAME", envvar=None,
         ),
     ] = None  # fmt: skip
-    no_save: Annotated[bool, option("--no-save", help="Keep nothing.", panel=CONVERSATION)] = False
+    no_save: Annotated[bool, option("--no-save", help="Keep nothing.", panel=SESSIONS)] = False
     save_kv: Annotated[
         bool,
         option(
             "--save-kv",
             help="Keep what the model has read as well, so that a session goes on at once.",
-            panel=CONVERSATION,
+            panel=SESSIONS,
         ),
     ] = False
     list_sessions: Annotated[
