@@ -7,12 +7,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench_results import record, run
 from nanovllm_cli.bench.compare import compare, read_sources
-from nanovllm_cli.bench.record import Summary, write_json
+from nanovllm_cli.bench.record import Record, Summary, write_json
 from nanovllm_cli.errors import UsageError
 
 
@@ -42,9 +43,9 @@ def test_tests_match_by_what_tells_them_apart_in_a_file() -> None:
     mine = [record(10.0 * threads, n_threads=threads, type_k="bf16") for threads in (1, 2, 4)]
     theirs = [record(11.0 * threads, n_threads=threads, type_k="f16") for threads in (2, 4, 8)]
     made = compare({"mine": mine, "theirs": theirs})
-    assert [row.test for row in made.rows] == ["tg128, n_threads 2", "tg128, n_threads 4"]
+    assert [row.test for row in made.rows] == ["tg128, threads 2", "tg128, threads 4"]
     assert [row.ratio for row in made.rows] == pytest.approx([1.1, 1.1])
-    assert made.alone == {"mine": ("tg128, n_threads 1",), "theirs": ("tg128, n_threads 8",)}
+    assert made.alone == {"mine": ("tg128, threads 1",), "theirs": ("tg128, threads 8",)}
     assert made.differing == {"n_threads": ("1, 2, 4", "2, 4, 8"), "type_k": ("bf16", "f16")}
 
 
@@ -52,6 +53,20 @@ def test_what_only_differs_between_files_is_what_is_compared() -> None:
     made = compare({"cpu": [record(10.0)], "gpu": [record(50.0, backends="CUDA", model_type="qwen3 0.6B F16")]})
     assert made.rows[0].ratio == pytest.approx(5.0)
     assert set(made.differing) == {"backends", "model_type"}
+
+
+def test_settings_that_say_the_same_are_named_once_and_folders_do_not_matter() -> None:
+    def both(folder: str, **more: Any) -> list[Record]:
+        made = []
+        for i, name in enumerate(("Q8_0", "BF16"), 1):
+            named = {"model_type": f"qwen3 0.6B {name}", "formats": name, "model_filename": f"{folder}/{name}.gguf"}
+            made.append(record(10.0 + i, n_batch=512 * i, **named, **more))
+        return made
+
+    made = compare({"here": both("/home/me"), "there": both("models", backends="CUDA")})
+    assert [row.test for row in made.rows] == ["tg128, qwen3 0.6B Q8_0", "tg128, qwen3 0.6B BF16"]
+    assert set(made.differing) == {"backends"}
+    assert made.alone == {}
 
 
 def test_a_test_that_was_run_twice_has_all_repetitions() -> None:
@@ -76,8 +91,8 @@ def test_runs_match_by_their_rates_and_only_wanted_metrics_count() -> None:
     sources = {"a": [run(1.0), run(4.0)], "b": [run(4.0, slower=4.0), run(1.0)]}
     made = compare(sources, fail_under=0.5, metrics=["mean_ttft_ms"])
     assert {row.test: (row.metric, row.fails) for row in made.rows} == {
-        "serve, request_rate 1.0": ("mean_ttft_ms", False),
-        "serve, request_rate 4.0": ("mean_ttft_ms", True),
+        "serve, request rate 1": ("mean_ttft_ms", False),
+        "serve, request rate 4": ("mean_ttft_ms", True),
     }
 
 

@@ -12,28 +12,19 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from nanovllm_cli.bench.record import Record, Result, Summary
+from nanovllm_cli.bench.settings import distinguishing, said, settings_of, short_model
 
 MAX_SAMPLES = 200  # points of a distribution's line: more than a screen shows
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-# What tells series apart, where it differs between the records of a report; and what to say in front of it.
-_DISTINGUISHING: dict[str, str] = {
-    "backends": "", "dtype": "", "quant": "", "formats": "", "n_threads": "threads ", "n_batch": "batch ",
-    "n_ubatch": "ubatch ", "n_gpu_layers": "ngl ", "type_k": "K ", "type_v": "V ", "flash_attn": "fa ",
-    "deterministic": "deterministic ",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +93,6 @@ def charts_of(sources: Sources) -> list[Chart | Bars]:
     return [chart for chart in made if any(series.points for series in chart.series)]
 
 
-def short_model(record: Record) -> str:
-    """The model in few words: its type, which llama-bench has too, or the file's name."""
-    return record.model_type or PurePath(record.model_filename).stem or "model"
-
-
 @dataclass(frozen=True, slots=True)
 class _Named:
     """A record, and the words that tell its setting from the others'."""
@@ -116,45 +102,20 @@ class _Named:
 
 
 def _named(sources: Sources) -> list[_Named]:
-    records = [
-        (label, result) for label, results in sources.items() for result in results if isinstance(result, Record)
+    records = {source: [each for each in found if isinstance(each, Record)] for source, found in sources.items()}
+    names = distinguishing(records.values())
+    return [
+        _Named(_join(source, *said(settings_of(record), names)), record)
+        for source, found in records.items()
+        for record in found
     ]
-
-    def varies(value: Callable[[Record], Any]) -> bool:
-        return len({value(record) for _, record in records}) > 1
-
-    fields = {name: before for name, before in _DISTINGUISHING.items() if varies(operator.attrgetter(name))}
-    many_models = varies(short_model)
-    if varies(lambda record: record.model_filename) and not many_models:
-        fields = {"model_filename": "", **fields}
-    named = []
-    for label, record in records:
-        words = [label] if label else []
-        words += [short_model(record)] if many_models else []
-        words += [f"{before}{_plain(getattr(record, name))}" for name, before in fields.items()]
-        named.append(_Named(", ".join(word for word in words if word), record))
-    return named
 
 
 def named_runs(sources: Sources) -> list[tuple[str, Summary]]:
     """Runs with names of their own: the source, the model, and what they were asked for where that differs."""
-    runs = [(label, result) for label, results in sources.items() for result in results if isinstance(result, Summary)]
-    asked = {name for _, run in runs for name, value in run.settings.items() if isinstance(value, str | int | float)}
-    differing = sorted(
-        name
-        for name in asked
-        if len({repr(run.settings.get(name)) for _, run in runs}) > 1 and name not in ("url", "seed")
-    )
-    many_kinds = len({run.kind for _, run in runs}) > 1
-    many_models = len({run.model for _, run in runs}) > 1
-    named = []
-    for label, run in runs:
-        words = [label] if label else []
-        words += [run.kind] if many_kinds else []
-        words += [run.model] if many_models else []
-        words += [f"{name.replace('_', ' ')} {_plain(run.settings.get(name))}" for name in differing]
-        named.append((", ".join(word for word in words if word), run))
-    return named
+    runs = {source: [each for each in found if isinstance(each, Summary)] for source, found in sources.items()}
+    names = distinguishing(runs.values())
+    return [(_join(source, *said(settings_of(run), names)), run) for source, found in runs.items() for run in found]
 
 
 def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
@@ -393,9 +354,3 @@ def _split(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, li
 
 def _join(*words: str) -> str:
     return ", ".join(word for word in words if word)
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

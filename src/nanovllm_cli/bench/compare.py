@@ -12,10 +12,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm_cli.bench.charts import Sources
 from nanovllm_cli.bench.record import Record, Result, Summary, read_results
+from nanovllm_cli.bench.settings import distinguishing, said, settings_of
 from nanovllm_cli.errors import UsageError
 
 SPEED = "t/s"
@@ -24,13 +25,6 @@ RATES = (
     "max_output_tokens_per_s",
 )  # fmt: skip
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "latency")
-
-# What a record's test is run with; llama-bench has the same names.
-_SETTINGS = (
-    "model_type", "model_filename", "backends", "dtype", "quant", "formats", "deterministic", "n_threads", "n_batch", "n_ubatch",
-    "type_k", "type_v", "n_gpu_layers", "flash_attn", "cpu_info", "gpu_info",
-)  # fmt: skip
-_NEVER_A_KEY = ("cpu_info", "gpu_info", "url", "seed", "num_prompts")
 
 Key = tuple[str, ...]
 
@@ -91,7 +85,8 @@ def compare(sources: Sources, *, fail_under: float | None = None, metrics: Itera
         raise UsageError(f"--fail-under {fail_under:g}", "a ratio such as 0.95")
     wanted = set(metrics)
     baseline, *files = sources
-    keyed = {name: _by_key(found, _keys(sources)) for name, found in sources.items()}
+    names = _key_names(sources)
+    keyed = {source: _by_key(found, names) for source, found in sources.items()}
     rows: list[Row] = []
     alone: dict[str, dict[str, None]] = {}
     for file in files:
@@ -131,17 +126,18 @@ def _rows(
         yield Row(_said(key), metric, file, old.mean, new.mean, ratio, error, fails)
 
 
-def _by_key(results: Sequence[Result], keys: Sequence[str]) -> dict[Key, dict[str, _Value]]:
+def _by_key(results: Sequence[Result], names: Sequence[str]) -> dict[Key, dict[str, _Value]]:
     """What was measured, by test. A test that is there twice is one with the repetitions of both."""
     samples: dict[Key, list[float]] = {}
     found: dict[Key, dict[str, _Value]] = {}
     for result in results:
+        base = result.test if isinstance(result, Record) else result.kind
+        settings = settings_of(result)
+        key = (base, *said(settings, [name for name in names if name in settings and name != "kind"]))
         if isinstance(result, Record):
-            key = (result.test, *(_plain(name, getattr(result, name)) for name in keys if name in _SETTINGS))
             samples.setdefault(key, []).extend(result.samples_ts)
             found[key] = {SPEED: _mean(samples[key])}
         else:
-            key = (result.kind, *(_plain(name, value) for name, value in _settings(result).items() if name in keys))
             found[key] = _values(result)
     return found
 
@@ -168,14 +164,14 @@ def _mean(samples: Sequence[float]) -> _Value:
     return _Value(mean, error)
 
 
-def _keys(sources: Sources) -> list[str]:
-    """The settings that take several values within one file: they tell its tests apart."""
-    varying: dict[str, None] = {}
-    for results in sources.values():
-        for name, values in _settings_of(results).items():
-            if len(values) > 1 and name not in _NEVER_A_KEY:
-                varying[name] = None
-    return list(varying)
+def _key_names(sources: Sources) -> list[str]:
+    """The settings that tell the tests of one file apart."""
+    kinds = (Record, Summary)
+    return [
+        name
+        for kind in kinds
+        for name in distinguishing([each for each in found if isinstance(each, kind)] for found in sources.values())
+    ]
 
 
 def _differing(sources: Sources) -> dict[str, tuple[str, ...]]:
@@ -193,19 +189,9 @@ def _settings_of(results: Sequence[Result]) -> dict[str, dict[str, None]]:
     """Each setting with its values, in the order in which they come."""
     found: dict[str, dict[str, None]] = {}
     for result in results:
-        for name, value in _settings(result).items():
+        for name, value in settings_of(result).items():
             found.setdefault(name, {})[str(value)] = None
     return found
-
-
-def _settings(result: Result) -> dict[str, Any]:
-    if isinstance(result, Record):
-        return {name: getattr(result, name) for name in _SETTINGS}
-    return {"model": result.model, **result.settings}
-
-
-def _plain(name: str, value: Any) -> str:
-    return f"{name} {value}"
 
 
 def _said(key: Key) -> str:

@@ -15,11 +15,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from nanovllm_cli.bench.axes import number
-from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, named_runs, short_model
+from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, named_runs
 from nanovllm_cli.bench.compare import Comparison
 from nanovllm_cli.bench.html_charts import legend, svg, text
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Record, Result
+from nanovllm_cli.bench.settings import short_model
 from nanovllm_cli.cli.files import WholeFile
 
 MACHINE_NAMES = {
