@@ -120,13 +120,15 @@ class Hub:
                 if path in hub.corrupt:
                     data = data[:-1] + bytes([data[-1] ^ 1])
                 first, status = 0, 200
-                wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+                end = len(data)
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
                 if wanted and not hub.ignore_range:
                     first, status = int(wanted[1]), 206
+                    end = min(end, int(wanted[2]) + 1) if wanted[2] else end
                     if first >= len(data):
                         return self.send(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-                    headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-                rest = data[first:]
+                    headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
+                rest = data[first:end]
                 self.send_response(status)
                 for key, value in {**headers, "Content-Length": str(len(rest))}.items():
                     self.send_header(key, value)

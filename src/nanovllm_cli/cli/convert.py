@@ -18,6 +18,7 @@ from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.table import aligned
 
 if TYPE_CHECKING:
     from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -187,38 +188,22 @@ class _Row:
 
 
 def _table(rows: list[_Row]) -> list[str]:
-    """Columns as wide as what is in them."""
     cells = [("tensors", "count", "from", "", "to", "", "bits a weight")]
     cells += [
         (row.kind, str(row.count), row.before, size(row.before_bytes), row.after, size(row.after_bytes),
          f"{8 * row.after_bytes / max(row.weights, 1):.2f}")
         for row in rows
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = (0, 2, 4)
-    return [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
+    return aligned(cells, left=(0, 2, 4))
 
 
 def _by_class(steps: list[Step]) -> dict[str, list[Step]]:
+    from nanovllm_cli.weights.tensor_classes import class_of
+
     classes: defaultdict[str, list[Step]] = defaultdict(list)
     for step in steps:
-        classes[_class_of(step.name)].append(step)
+        classes[class_of(step.name)].append(step)
     return dict(classes)
-
-
-def _class_of(name: str) -> str:
-    for kind, marks in (
-        ("norms", ("norm",)), ("embedding", ("embed", "token_embd")), ("head", ("lm_head", "output.weight")),
-        ("attention", ("attn",)), ("mlp", ("mlp", "ffn")),
-    ):  # fmt: skip
-        if any(mark in name if kind != "head" else name.startswith(mark) for mark in marks):
-            return kind
-    return "other"
 
 
 def _types(names: Any) -> str:

@@ -69,6 +69,29 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         ),
         Example("nanovllm bench compare llama.json ours.json --report versus.html", "llama-bench -o json against us."),
     ),
+    "models": (
+        Example("nanovllm models list", "What is here, what it needs, and why it does not run where it does not."),
+        Example("nanovllm models pull qwen3:0.6b", "Into the Hugging Face cache, without running it."),
+    ),
+    "models.list": (
+        Example("nanovllm models list", "Everything in the Hugging Face cache."),
+        Example("nanovllm models list --short-names", "Names such as qwen3:4b, and what they stand for."),
+    ),
+    "models.show": (
+        Example("nanovllm models show tiny", "Shape, tensors, context, vocabulary, licence."),
+        Example("nanovllm models show tiny --template", "The chat template, whole."),
+    ),
+    "models.pull": (
+        Example("nanovllm models pull qwen3:0.6b", "Goes on where an earlier download stopped."),
+        Example("nanovllm models pull Qwen/Qwen3-4B-GGUF:Q8_0", "One quantization of several."),
+    ),
+    "models.rm": (
+        Example("nanovllm models rm -y qwen3:0.6b", "All of its revisions, without asking."),
+    ),
+    "plan": (
+        Example("nanovllm plan qwen3:8b", "From its settings and headers; the weights stay where they are."),
+        Example("nanovllm plan tiny --check", "Loads it and puts what was planned beside what happened."),
+    ),
     "convert": (
         Example("nanovllm convert tiny", "Hugging Face to a GGUF file for llama.cpp, bit by bit."),
         Example("nanovllm convert tiny --outtype q8_0 -o q8.gguf", "The same in 8 bits."),

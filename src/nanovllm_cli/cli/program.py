@@ -16,6 +16,8 @@ from nanovllm_cli.cli import (
     completion,
     config,
     convert,
+    models,
+    plan,
     quantize,
     run,
     verify,
@@ -35,6 +37,8 @@ def build() -> typer.Typer:
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
     app.command("chat", cls=Command)(chat.chat)
+    app.add_typer(models.build())
+    app.command("plan", cls=Command)(plan.plan)
     app.command("convert", cls=Command)(convert.convert)
     app.command("quantize", cls=Command)(quantize.quantize)
     app.command("verify", cls=Command)(verify.verify)

@@ -40,6 +40,7 @@ T = TypeVar("T")
 RESUMABLE_BYTES = 8 << 20  # files from this size on are fetched here; for smaller ones starting again costs nothing
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt; an attempt that brought data starts them anew
 REQUEST_TIMEOUT = 10.0  # seconds without an answer
+_MAX_SKIPPED = 64 << 20  # bytes that are read in vain to get at a part of a file
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -136,6 +137,40 @@ def fetch(
         _fetch_file(repo, listing.commit, name, _Meter(progress, listing.sizes.get(name, 0)), token)
     progress.done()
     return snapshot
+
+
+def read_range(repo: str, commit: str, name: str, first: int, count: int, token: str | bool | None = None) -> bytes:
+    """`count` bytes of a file on the hub from `first` on, or as many as there are; nothing is kept. Raises what `list_repo`
+    raises."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    url = hf_hub_url(repo, name, revision=commit)
+    wanted = {"Accept-Encoding": "identity", "Range": f"bytes={first}-{first + count - 1}"}
+
+    def ask() -> bytes:
+        with (
+            _translated(repo, commit, name),
+            get_session().stream(
+                "GET", url, headers={**build_hf_headers(token=token), **wanted}, timeout=REQUEST_TIMEOUT, follow_redirects=True
+            ) as answer,
+        ):
+            hf_raise_for_status(answer)
+            skipped = 0 if answer.status_code == 206 else first  # a server that does not know Range sends everything
+            if skipped > _MAX_SKIPPED:
+                raise HubUnreachableError(f"{_endpoint()} sends no parts of files", "download the model to look into it")
+            data = bytearray()
+            for chunk in answer.iter_bytes(1 << 16):
+                data += chunk
+                if len(data) >= skipped + count:
+                    break
+            return bytes(data[skipped : skipped + count])
+
+    return _with_retries(ask, 1 + len(RETRY_WAITS))
 
 
 def remember_revision(repo: str, revision: str, commit: str) -> None:

@@ -54,6 +54,22 @@ class ResolvedModel:
         return f"{self.repo}@{(self.revision or '')[:7]}{quant} ({size})"
 
 
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model on the hub that is not here, or not completely, or not its newest version: what `download` would fetch."""
+
+    name: str
+    repo: str
+    revision: str
+    listing: hub.Listing
+    weights: Weights
+
+    @property
+    def hub_name(self) -> HubName:
+        """Exactly these files."""
+        return HubName(self.repo, self.weights.quant, self.listing.commit, self.weights.entry)
+
+
 class HubName(NamedTuple):
     """What a name on the hub says. `file` is a GGUF's path in the repository."""
 
@@ -82,15 +98,50 @@ def resolve(
     UnsupportedError (nothing readable in it), UsageError (no such quantization or file, a name with two meanings).
     """
     progress = progress or NullProgress()
+    found = locate(
+        name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, token=token
+    )
+    return found if isinstance(found, ResolvedModel) else download(found, progress, token)
+
+
+def locate(
+    name: str,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    quant: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: LoadProgress | None = None,
+    token: str | bool | None = None,
+) -> ResolvedModel | RemoteModel:
+    """What `name` means, as for `resolve`, before anything is downloaded. A branch on the hub is always asked for, if the hub
+    can be reached: a copy that is here may be old. Raises what `resolve` raises, except for what a download needs."""
+    progress = progress or NullProgress()
     if name.startswith(RANDOM):
         return _made_up(name)
+    meant = meaning(name, aliases)
+    if isinstance(meant, Path):
+        return _local(meant, name, quant)
+    meant = meant._replace(quant=meant.quant or quant, revision=meant.revision or revision)
+    try:
+        return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, token)
+    except ModelNotFoundError as error:
+        error.hint = error.hint or _suggestion(meant.repo, _known(aliases))
+        raise
+
+
+def meaning(name: str, aliases: Mapping[str, str] | None = None) -> Path | HubName:
+    """What `name` says, without looking further than for a path: a file or folder here, or a name on the hub.
+
+    Raises ModelNotFoundError (with the nearest names), UsageError for aliases that lead in a circle.
+    """
     if (path := _existing_path(name)) is not None:
-        return _local(path, name, quant)
-    known = {**ALIASES, **{alias.lower(): target for alias, target in (aliases or {}).items()}}
+        return path
+    known = _known(aliases)
     target = name
     for _ in range(_MAX_ALIAS_STEPS):
         if target.lower() == BUNDLED and BUNDLED not in (aliases or {}):
-            return _local(_bundled(), name, quant)
+            return _bundled()
         alias, at, alias_revision = target.partition("@")
         if alias.lower() not in known:
             break
@@ -98,18 +149,18 @@ def resolve(
         if at:
             target = target.partition("@")[0] + at + alias_revision
         if (path := _existing_path(target)) is not None:
-            return _local(path, name, quant)
+            return path
     else:
         raise UsageError(f"the alias {name!r} leads in a circle", "look at [aliases] in the configuration")
     parsed = parse_hub_name(target)
     if parsed is None:
         raise _not_found(name, known)
-    parsed = parsed._replace(quant=parsed.quant or quant, revision=parsed.revision or revision)
-    try:
-        return _from_hub(parsed, name, offline or hub.offline_by_environment(), progress, token)
-    except ModelNotFoundError as error:
-        error.hint = error.hint or _suggestion(parsed.repo, known)
-        raise
+    return parsed
+
+
+def _known(aliases: Mapping[str, str] | None) -> dict[str, str]:
+    """All aliases, the user's before ours."""
+    return {**ALIASES, **{alias.lower(): target for alias, target in (aliases or {}).items()}}
 
 
 def parse_hub_name(name: str) -> HubName | None:
@@ -149,9 +200,26 @@ def parse_hub_name(name: str) -> HubName | None:
     return HubName(repo, quant or None, after_at or revision, file or None)
 
 
+def download(remote: RemoteModel, progress: LoadProgress, token: str | bool | None = None) -> ResolvedModel:
+    """Fetches what the cache lacks of it. Raises what `hub.fetch` raises."""
+    repo, weights, listing = remote.repo, remote.weights, remote.listing
+    files = weights.files
+    if weights.index_file:
+        snapshot = hub.fetch(repo, listing, [weights.index_file], NullProgress(), token)
+        files = _with_shards(weights, snapshot)
+    snapshot = hub.fetch(repo, listing, files, progress, token)
+    hub.remember_revision(repo, remote.revision, listing.commit)
+    return _resolved(snapshot, listing.commit, weights, files, repo, remote.name)
+
+
+def cached_copy(wanted: HubName, name: str) -> ResolvedModel | None:
+    """The model as the cache has it, if it has all of it; nobody is asked whether it is the newest."""
+    return _from_cache(wanted, wanted.revision or DEFAULT_REVISION, name)
+
+
 def _from_hub(
     wanted: HubName, name: str, offline: bool, progress: LoadProgress, token: str | bool | None
-) -> ResolvedModel:
+) -> ResolvedModel | RemoteModel:
     revision = wanted.revision or DEFAULT_REVISION
     here = _from_cache(wanted, revision, name)
     if here is not None and (offline or wanted.revision == here.revision):  # a commit never changes: nothing to ask
@@ -173,15 +241,9 @@ def _from_hub(
             error.hint = f"{error.hint}; --offline uses the copy in the cache"
         raise
     weights = choose(listing.sizes, wanted.repo, quant=wanted.quant, file=wanted.file)
-    files = weights.files
     if weights.note:
         progress.note(weights.note)
-    if weights.index_file:
-        snapshot = hub.fetch(wanted.repo, listing, [weights.index_file], NullProgress(), token)
-        files = _with_shards(weights, snapshot)
-    snapshot = hub.fetch(wanted.repo, listing, files, progress, token)
-    hub.remember_revision(wanted.repo, revision, listing.commit)
-    return _resolved(snapshot, listing.commit, weights, files, wanted.repo, name)
+    return RemoteModel(name, wanted.repo, revision, listing, weights)
 
 
 def _from_cache(wanted: HubName, revision: str, name: str) -> ResolvedModel | None:

@@ -1,0 +1,230 @@
+"""`nanovllm models show`: what one model is, from the headers of its files. The reading is `planning/facts.py`'s work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, option
+from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.progress_line import size
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.planning.facts import Facts
+    from nanovllm_cli.text.tokenizer import Tokenizer
+    from nanovllm_cli.weights.checkpoint import Checkpoint
+    from nanovllm_cli.weights.source import ResolvedModel
+
+EXAMPLE = "for example: nanovllm models show tiny"
+TEMPLATE_LINES = 6
+_LICENCE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShowOptions:
+    """Which of a model's revisions, and what of it."""
+
+    model: Annotated[
+        str | None,
+        option(
+            "-m", "--model",
+            help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
+            panel=MODEL, metavar="MODEL",
+        ),
+    ] = None  # fmt: skip
+    revision: Annotated[
+        str | None, option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
+    ] = None
+    template: Annotated[
+        bool, option("--template", help="The chat template, whole, and nothing else.", panel=OUTPUT, envvar=None)
+    ] = False
+    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+
+
+@expand
+def show(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
+    ] = None,
+    options: ShowOptions,
+    messages: MessageOptions,
+) -> None:
+    """Show what a model is: shape, tensors by class and type, context, vocabulary, template, licence, defaults.
+
+    Only headers are read, of files that are on this machine; no weight is loaded and nothing is downloaded.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    name = model_word or options.model
+    if not name:
+        raise UsageError("no model was named", EXAMPLE)
+    name = ctx.obj.resolve(name) if isinstance(ctx.obj, Settings) else name
+    screen.announce(f"opening {name}")
+    with signals.insisting():
+        from nanovllm_cli.planning.facts import facts_of
+        from nanovllm_cli.weights.checkpoint import open_checkpoint
+    signals.check()
+    found = here(name, options.revision)
+    with open_checkpoint(found.path) as checkpoint:
+        facts = facts_of(checkpoint)
+        tokenizer = _tokenizer(checkpoint, screen)
+        screen.status("")
+        template = None if tokenizer is None else tokenizer.chat_templates.get("default")
+        if options.template:
+            if template is None:
+                raise UsageError(f"{name} has no chat template")
+            screen.answer(template if template.endswith("\n") else template + "\n")
+        elif options.json:
+            record = _record(found, checkpoint, facts, tokenizer, template)
+            screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+        else:
+            _print(found, checkpoint, facts, tokenizer, template, screen)
+
+
+def here(name: str, revision: str | None) -> ResolvedModel:
+    """The model on this machine; nobody is asked for it. Raises ModelNotFoundError."""
+    from nanovllm_cli.weights.source import cached_copy, meaning, resolve
+
+    meant = meaning(name)
+    if isinstance(meant, Path):
+        return resolve(name)
+    found = cached_copy(meant._replace(revision=meant.revision or revision), name)
+    if found is None:
+        raise ModelNotFoundError(
+            f"{name} is not in the cache, at least not completely",
+            f"nanovllm plan {name} says what it would take; nanovllm models pull {name} downloads it",
+        )
+    return found
+
+
+def _tokenizer(checkpoint: Checkpoint, screen: Console) -> Tokenizer | None:
+    from nanovllm_cli.llm import load_tokenizer
+
+    try:
+        return load_tokenizer(checkpoint)
+    except NanovllmError as error:
+        screen.say(f"the tokenizer can't be read: {error.message}")
+        return None
+
+
+def _licence(checkpoint: Checkpoint) -> str | None:
+    """What the files say: a GGUF's metadata, or the `license:` line at the top of a folder's README.md."""
+    if checkpoint.format == "gguf":
+        said = checkpoint.config.get("general.license")
+        return one_line(said)[:80] if isinstance(said, str) else None
+    readme = (checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent) / "README.md"
+    try:
+        with readme.open("rb") as file:
+            lines = file.read(_LICENCE_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line in lines[1:]:
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key == "license":
+            return one_line(value)[:80] or None
+    return None
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, list[tuple[str, int]]]:
+    """The tokens with a role: (text, id)."""
+    roles: dict[str, list[int | None]] = {
+        "bos": [tokenizer.bos_id], "eos": [*tokenizer.eos_ids], "pad": [tokenizer.pad_id], "unk": [tokenizer.unk_id],
+    }  # fmt: skip
+    return {
+        role: [(tokenizer.id_to_token(i) or "", i) for i in ids if i is not None]
+        for role, ids in roles.items()
+        if any(i is not None for i in ids)
+    }
+
+
+def _record(
+    found: ResolvedModel, checkpoint: Checkpoint, facts: Facts, tokenizer: Tokenizer | None, template: str | None
+) -> dict[str, Any]:
+    from nanovllm_cli.planning.facts import generation_defaults, rope_words
+
+    spec = facts.spec
+    return {
+        "name": found.name, "repo": found.repo, "revision": found.revision, "quant": found.quant, "path": str(found.path),
+        "format": found.format, "file_bytes": found.num_bytes, "architecture": spec.architecture,
+        "parameters": facts.num_parameters, "stored": facts.stored, "tensor_bytes": facts.num_bytes,
+        "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
+        "attention": _heads(facts), "vocabulary": spec.vocab_size,
+        "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
+        "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
+        "tensors": [
+            {"class": each.name, "count": each.count, "numbers": each.numbers, "bytes": each.num_bytes,
+             "types": dict(each.types), "bits": round(each.bits, 4)}
+            for each in facts.classes
+        ],
+    }  # fmt: skip
+
+
+def _heads(facts: Facts) -> dict[str, int]:
+    from nanovllm_cli.model_spec import AttentionSpec
+
+    attention = facts.spec.blocks[0].attention
+    assert isinstance(attention, AttentionSpec)
+    window = max((getattr(block.attention, "window", None) or 0 for block in facts.spec.blocks), default=0)
+    found = {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
+    return found | ({"window": window} if window else {})
+
+
+def _print(
+    found: ResolvedModel, checkpoint: Checkpoint, facts: Facts, tokenizer: Tokenizer | None, template: str | None, screen: Console
+) -> None:
+    from nanovllm_cli.planning.facts import generation_defaults, rope_words
+
+    spec, heads = facts.spec, _heads(facts)
+    defaults = generation_defaults(checkpoint.generation_config)
+    lines = [
+        ("model", str(found)),
+        ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {heads['heads']} heads over "
+         f"{heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"),
+        ("parameters", f"{count(facts.num_parameters)} ({facts.num_parameters:,})"),
+        ("context", f"{spec.max_position:,} tokens" + (f", window {heads['window']:,}" if "window" in heads else "")),
+        ("rope", rope_words(spec)),
+        ("vocabulary", f"{spec.vocab_size:,}" + ("" if tokenizer is None else f", {tokenizer.vocab_size:,} in the tokenizer")),
+        ("licence", _licence(checkpoint) or "not said in its files"),
+        ("defaults", ", ".join(f"{key} {value}" for key, value in defaults.items()) or "none"),
+    ]  # fmt: skip
+    if tokenizer is not None:
+        shown = (f"{role} {', '.join(f'{text} ({i})' for text, i in tokens)}" for role, tokens in _special(tokenizer).items())
+        lines.append(("special", one_line("; ".join(shown)) or "none"))
+    out = aligned(lines, left=(0, 1))
+    cells = [("tensors", "count", "numbers", "stored as", "", "bits a number")]
+    cells += [
+        (each.name, f"{each.count:,}", count(each.numbers), ", ".join(each.types), size(each.num_bytes), f"{each.bits:.2f}")
+        for each in facts.classes
+    ]
+    out += ["", *aligned(cells, left=(0, 3)), ""]
+    if template is None:
+        out.append("no chat template")
+    else:
+        first = template.splitlines()
+        out += [f"template ({len(template):,} characters; --template prints it)"]
+        out += ["  " + one_line(line) for line in first[:TEMPLATE_LINES]] + (["  …"] if len(first) > TEMPLATE_LINES else [])
+    screen.answer("\n".join(out) + "\n")
+
+
+def count(number: float) -> str:
+    """Parameters as people say them: 596 M, 8.03 B."""
+    for limit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= limit:
+            shown = number / limit
+            return f"{shown:.0f} {letter}" if shown >= 100 else f"{shown:.3g} {letter}"
+    return str(int(number))

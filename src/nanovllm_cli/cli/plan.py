@@ -1,0 +1,239 @@
+"""`nanovllm plan`: what a model would take and give, before it is downloaded. The arithmetic is in `planning/`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from nanovllm_cli.cli import log, parsers, signals
+from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, option
+from nanovllm_cli.cli.model import named_model
+from nanovllm_cli.cli.models_show import count
+from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.records import peak_memory_bytes
+from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.config import DTypeName, EngineConfig
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.planning.check import Comparison
+    from nanovllm_cli.planning.estimate import Speed
+    from nanovllm_cli.planning.plan import Plan
+    from nanovllm_cli.weights.source import RemoteModel, ResolvedModel
+
+EXAMPLE = "for example: nanovllm plan qwen3:8b"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How it would be run, and what is said of it."""
+
+    quant: Annotated[
+        str | None,
+        option(
+            "--quant", help="Weights rounded to this while loading: int8, fp8, int4[:group=N], … [as stored, and the usual ones]",
+            panel=MODEL, metavar="FORMAT",
+        ),
+    ] = None  # fmt: skip
+    dtype: Annotated[DTypeName, option("--dtype", help="What it computes in. [auto]", panel=MODEL)] = "auto"
+    device: Annotated[
+        str, option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE")
+    ] = "auto"
+    ctx_size: Annotated[
+        int | None,
+        option(
+            "-c", "--ctx-size", help="A context to plan for, in tokens, such as 16K. [4,096, 8,192, 32,768, the model's own]",
+            panel=ENGINE, metavar="SIZE", parser=parsers.count,
+        ),
+    ] = None  # fmt: skip
+    threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
+    check: Annotated[
+        bool, option("--check", help="Load the model (download it first) and compare.", panel=OUTPUT, envvar=None)
+    ] = False
+    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+
+    def config(self) -> EngineConfig:
+        """Raises UsageError."""
+        length = None if self.ctx_size in (0, -1) else self.ctx_size
+        return EngineConfig(
+            dtype=self.dtype, device=self.device, quant=self.quant, max_model_len=length, threads=self.threads
+        )
+
+
+class _Planned(NamedTuple):
+    """where: what the name turned out to be, in words. download_bytes: 0 where nothing is missing here."""
+
+    plan: Plan
+    where: str
+    download_bytes: int
+
+
+@expand
+def plan(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
+    ] = None,
+    source: SourceOptions,
+    options: PlanOptions,
+    messages: MessageOptions,
+) -> None:
+    """Plan what a model needs and how fast it can be here, before it is downloaded.
+
+    Of a model on the hub only its settings and the headers of its files are read. Memory: weights as they are stored and rounded,
+    the KV cache by context and batch, what fits into the memory that is free now. Speed: the most that this machine's memory and
+    processor allow, which are measured once; real models of some size come close, tiny ones do not.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    config = options.config()
+    screen.announce(f"looking for {name}")
+    with signals.insisting():
+        from nanovllm_cli.quant.format_names import parse_format
+    if options.quant is not None:
+        parse_format(options.quant)
+    planned = _planned(name, source, options, config, screen)
+    compared = _checked(name, source, planned.plan, config, screen) if options.check else None
+    if options.json:
+        record = {"model": name, "where": planned.where, "download_bytes": planned.download_bytes}
+        record |= planned.plan.as_json() | {"check": None if compared is None else [_record(each) for each in compared]}
+        screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
+    else:
+        screen.answer("\n".join(_lines(planned, compared)) + "\n")
+
+
+def _planned(name: str, source: SourceOptions, options: PlanOptions, config: EngineConfig, screen: Console) -> _Planned:
+    from nanovllm_cli.planning.plan import device_of, make_plan
+    from nanovllm_cli.weights.checkpoint import open_checkpoint
+    from nanovllm_cli.weights.source import ResolvedModel, cached_copy, locate
+
+    progress = ProgressLine(screen)
+    signals.check()
+    found = locate(name, offline=source.offline, revision=source.revision, progress=progress)
+    if not isinstance(found, ResolvedModel):
+        found = cached_copy(found.hub_name, name) or found
+    with _files(found, progress) as path, open_checkpoint(path) as checkpoint:
+        remote = not isinstance(found, ResolvedModel)
+        speed = _speed(device_of(config), config.threads, screen)
+        formats = None if options.quant is None else [options.quant]
+        made = make_plan(checkpoint, config, formats, speed, headers_only=remote)
+    if isinstance(found, ResolvedModel):
+        return _Planned(made, f"{found}, here", 0)
+    return _Planned(made, f"{found.repo}@{found.listing.commit[:7]}, not in the cache", made.facts.num_bytes)
+
+
+@contextmanager
+def _files(found: ResolvedModel | RemoteModel, progress: ProgressLine) -> Iterator[Path]:
+    """What can be opened: the model's files, or only their headers for as long as the plan takes."""
+    from nanovllm_cli.weights.hub_headers import fetch_headers
+    from nanovllm_cli.weights.source import ResolvedModel
+
+    if isinstance(found, ResolvedModel):
+        yield found.path
+        return
+    with tempfile.TemporaryDirectory(prefix="nanovllm-plan-") as folder:
+        yield fetch_headers(found, Path(folder), progress)
+
+
+def _speed(device: str, threads: int | None, screen: Console) -> Speed | None:
+    """Of this machine, measured once. A machine that can't be measured is planned for without."""
+    from nanovllm_cli.bench.roofline import roofline
+    from nanovllm_cli.planning.estimate import Speed
+
+    try:
+        return Speed(*roofline(device, threads, progress=ProgressLine(screen)))
+    except NanovllmError as error:
+        screen.say(f"nothing is said of speed: {error.message}")
+        return None
+
+
+def _checked(name: str, source: SourceOptions, made: Plan, config: EngineConfig, screen: Console) -> list[Comparison]:
+    if not made.fits:
+        row = made.formats[0]
+        raise DoesNotFitError(
+            f"{name} is not loaded: it needs {size(row.total_bytes)}, and {size(made.free_bytes)} are free",
+            "leave --check away, or take fewer bits with --quant",
+        )
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.planning.check import compare
+
+    progress = ProgressLine(screen)
+    with LLM(name, config=config, offline=source.offline, revision=source.revision, progress=progress) as llm:
+        screen.announce("comparing")
+        found = compare(made, llm, config, peak_memory_bytes)
+    screen.status("")
+    return found
+
+
+def _record(each: Comparison) -> dict[str, Any]:
+    return {"what": each.what, "unit": each.unit, "planned": each.planned, "found": each.found, "share": each.share}
+
+
+def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str]:
+    made = planned.plan
+    spec, facts = made.facts.spec, made.facts
+    download = f", {size(planned.download_bytes)} to download" if planned.download_bytes else ""
+    yield f"{planned.where}{download}"
+    yield (
+        f"{spec.architecture}, {count(facts.num_parameters)} parameters in {facts.stored}, {spec.num_layers} layers, "
+        f"context {spec.max_position:,}"
+    )
+    machine = f"computed on {made.processor} in {made.dtype}, {size(made.free_bytes)} of memory free"
+    if made.speed is not None:
+        machine += f", which is read at {made.speed.read_gb_s:.1f} GB/s"
+    yield machine
+    yield ""
+    least = made.cache[0].context
+    rows = [("weights", "size", f"with {least:,} tokens", "fits", "longest context", "prompt t/s", "answer t/s")]
+    rows += [
+        (f"{row.format} as stored" if row.quant is None else f"--quant {row.quant}", size(row.weight_bytes),
+         size(row.total_bytes), "yes" if row.fits else "no", f"{row.longest_context:,}" if row.longest_context else "-",
+         _rate(row.prefill), _rate(row.decode))
+        for row in made.formats
+    ]  # fmt: skip
+    yield from aligned(rows, left=(0, 3))
+    if made.speed is not None:
+        yield "speeds are the most that this machine allows, for one sequence"
+    yield ""
+    cells = [["KV cache", "context", *(f"batch {batch} " for batch in _batches())]]
+    for kept in made.cache:
+        sizes = [size(each) + (" " if fits else "*") for each, fits in zip(kept.num_bytes, kept.fits, strict=True)]
+        cells.append([kept.cache_type, f"{kept.context:,}", *sizes])
+    yield from aligned(cells, left=(0,))
+    if not all(all(kept.fits) for kept in made.cache):
+        yield "* does not fit beside the weights"
+    if compared is not None:
+        yield ""
+        yield from _comparison(compared)
+
+
+def _batches() -> tuple[int, ...]:
+    from nanovllm_cli.planning.estimate import BATCHES
+
+    return BATCHES
+
+
+def _comparison(compared: list[Comparison]) -> list[str]:
+    rows = [["loaded", "planned", "found", ""]]
+    for each in compared:
+        shown = [
+            "-" if value is None else size(value) if each.unit == "B" else f"{_rate(value)} t/s"
+            for value in (each.planned, each.found)
+        ]
+        rows.append([each.what, *shown, "" if each.share is None else f"{each.share:.0%}"])
+    return aligned(rows, left=(0,))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

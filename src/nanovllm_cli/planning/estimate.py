@@ -1,0 +1,145 @@
+"""What a model takes, and how fast it can be at most, before it is loaded: memory as the engine counts it, speed by the roofline.
+
+Speed. A step has to read every matrix that is multiplied once, however many sequences are in it, and each sequence's K and V;
+and it has to multiply. It takes at least the longer of the two:
+
+    seconds >= max(bytes / read_gb_s, operations / gflops)            Williams, Waterman, Patterson, CACM 2009
+
+A multiply-add is two operations: 2 a token and weight, and 4 a token, key, head and dim for attention. These are limits: what
+is left out (launching kernels, sampling, Python) is little beside some hundred million weights, and all there is to tiny models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
+from nanovllm_cli.engine.memory import OVERHEAD_BYTES
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.planning.facts import Facts, parameters
+from nanovllm_cli.quant.format import Blocks, Format, Integer
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import WeightFormats
+from nanovllm_cli.weights.weight_reader import WeightReader
+
+CONTEXTS = (4096, 8192, 32768)
+BATCHES = (1, 8, 32)
+PROMPT_LEN = 512
+STEP_TOKENS = 512
+"""Most tokens of a prompt in one step, as EngineConfig has it."""
+_RATES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Speed(NamedTuple):
+    """What the machine can do: 10^9 bytes read a second, 10^9 operations a second by what is multiplied (bench/roofline.py)."""
+
+    read_gb_s: float
+    gflops: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Weights in one format. num_bytes: all of them. read_bytes: what a step reads; an embedding that is not the head as well is
+    looked up by row. multiplies: what its matmuls count in, a key of Speed.gflops."""
+
+    format: str
+    num_bytes: int
+    read_bytes: int
+    multiplies: str
+
+
+def plan_weights(
+    facts: Facts, checkpoint: Checkpoint, reader: WeightReader | None, dtype: torch.dtype, wanted: Format | None
+) -> WeightPlan:
+    """Weights as they are stored (wanted None) or rounded while loading. reader: see `facts.reader_of`.
+
+    UsageError where stored and wanted contradict each other, UnsupportedError for widths that the format can't have.
+    """
+    name = facts.stored if wanted is None else wanted.name
+    if reader is None:
+        embedding = sum(each.num_bytes for each in facts.classes if each.name == "embedding")
+        skipped = 0 if facts.spec.tied_head else embedding
+        return WeightPlan(name, facts.num_bytes, facts.num_bytes - skipped, _RATES[dtype])
+    formats = WeightFormats(checkpoint, reader, wanted)
+    layer = formats.of("blocks.0.q.weight")
+    if wanted is not None:
+        for width in _widths(facts.spec):
+            wanted.check_width(width)
+    form = formats.of("embedding.weight")
+    rows, width = facts.spec.vocab_size, facts.spec.hidden_size
+    embedding = rows * width * dtype.itemsize if form is None else math.ceil(rows * form.row_bytes(width))
+    total = formats.num_bytes(dtype)
+    return WeightPlan(name, total, total - (0 if facts.spec.tied_head else embedding), _multiplies(layer, dtype))
+
+
+def _widths(spec: ModelSpec) -> set[int]:
+    found = set()
+    for block in spec.blocks:
+        found |= {spec.hidden_size, block.attention.num_heads * getattr(block.attention, "head_dim", 0)}
+        found.add(getattr(block.mlp, "intermediate_size", spec.hidden_size))
+    return found
+
+
+def _multiplies(form: Format | None, dtype: torch.dtype) -> str:
+    """Whole numbers where weights and activations are (quant/cpu_formats.py), else the compute type."""
+    rounds = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
+    return "int8" if rounds and dtype != torch.float32 else _RATES[dtype]
+
+
+def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int) -> int:
+    """Of a cache that holds `batch` sequences of `context` tokens."""
+    return -(-context // block_size) * batch * block_bytes(spec.kv_heads_and_dims, layout)
+
+
+def total_bytes(weight_bytes: int, cache_bytes: int) -> int:
+    """With what a process takes beside weights and cache."""
+    return weight_bytes + cache_bytes + OVERHEAD_BYTES
+
+
+def contexts(spec: ModelSpec, own: int | None = None) -> list[int]:
+    """Lengths worth knowing the KV cache of: the usual ones below the model's limit, that limit, and the user's own."""
+    found = {length for length in CONTEXTS if length < spec.max_position} | {spec.max_position}
+    return sorted(found | ({own} if own else set()))
+
+
+def longest_context(free: int, weight_bytes: int, bytes_per_block: int, block_size: int, most: int) -> int:
+    """Tokens of the longest context of one sequence that fits beside the weights; 0 where the weights don't."""
+    left = free - total_bytes(weight_bytes, 0)
+    return max(0, min(most, left // bytes_per_block * block_size))
+
+
+def decode_rate(facts: Facts, weights: WeightPlan, token_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:
+    """Most tokens a second of one sequence, `depth` tokens into its context. token_bytes: of K and V of one token."""
+    read = (weights.read_bytes + depth * token_bytes) / (speed.read_gb_s * 1e9)
+    work = (_matmul(facts.spec, with_head=True) + _attention(facts.spec, depth)) / _operations(speed, weights)
+    return 1.0 / max(read, work)
+
+
+def prefill_rate(facts: Facts, weights: WeightPlan, speed: Speed, length: int = PROMPT_LEN) -> float:
+    """Most tokens a second of a prompt of `length` tokens."""
+    steps = -(-length // STEP_TOKENS)
+    read = steps * weights.read_bytes / (speed.read_gb_s * 1e9)
+    work = length * (_matmul(facts.spec, with_head=False) + _attention(facts.spec, length / 2))
+    return length / max(read, work / _operations(speed, weights))
+
+
+def _operations(speed: Speed, weights: WeightPlan) -> float:
+    return speed.gflops[weights.multiplies] * 1e9
+
+
+def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
+    """Operations of a token; the head is multiplied for those that are drawn from."""
+    numbers = parameters(spec)
+    return 2.0 * (numbers["attention"] + numbers["mlp"] + with_head * spec.vocab_size * spec.hidden_size)
+
+
+def _attention(spec: ModelSpec, keys: float) -> float:
+    """Operations of a token that sees so many keys: scores and weighted values."""
+    heads = ((block.attention.num_heads, getattr(block.attention, "head_dim", 0), getattr(block.attention, "window", None))
+             for block in spec.blocks)  # fmt: skip
+    return sum(4.0 * count * dim * min(keys, window or keys) for count, dim, window in heads)

@@ -1,0 +1,151 @@
+"""What a model is, by its config and the headers of its files: no weight is read.
+
+The same for a model on this machine and for one of which only the headers are here (`weights/hub_headers.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
+from nanovllm_cli.weights.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class TensorClass:
+    """The tensors of one part of a model. numbers: as the model sees them, whatever they are packed into. types: how many
+    numbers are stored as what (for weights that are several tensors each, how many of the file's own)."""
+
+    name: str
+    count: int
+    numbers: int
+    num_bytes: int
+    types: Mapping[str, int]
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.num_bytes / max(1, self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """stored: what its matrices are mostly stored as, in the format's own words ("BF16", "Q4_K", "gptq")."""
+
+    spec: ModelSpec
+    classes: tuple[TensorClass, ...]
+    stored: str
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.numbers for each in self.classes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        return sum(each.num_bytes for each in self.classes)
+
+
+def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
+    """headers_only: its weights are not there. Raises what `open_reader` and `read_spec` raise, so what can't run is refused."""
+    reader = reader_of(checkpoint, headers_only=headers_only)
+    if reader is not None:
+        spec = read_spec(checkpoint, reader)
+        weights = [(name, math.prod(reader.shape(name)), reader.num_bytes(name), _type(reader, checkpoint, name))
+                   for name in sorted(reader.names())]  # fmt: skip
+        classes = _classes(weights)
+    else:
+        spec = spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+        infos = [checkpoint.info(name) for name in sorted(checkpoint.names())]
+        stored = _classes((i.name, math.prod(i.shape), i.num_bytes, i.dtype_name) for i in infos)
+        numbers = parameters(spec)
+        classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)
+                   for each in stored]  # fmt: skip
+    return Facts(spec, tuple(classes), _stored(checkpoint, classes))
+
+
+def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:
+    """None where a checkpoint that others quantized has no weights here: some of its readers look into tensors."""
+    quantized = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    return None if headers_only and checkpoint.format == "hf" and quantized else open_reader(checkpoint)
+
+
+def parameters(spec: ModelSpec) -> dict[str, int]:
+    """How many numbers each part of a model has, norms and biases included with what they belong to."""
+    hidden = spec.hidden_size
+    found = dict.fromkeys(CLASSES, 0)
+    found["embedding"] = spec.vocab_size * hidden
+    found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
+    found["norms"] = hidden
+    for block in spec.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, AttentionSpec)
+        assert isinstance(mlp, MLPSpec)
+        queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        found["attention"] += hidden * (2 * queries + 2 * keys)
+        found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias
+        found["mlp"] += 3 * hidden * mlp.intermediate_size + (2 * mlp.intermediate_size + hidden) * mlp.bias
+        found["norms"] += 2 * hidden + 2 * attention.head_dim * attention.qk_norm
+    return found
+
+
+def _classes(weights: Iterator[tuple[str, int, int, str]] | list[tuple[str, int, int, str]]) -> list[TensorClass]:
+    """Of (name, numbers, bytes, type), in the order of CLASSES."""
+    rows: dict[str, list[tuple[int, int, str]]] = {name: [] for name in CLASSES}
+    for name, numbers, num_bytes, kind in weights:
+        rows[class_of(name)].append((numbers, num_bytes, kind))
+    found = []
+    for name, entries in rows.items():
+        types: dict[str, int] = {}
+        for numbers, _, kind in entries:
+            types[kind] = types.get(kind, 0) + numbers
+        if entries:
+            by_size = dict(sorted(types.items(), key=lambda item: -item[1]))
+            found.append(TensorClass(name, len(entries), sum(e[0] for e in entries), sum(e[1] for e in entries), by_size))
+    return found
+
+
+def _type(reader: WeightReader, checkpoint: Checkpoint, name: str) -> str:
+    form = reader.format(name)
+    if form is None:
+        return checkpoint.info(name).dtype_name
+    return form.name.upper() if checkpoint.format == "gguf" else form.name
+
+
+def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
+    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    if checkpoint.format == "hf" and isinstance(settings, Mapping):
+        return str(settings.get("quant_method") or "quantized")[:40]
+    totals: dict[str, int] = {}
+    for each in classes:
+        for kind, numbers in each.types.items():
+            totals[kind] = totals.get(kind, 0) + numbers
+    return max(totals, key=lambda kind: totals[kind], default="")
+
+
+def rope_words(spec: ModelSpec) -> str:
+    """How positions are told, in a few words."""
+    rope = spec.blocks[0].attention.rope
+    if rope is None:
+        return "none"
+    words = f"theta {rope.theta:,.0f}"
+    if rope.scaling != "none":
+        words += f", {rope.scaling}"
+        words += f" x{rope.factor:g} from {rope.original_len:,}" if rope.factor != 1.0 else ""
+    return words
+
+
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says about sampling, in its own names."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
+    return {name: config[name] for name in names if isinstance(config.get(name), int | float)}
+
+

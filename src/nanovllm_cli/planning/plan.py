@@ -1,0 +1,181 @@
+"""A plan: what one model would take on this machine, and how fast it could be at most, as plain values.
+
+It is made of headers (`facts.py`) and the engine's own arithmetic; the machine's speed is given to it. `check.py` compares it
+with what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import block_bytes
+from nanovllm_cli.config import EngineConfig, KVCacheDType
+from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.engine.worker import select_platform
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.planning import estimate
+from nanovllm_cli.planning.estimate import BATCHES, Speed
+from nanovllm_cli.planning.facts import Facts, facts_of, reader_of
+from nanovllm_cli.quant.format import Format
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.weights.checkpoint import Checkpoint
+
+FORMATS = ("int8", "fp8", "int4", "nf4")
+CACHE_TYPES: tuple[KVCacheDType, ...] = ("auto", "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRow:
+    """Weights in one format. quant: what --quant would say, None as they are stored. fits: with a context of the least length of
+    the plan. decode, prefill: most tokens a second of one sequence, None where the machine was not measured."""
+
+    quant: str | None
+    format: str
+    weight_bytes: int
+    total_bytes: int
+    fits: bool
+    longest_context: int
+    decode: float | None
+    prefill: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """The KV cache of batches (BATCHES) of one length, and whether each fits beside the weights as they are stored."""
+
+    cache_type: str
+    context: int
+    num_bytes: tuple[int, ...]
+    fits: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """free_bytes: memory that can be had now, where `processor` computes. block_bytes: of a block of the KV cache."""
+
+    facts: Facts
+    processor: str
+    dtype: str
+    free_bytes: int
+    block_bytes: int
+    formats: tuple[FormatRow, ...]
+    cache: tuple[CacheRow, ...]
+    speed: Speed | None
+
+    @property
+    def fits(self) -> bool:
+        """As it would be run: in the first format."""
+        return self.formats[0].fits
+
+    def as_json(self) -> dict[str, Any]:
+        spec = self.facts.spec
+        return {
+            "architecture": spec.architecture, "parameters": self.facts.num_parameters, "stored": self.facts.stored,
+            "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
+            "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
+            "weights": [asdict(row) for row in self.formats],
+            "kv_cache": [asdict(row) | {"batches": list(BATCHES)} for row in self.cache],
+            "roofline": None if self.speed is None else {
+                "read_gb_s": self.speed.read_gb_s, "gflops": dict(self.speed.gflops)
+            },
+        }  # fmt: skip
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    formats: Sequence[str] | None,
+    speed: Speed | None,
+    *,
+    headers_only: bool = False,
+) -> Plan:
+    """formats: those that --quant asks for; None compares the usual ones with what is stored. headers_only: see `facts_of`.
+
+    Raises what opening a model raises, and UsageError or UnsupportedError for a format that was asked for and can't be.
+    """
+    platform = select_platform(config, None)
+    facts = facts_of(checkpoint, headers_only=headers_only)
+    reader = reader_of(checkpoint, headers_only=headers_only)
+    dtype = compute_type(checkpoint, platform)
+    layout = platform.backend(facts.spec, dtype)
+    per_block = block_bytes(facts.spec.kv_heads_and_dims, layout)
+    free, size = platform.available_bytes(), config.block_size
+    lengths = estimate.contexts(facts.spec, config.max_model_len)
+    rows = []
+    for quant in _candidates(facts, platform) if formats is None else formats:
+        try:
+            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, _format(quant, platform, facts, dtype))
+        except UnsupportedError:
+            if formats is not None:
+                raise
+            continue  # rows of this model don't divide into groups, or the like
+        total = estimate.total_bytes(weights.num_bytes, estimate.kv_bytes(facts.spec, layout, size, lengths[0], 1))
+        longest = estimate.longest_context(free, weights.num_bytes, per_block, size, facts.spec.max_position)
+        decode = None if speed is None else estimate.decode_rate(facts, weights, per_block / size, speed)
+        prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed)
+        rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, total <= free, longest, decode, prefill))
+    cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, free - rows[0].weight_bytes))
+    name = str(dtype).removeprefix("torch.")
+    return Plan(facts, kind_of(platform), name, free, per_block, tuple(rows), cache, speed)
+
+
+def device_of(config: EngineConfig) -> str:
+    """Where `config` would have it computed: cpu, cuda or cuda:N. UnsupportedError where there is no such GPU."""
+    kind = kind_of(select_platform(config, None))
+    return config.device if config.device.startswith(kind) else kind
+
+
+def compute_type(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
+    """What `platform` would compute this model in."""
+    infos = [checkpoint.info(name) for name in checkpoint.names()]
+    return platform.resolve_dtype({info.dtype_name for info in infos if len(info.shape) > 1})
+
+
+def kind_of(platform: Platform) -> str:
+    """cpu or cuda."""
+    return platform.processor.split(" ")[0]
+
+
+def _candidates(facts: Facts, platform: Platform) -> list[str | None]:
+    """As they are stored; and rounded, where they are plain numbers and the device has something for that."""
+    is_plain = facts.stored in ("F32", "F16", "BF16", "F64")
+    return [None, *FORMATS] if is_plain and kind_of(platform) == "cpu" else [None]
+
+
+def _format(quant: str | None, platform: Platform, facts: Facts, dtype: torch.dtype) -> Format | None:
+    form = None if quant is None else parse_format(quant)
+    if form is not None and kind_of(platform) != "cpu":
+        platform.make_storage(form, 1, facts.spec.hidden_size, dtype)  # says why not
+    return form
+
+
+def _cache_rows(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, lengths: list[int], left: int) -> Iterator[CacheRow]:
+    """left: free memory beside the weights."""
+    for kind in CACHE_TYPES:
+        try:
+            platform = select_platform(replace(config, kv_cache_dtype=kind, cache_type_k=None, cache_type_v=None), None)
+        except UnsupportedError:
+            continue  # a GPU knows no int8
+        layout = platform.backend(spec, dtype)
+        shown = str(layout.cache_dtypes[0]).removeprefix("torch.") if kind == "auto" else kind
+        for length in lengths:
+            sizes = tuple(estimate.kv_bytes(spec, layout, config.block_size, length, batch) for batch in BATCHES)
+            yield CacheRow(shown, length, sizes, tuple(estimate.total_bytes(0, size) <= left for size in sizes))
+
+
+def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
+    """What a model is, and the memory that it takes on the CPU, as it is stored, with one context of so many tokens at most."""
+    config = EngineConfig(device="cpu")
+    platform = select_platform(config, None)
+    facts = facts_of(checkpoint)
+    dtype = compute_type(checkpoint, platform)
+    weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None)
+    layout = platform.backend(facts.spec, dtype)
+    length = min(context, facts.spec.max_position)
+    cache = estimate.kv_bytes(facts.spec, layout, config.block_size, length, 1)
+    return facts, estimate.total_bytes(weights.num_bytes, cache)

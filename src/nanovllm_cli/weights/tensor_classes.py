@@ -1,0 +1,20 @@
+"""Which part of a model a tensor belongs to, by its name in a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+_MARKS = (
+    ("norms", ("norm",)),
+    ("embedding", ("embed", "token_embd")),
+    ("head", ("lm_head", "output.weight")),
+    ("attention", ("attn",)),
+    ("mlp", ("mlp", "ffn")),
+)
+CLASSES = ("embedding", "attention", "mlp", "norms", "head", "other")
+
+
+def class_of(name: str) -> str:
+    """One of CLASSES. A head's name begins with its mark: blk.0.attn_output.weight is another."""
+    for kind, marks in _MARKS:
+        if any(name.startswith(mark) if kind == "head" else mark in name for mark in marks):
+            return kind
+    return "other"
