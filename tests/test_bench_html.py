@@ -124,6 +124,26 @@ def test_a_tooltip_shows_under_the_pointer_and_the_focus(open_report: Callable[.
     assert tip.inner_text() == "speed, pp512: 300 t/s"
     opened.page.keyboard.press("Escape")
     assert not tip.is_visible()
+    opened.page.keyboard.press("ArrowRight")  # there is no other in this chart
+    opened.page.keyboard.press("Tab")  # the numbers of the first chart
+    opened.page.keyboard.press("Tab")
+    assert tip.inner_text() == "speed, tg128: 21 ± 1.41 t/s"
+
+
+def test_arrow_keys_go_from_mark_to_mark(open_report: Callable[..., Opened], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(
+        path, [record(speed, n_depth=depth) for depth, speed in ((0, 40.0), (500, 30.0), (1000, 10.0))], MACHINE
+    )
+    opened = open_report(path)
+    opened.page.keyboard.press("Tab")
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        opened.page.keyboard.press(key)
+        seen.append(opened.page.locator("#tip").inner_text())
+    assert seen == [
+        f"tg128, {text}" for text in ("500 tokens, 30 t/s", *2 * ["1,000 tokens, 10 t/s"], "500 tokens, 30 t/s")
+    ]
     assert opened.said == []
 
 

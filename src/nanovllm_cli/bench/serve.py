@@ -160,6 +160,6 @@ def _remarks(load: Load, summary: Summary) -> list[str]:
     if load.estimated:
         remarks.append(f"{load.estimated} prompts came without usage: their tokens are estimated, four characters each")
     late = summary.metrics.get("mean_lateness_ms", 0.0)
-    if late > 5.0:
+    if late > 5.0 and summary.settings["request_rate"] != "inf":
         remarks.append(f"the client was late by {late:.1f} ms on average: it was too slow for this load")
     return remarks
