@@ -161,6 +161,52 @@ def test_a_sign_of_life_comes_before_anything_is_loaded(spawn: Spawn) -> None:
     assert finish(child)[0] == 130
 
 
+def test_what_is_typed_while_a_model_is_loaded_is_sent_then(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn("tiny", TERM="xterm-256color", FAKE_LOAD_SECONDS="2")
+    child.expect("loading tiny")
+    time.sleep(0.3)
+    child.send("say one\rsay two\r/model thinker\r")
+    child.expect("model: thinker")
+    child.expect("› ")
+    child.sendeof()
+    assert finish(child)[0] == 0
+    assert [message.content for message in said(tmp_path)] == ["say one", "one", "say two", "two"]
+
+
+def test_a_signal_waits_for_the_end_of_a_step() -> None:
+    code = """
+import os, signal
+from nanovllm_cli.cli import signals
+signals.install()
+try:
+    with signals.held():
+        with signals.held():
+            os.kill(os.getpid(), signal.SIGINT)
+        print("still inside")
+    print("never")
+except KeyboardInterrupt:
+    print("at its end")
+signals.forgive()
+signals.check()
+try:
+    with signals.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("inside")
+except signals.Terminated as stop:
+    print(stop.signum)
+signals.forgive()
+try:
+    signals.check()
+except signals.Terminated:
+    print("a request to end stays one")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(Path("/")), check=True
+    )
+    assert done.stdout == "still inside\nat its end\ninside\n15\na request to end stays one\n"
+
+
 # ---- requests to end ----
 
 

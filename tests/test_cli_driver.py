@@ -75,6 +75,7 @@ class LLM:
         if os.environ.get("FAKE_SLEEP_IN_LOAD"):
             progress.stage("loading weights", 100, "tensors")
             time.sleep(30)
+        time.sleep(float(os.environ.get("FAKE_LOAD_SECONDS", "0")))
         refusals = {
             "missing": ModelNotFoundError("no model named missing", "did you mean tiny?"),
             "gated": AccessRefusedError("org/gated is gated", "accept its license"),
