@@ -311,3 +311,9 @@ def test_numbers_are_short() -> None:
     assert [round_step(least) for least in (0.0, 1.0, 1.1, 2.1, 3.0, 7.0, 0.011)] == pytest.approx(
         [1, 1, 2, 2.5, 5, 10, 0.02]
     )
+
+
+def test_runs_of_different_files_are_different_lines_and_one_run_alone_is_none() -> None:
+    [chart] = [each for each in charts_of({"a": [run(1.0), run(2.0)], "b": [run(1.0)]}) if "concurrency" in each.title]
+    assert {series.name: len(series.points) for series in chart.series} == {"a, qwen3": 2, "b, qwen3": 1}
+    assert not [each for each in charts_of({"": [run(1.0)]}) if "concurrency" in each.title or "load" in each.title]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -111,11 +111,23 @@ def _named(sources: Sources) -> list[_Named]:
     ]
 
 
-def named_runs(sources: Sources) -> list[tuple[str, Summary]]:
+class NamedRun(NamedTuple):
+    """line: what runs that belong on one line of a chart have in common: where they are from, and the model."""
+
+    name: str
+    line: str
+    run: Summary
+
+
+def named_runs(sources: Sources) -> list[NamedRun]:
     """Runs with names of their own: the source, the model, and what they were asked for where that differs."""
     runs = {source: [each for each in found if isinstance(each, Summary)] for source, found in sources.items()}
     names = distinguishing(runs.values())
-    return [(_join(source, *said(settings_of(run), names)), run) for source, found in runs.items() for run in found]
+    return [
+        NamedRun(_join(source, *said(settings_of(run), names)), _join(source, run.model or run.kind), run)
+        for source, found in runs.items()
+        for run in found
+    ]
 
 
 def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
@@ -165,7 +177,7 @@ def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
     return made
 
 
-def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+def _concurrency(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Chart]:
     by_test = _split(records, lambda each: _test(each.record, "parallel"))
     swept = {test for test, found in by_test.items() if len({each.record.n_parallel for each in found}) > 1}
     groups = _split(records, lambda each: (_test(each.record, "parallel"), each.name))
@@ -174,14 +186,10 @@ def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]])
         for (test, name), found in groups.items()
         if test in swept
     ]
-    by_model: dict[str, list[Point]] = {}
-    for name, run in runs:
-        most, speed = run.metrics.get("max_concurrent_requests"), run.metrics.get("output_throughput")
-        if most and speed:
-            by_model.setdefault(run.model or run.kind, []).append(Point(most, speed, note=name))
-    series += [
-        Series(model, tuple(sorted(points, key=lambda point: point.x))) for model, points in by_model.items() if points
-    ]
+    for line, found in _split(runs, lambda each: each.line).items():
+        points = _of_runs(found, "max_concurrent_requests", "output_throughput")
+        if len(runs) > 1 and points:
+            series.append(Series(line, points))
     if not series:
         return []
     return [
@@ -192,20 +200,15 @@ def _concurrency(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]])
     ]  # fmt: skip
 
 
-def _under_load(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+def _under_load(runs: Sequence[NamedRun]) -> list[Chart]:
     """Where one server was asked at several rates."""
-    served = [(name, run) for name, run in runs if run.kind == "serve" and run.metrics.get("request_throughput")]
-    series = []
-    for metric, title in (("median_ttft_ms", "median"), ("p99_ttft_ms", "p99")):
-        for model, found in _split(served, lambda each: each[1].model).items():
-            points = [
-                Point(run.metrics["request_throughput"], run.metrics[metric], note=name)
-                for name, run in found
-                if metric in run.metrics
-            ]
-            if len(points) > 1:
-                name = _join(model if len({run.model for _, run in served}) > 1 else "", title)
-                series.append(Series(name, tuple(sorted(points, key=lambda point: point.x))))
+    lines = _split([each for each in runs if each.run.kind == "serve"], lambda each: each.line)
+    series = [
+        Series(_join(line if len(lines) > 1 else "", title), points)
+        for line, found in lines.items()
+        for metric, title in (("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
+        if len(points := _of_runs(found, "request_throughput", metric)) > 1
+    ]
     if not series:
         return []
     return [
@@ -216,14 +219,14 @@ def _under_load(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _distributions(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
+def _distributions(runs: Sequence[NamedRun]) -> list[Chart]:
     made = []
     for key, title in (
         ("ttft_ms", "Time to first token"), ("tpot_ms", "Time per further token"), ("itl_ms", "Time between tokens"),
         ("e2el_ms", "Time to the whole answer"), ("latency_ms", "Time to a whole batch"),
     ):  # fmt: skip
         series = tuple(
-            Series(name or "requests", _steps(run.series[key]), "steps") for name, run in runs if run.series.get(key)
+            Series(name or "requests", _steps(run.series[key]), "steps") for name, _, run in runs if run.series.get(key)
         )
         if series:
             made.append(
@@ -235,14 +238,14 @@ def _distributions(runs: Sequence[tuple[str, Summary]]) -> list[Chart]:
     return made
 
 
-def _memory(records: Sequence[_Named], runs: Sequence[tuple[str, Summary]]) -> list[Bars]:
+def _memory(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Bars]:
     labels, weights, peaks = [], [], []
     for name, found in _split(records, lambda each: each.name).items():
         peak = max(each.record.peak_memory for each in found)
         labels.append(name or short_model(found[0].record))
         weights.append(found[0].record.model_size / 2**30)
         peaks.append(peak / 2**30)
-    for name, run in runs:
+    for name, _, run in runs:
         if peak_bytes := run.metrics.get("peak_memory"):
             labels.append(name or run.model)
             weights.append(run.metrics.get("model_size", 0.0) / 2**30)
@@ -315,6 +318,16 @@ def _bandwidth(records: Sequence[_Named]) -> list[Chart]:
             Axis("MiB a token", "MiB"), Axis("GB a second", "GB/s"), tuple(series),
         )
     ]  # fmt: skip
+
+
+def _of_runs(found: Iterable[NamedRun], x: str, y: str) -> tuple[Point, ...]:
+    """One metric against another, of the runs that have both."""
+    points = [
+        Point(each.run.metrics[x], each.run.metrics[y], note=each.name)
+        for each in found
+        if each.run.metrics.get(x) and y in each.run.metrics
+    ]
+    return tuple(sorted(points, key=lambda point: point.x))
 
 
 def _points(found: Iterable[_Named], x: Callable[[Record], int]) -> tuple[Point, ...]:

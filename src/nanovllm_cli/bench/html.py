@@ -141,11 +141,11 @@ def _summaries(sources: Sources) -> str:
     runs = named_runs(sources)
     if not runs:
         return ""
-    names = dict.fromkeys(name for _, run in runs for name in run.metrics)
-    rows = [(name, *(_figure_of(name, run.metrics.get(name)) for _, run in runs)) for name in names]
-    settings = dict.fromkeys(name for _, run in runs for name in run.settings)
-    asked = [(name, *(run.settings.get(name, "") for _, run in runs)) for name in settings]
-    titles = [name or f"{run.kind}, {run.model}" for name, run in runs]
+    names = dict.fromkeys(name for _, _, run in runs for name in run.metrics)
+    rows = [(name, *(_figure_of(name, run.metrics.get(name)) for _, _, run in runs)) for name in names]
+    settings = dict.fromkeys(name for _, _, run in runs for name in run.settings)
+    asked = [(name, *(run.settings.get(name, "") for _, _, run in runs)) for name in settings]
+    titles = [name or f"{run.kind}, {run.model}" for name, _, run in runs]
     return (
         f"<section><h2>Runs</h2>{_table(('metric', *titles), rows, num_words=1)}</section>"
         f"<section><h2>What was asked for</h2>{_table(('setting', *titles), asked, num_words=1)}</section>"
