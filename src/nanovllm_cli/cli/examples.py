@@ -41,7 +41,9 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm bench tiny", "llama-bench's tests pp512 and tg128."),
         Example("nanovllm bench tiny -p 0 -n 32 -npl 1-16*4 -r 3", "Decoding of 1, 4 and 16 sequences at once."),
         Example("nanovllm bench tiny -p 64 -n 16 -d 0,256 -o json >bench.json", "At two depths, as JSON."),
-        Example("nanovllm bench --random-weights smollm2-135m --quant none,int8 -p 32 -n 8", "Made-up weights, two formats."),
+        Example(
+            "nanovllm bench --random-weights smollm2-135m --quant none,int8 -p 32 -n 8", "Made-up weights, two formats."
+        ),
     ),
     "bench.throughput": (
         Example("nanovllm bench throughput tiny --num-prompts 32", "Requests and tokens a second, all at once."),
@@ -57,10 +59,13 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "bench.serve": (
         Example("nanovllm bench serve --url http://127.0.0.1:8000", "100 made-up prompts, all at once."),
         Example(
-            "nanovllm bench serve --request-rate 1,2,4 --goodput ttft:500,tpot:100 --save serve.json --report serve.html",
-            "At three rates, with the requests a second that met both goals.",
+            "nanovllm bench serve --num-prompts 20 --request-rate 10,20 --goodput ttft:500,tpot:100 --report serve.html",
+            "At two rates, with the requests a second that met both goals.",
         ),
-        Example("nanovllm bench serve --dataset prefix --max-concurrency 8", "What a prefix cache is good for."),
+        Example(
+            "nanovllm bench serve --dataset prefix --max-concurrency 8 --save serve.json",
+            "What a prefix cache is good for; kept for bench compare.",
+        ),
     ),
     "bench.compare": (
         Example("nanovllm bench compare before.json after.json", "How much faster each test became."),
@@ -85,9 +90,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm models pull qwen3:0.6b", "Goes on where an earlier download stopped."),
         Example("nanovllm models pull Qwen/Qwen3-4B-GGUF:Q8_0", "One quantization of several."),
     ),
-    "models.rm": (
-        Example("nanovllm models rm -y qwen3:0.6b", "All of its revisions, without asking."),
-    ),
+    "models.rm": (Example("nanovllm models rm -y qwen3:0.6b", "All of its revisions, without asking."),),
     "plan": (
         Example("nanovllm plan qwen3:8b", "From its settings and headers; the weights stay where they are."),
         Example("nanovllm plan tiny --check", "Loads it and puts what was planned beside what happened."),
