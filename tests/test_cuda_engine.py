@@ -237,6 +237,7 @@ def test_an_fp8_cache_and_half_precision_answer_close_by(folder: Path, expected:
     ("settings", "message"),
     [
         ({"dtype": "float32"}, "float32 is not computed on a GPU"),
+        ({"activations": "exact"}, "quantized weights on a CPU"),
         ({"block_size": 8}, "a KV cache with blocks of 8 tokens on a GPU"),
     ],
 )

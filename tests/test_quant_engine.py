@@ -68,6 +68,20 @@ def test_quantized_while_loading(name: str, dtype: str, tmp_path: Path) -> None:
     assert error < (1e-4 if dtype == "float32" else FORMATS[name] + 0.02)  # in fp32 activations are not rounded
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8", "q4_0"])
+def test_activations_are_rounded_or_not_as_asked(name: str, tmp_path: Path) -> None:
+    model = random_model(Qwen3Config(**SHAPE))
+    folder, tokens = save(model, tmp_path), prompts(SHAPE["vocab_size"])[:5]
+    expected = expected_logits(dequantized(model, name), tokens)
+    errors = {}
+    for activations in ("auto", "exact", "rounded"):
+        worker = worker_for(folder, quant=name, dtype="float32", activations=activations)
+        errors[activations] = difference(logits_of(worker, tokens), expected)
+    assert errors["auto"] == errors["exact"] < 1e-4 < errors["rounded"] < FORMATS[name] + 0.02
+    with pytest.raises(UsageError, match="unknown activations 'int8'"):
+        worker_for(folder, quant=name, activations="int8")
+
+
 MIXES = {
     "one type": ["Q8_0"],
     "a type each": ["Q4_0", "Q5_1", "Q8_0", "Q5_0", "Q4_1"],

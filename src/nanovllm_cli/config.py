@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from nanovllm_cli.errors import UsageError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Activations = Literal["auto", "rounded", "exact"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 
@@ -31,6 +32,8 @@ class EngineConfig:
     kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows (on a GPU what
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
     quant: format that plain weights are rounded to when they are loaded ("int8", "int4:group=64"); None keeps them.
+    activations: whether rows that meet a quantized weight are "rounded" to 8 bits where its format says so, or stay "exact".
+        "auto" rounds, except in float32, which is asked for to have exact sums. On a CPU.
     kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
         about half of bfloat16. On a CPU both have a scale for each token and head. A GPU knows fp8 only, unscaled.
     cache_type_k, cache_type_v: the same for K and V apart, where they differ (on a CPU); None is kv_cache_dtype.
@@ -44,6 +47,7 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     device: str = "auto"
     quant: str | None = None
+    activations: Activations = "auto"
     max_model_len: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int | None = None
@@ -80,6 +84,8 @@ class EngineConfig:
         for kind in (self.kv_cache_dtype, *self.cache_types):
             if kind not in get_args(KVCacheDType):
                 raise UsageError(f"unknown KV cache type {kind!r}", f"known: {', '.join(get_args(KVCacheDType))}")
+        if self.activations not in get_args(Activations):
+            raise UsageError(f"unknown activations {self.activations!r}", f"known: {', '.join(get_args(Activations))}")
         if self.aging_seconds <= 0:
             raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
         if self.policy not in ("fcfs", "priority"):

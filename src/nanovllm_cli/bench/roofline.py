@@ -156,7 +156,10 @@ def _weight(kind: str, dtype: torch.dtype) -> Any:
     from nanovllm_cli.quant.dense import DenseStorage
     from nanovllm_cli.quant.format import Integer
 
-    empty = make_storage(Integer(8), _OUTPUTS, _WIDTH, dtype) if kind == "int8" else DenseStorage(_OUTPUTS, _WIDTH, dtype)
+    if kind == "int8":
+        empty = make_storage(Integer(8), _OUTPUTS, _WIDTH, dtype, rounds=True)
+    else:
+        empty = DenseStorage(_OUTPUTS, _WIDTH, dtype)
     empty.load_rows(0, torch.randn(_OUTPUTS, _WIDTH, generator=torch.Generator().manual_seed(1)))
     return empty
 

@@ -11,7 +11,7 @@ import typer
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, SAMPLING, option
-from nanovllm_cli.config import DTypeName, EngineConfig, KVCacheDType
+from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -87,6 +87,15 @@ class WeightsOptions(SourceOptions):
             panel=MODEL, metavar="FORMAT",
         ),
     ] = None  # fmt: skip
+    activations: Annotated[
+        Activations,
+        option(
+            "--activations",
+            help="What meets a quantized weight on a CPU: rounded to 8 bits where its format says so, or exact. "
+            "auto: rounded, but not in float32. [auto]",
+            panel=MODEL,
+        ),
+    ] = EngineConfig().activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +196,7 @@ class EngineOptions:
             dtype=model.dtype,
             device=model.device,
             quant=model.quant,
+            activations=model.activations,
             deterministic=self.deterministic,
             eager=self.eager,
             programmatic_launch=self.programmatic_launch,

@@ -84,7 +84,8 @@ class CpuPlatform:
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
         if form is None:
             return DenseStorage(num_rows, width, dtype)
-        storage = make_storage(form, num_rows, width, dtype)
+        rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[self.config.activations]
+        storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
         if isinstance(storage, CpuInteger) and not self._has_integer:
             self._has_integer = True
             self._warm_up(warm.integer_is_compiled(), warm.warm_up_integer)

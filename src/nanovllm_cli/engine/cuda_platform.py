@@ -80,6 +80,8 @@ class CudaPlatform:
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> CudaDense:
         if form is not None:
             raise UnsupportedError(f"{form.name} weights on a GPU are not supported yet", "use --device cpu, or plain weights")
+        if self.config.activations != "auto":
+            raise UnsupportedError("--activations is about quantized weights on a CPU", "leave it away, or add --device cpu")
         try:
             return CudaDense(num_rows, width, dtype, self.launcher, self.config.deterministic)
         except torch.OutOfMemoryError:

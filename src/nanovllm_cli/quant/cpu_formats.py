@@ -16,12 +16,11 @@ def rounds_activations(form: Format | None, dtype: torch.dtype) -> bool:
     return whole and dtype != torch.float32
 
 
-def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
-    """An empty weight in a format; dtype is what is computed in.
+def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> WeightStorage:
+    """An empty weight in a format; dtype is what is computed in. rounds: activations become 8 bits where the format says so.
 
-    In float32 no format rounds activations: that type is asked for to have exact sums. UnsupportedError for widths and
-    groups that don't fit.
+    UnsupportedError for widths and groups that don't fit.
     """
-    if isinstance(form, Integer | Blocks) and rounds_activations(form, dtype):
+    if rounds and (isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")):
         return CpuInteger(form, num_rows, width, dtype)
-    return CpuValues(form, num_rows, width, dtype)
+    return CpuValues(form, num_rows, width, dtype, rounds=rounds)

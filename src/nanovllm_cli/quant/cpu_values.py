@@ -18,14 +18,16 @@ from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 
 class CpuValues:
-    """A WeightStorage of one format. dtype: what is computed in, in which a panel's numbers are exact."""
+    """A WeightStorage of one format. dtype: what is computed in, in which a panel's numbers are exact. rounds: activations are
+    rounded to e4m3 where an fp8 format says so."""
 
-    def __init__(self, form: Format, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> None:
         form.check_width(width)
         self.num_rows = num_rows
         self.width = width
         self._form = form
         self._dtype = dtype
+        self._rounds = rounds
         self._layout, self._kind = _layout(form, num_rows, width)
         table = None if self._layout.table is None else torch.tensor(self._layout.table, dtype=torch.uint8)
         self._weight = Packed(self._layout, cpu.zeros(self._layout.num_bytes, torch.uint8, huge_pages=True), table)
@@ -69,8 +71,7 @@ class CpuValues:
         values.matmul(self._scaled(x), self._weight, self._kind, self._numbers, bias, out)
 
     def _scaled(self, x: torch.Tensor) -> Scaled:
-        """In float32 activations are kept, as in every format: that type is asked for to have exact sums."""
-        if isinstance(self._form, Fp8) and self._form.activation != "none" and self._dtype != torch.float32:
+        if isinstance(self._form, Fp8) and self._form.activation != "none" and self._rounds:
             assert self._form.activation == "dynamic" or self._input_scale is not None, "static activations have a scale"
             group = self._form.block or self.width
             return values.round_e4m3(x, group, self._input_scale)
