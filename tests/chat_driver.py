@@ -1,6 +1,6 @@
 """A conversation on a real terminal with a scripted model: LineEditor and TerminalDisplay, and what `nanovllm` does around them.
 
-    python chat_driver.py LOG [plain] [fold]
+    python chat_driver.py LOG [plain] [fold] [loading]
 
 Each message that arrives becomes a JSON line in LOG, and its first word says what the model does. A file `go` beside LOG lets it
 go on.
@@ -29,6 +29,9 @@ def converse(log: Path, flags: list[str]) -> None:
 
     keys = AnswerKeys(0)
     display = TerminalDisplay(console(), markdown="plain" not in flags, folds_thinking="fold" in flags, keys=keys)
+    while "loading" in flags and not (log.parent / "go").exists():
+        console().status("loading")
+        time.sleep(0.02)
     status = Status("fake-model", 3400, 4096, 12.5, 3 << 30, "a-session")
     editor = LineEditor(
         lambda text: [each for each in COMMANDS.items() if each[0].startswith(text)], lambda: status,

@@ -36,7 +36,7 @@ class Chat(Tmux):
         (folder / "go").unlink(missing_ok=True)
         self.run_and_wait("stty -a > before; echo ready", "ready")
         self.run([sys.executable, chat_driver.__file__, str(self.log), *flags])
-        self.expect("context 83%")
+        self.expect("context 83%" if "loading" not in flags else "\nloading")
 
     def run_and_wait(self, command: str, word: str) -> None:
         self.type(command + "\n")
@@ -225,6 +225,18 @@ def test_a_message_is_sent_ahead(start: Start) -> None:
     chat.go_on()
     chat.expect_received("count", "ahead")
     chat.expect("› more[text 1: 5,001 lines")
+
+
+def test_what_is_typed_while_a_model_is_loaded_is_sent_to_it(start: Start) -> None:
+    chat = start("loading")
+    chat.type("early\nearlier")
+    time.sleep(0.2)
+    assert "early" not in chat.screen
+    chat.go_on()
+    chat.expect("› early\nanswered\n\n› earlier")
+    chat.expect_received("early")
+    chat.press("C-c", "C-d")
+    chat.is_whole(0)
 
 
 def test_thinking_is_folded_and_shown(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""The keyboard while an answer is written: what is typed does not show up in it, and is there for the next prompt.
+"""The keyboard while no line is read: what is typed does not show up in an answer, and is there for the next line.
 
 Ctrl-C stays a signal. Ctrl-T is seen at once; everything else waits. A paste is bracketed, as at a prompt, so that its lines
 are not sent one by one.
@@ -33,13 +33,13 @@ class AnswerKeys:
         atexit.register(self.release)
 
     def watch(self) -> None:
-        if self._before is not None:
-            return
-        try:
-            self._before = termios.tcgetattr(self._descriptor)
-        except termios.error:
-            return
-        self._after_stop = signal.signal(signal.SIGCONT, self._watch_again)
+        """From now on, or again after somebody else has read keys, who has found the terminal in this mode."""
+        if self._before is None:
+            try:
+                self._before = termios.tcgetattr(self._descriptor)
+            except termios.error:
+                return
+            self._after_stop = signal.signal(signal.SIGCONT, self._watch_again)
         self._set_quiet()
 
     def poll(self) -> int:
@@ -52,24 +52,23 @@ class AnswerKeys:
             self._typed += data.replace(CTRL_T, b"")[: _MAX_TYPED - len(self._typed)]
         return presses
 
-    def release(self) -> None:
-        if self._before is None:
-            return
+    def take(self) -> bytes:
+        """What was typed, other than Ctrl-T; a paste to its end."""
         self.poll()
         while self._typed.rfind(_PASTE_BEGINS) > self._typed.rfind(_PASTE_ENDS):
-            data = self._read(_PASTE_SECONDS) or _PASTE_ENDS
-            self._typed += data
+            self._typed += self._read(_PASTE_SECONDS) or _PASTE_ENDS
+        typed = bytes(self._typed)
+        self._typed.clear()
+        return typed
+
+    def release(self) -> None:
         before, self._before = self._before, None
+        if before is None:
+            return
         signal.signal(signal.SIGCONT, self._after_stop)
         self._write(_PASTE_OFF)
         with contextlib.suppress(termios.error):
             termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
-
-    def take(self) -> bytes:
-        """What was typed."""
-        typed = bytes(self._typed)
-        self._typed.clear()
-        return typed
 
     def _read(self, seconds: float) -> bytes:
         """What comes within so many seconds, perhaps nothing."""

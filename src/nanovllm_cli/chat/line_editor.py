@@ -61,8 +61,8 @@ _STYLE = Style.from_dict(
 class LineEditor:
     """A Reader on a terminal.
 
-    complete: what could stand in place of the last word. status: what the toolbar shows. toggle_thinking: Ctrl-T. keys: whose
-    typed text comes first. history_file: None keeps none.
+    complete: what could stand in place of the last word. status: what the toolbar shows. toggle_thinking: Ctrl-T. keys: the
+    keyboard between two lines. history_file: None keeps none.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class LineEditor:
         )
 
     def read(self, draft: str = "") -> str:
-        self._type_ahead()
+        if self._keys is not None:
+            self._type_ahead(self._keys.take())
         app = self._session.app
         try:
             with _Ending(app) as ending:
@@ -108,19 +109,22 @@ class LineEditor:
                 )
         except OSError as failure:  # the terminal is gone
             raise EOFError from failure
+        finally:
+            if self._keys is not None:
+                self._keys.watch()
         return self._pastes.expand(text).encode("utf-8", "replace").decode()
 
     def close(self) -> None:
+        if self._keys is not None:
+            self._keys.release()
         self._input.close()
 
-    def _type_ahead(self) -> None:
-        """What was typed while an answer came is the beginning of the next line."""
-        typed = self._keys.take() if self._keys is not None else b""
-        if typed:
-            presses: list[KeyPress] = []
-            parser = Vt100Parser(presses.append)
-            parser.feed_and_flush(typed.decode("utf-8", "replace"))
-            store_typeahead(self._input, presses)
+    def _type_ahead(self, typed: bytes) -> None:
+        """What was typed since the last line is the beginning of this one."""
+        presses: list[KeyPress] = []
+        parser = Vt100Parser(presses.append)
+        parser.feed_and_flush(typed.decode("utf-8", "replace"))
+        store_typeahead(self._input, presses)
 
     def _toolbar(self) -> StyleAndTextTuples:
         columns = get_app().output.get_size().columns

@@ -28,7 +28,7 @@ class TerminalDisplay:
     """A Display on a terminal.
 
     markdown: answers are rendered, else shown as they are. folds_thinking: of thinking only how long it takes is shown, until
-    `toggle_thinking`. keys: the keyboard, which is watched while an answer comes.
+    `toggle_thinking`. keys: the keyboard, watched from now on, where Ctrl-T may be pressed while an answer comes.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class TerminalDisplay:
         self._console = console
         self._renders = markdown
         self._keys = keys
+        if keys is not None:
+            keys.watch()
         self._progress = ProgressLine(console)
         self._part: Part = "nothing"
         self._num_read = 0
@@ -49,8 +51,6 @@ class TerminalDisplay:
     def begin(self) -> None:
         self._part, self._num_read, self._thought = "nothing", 0, ""
         self._thoughts, self._flow = ControlFilter(), self._new_flow()
-        if self._keys is not None:
-            self._keys.watch()
 
     def progress(self, done: int, total: int) -> None:
         self._look_at_keys()
@@ -83,8 +83,6 @@ class TerminalDisplay:
         self._stream.feed(text)
 
     def end(self, remark: str | None = None) -> None:
-        if self._keys is not None:
-            self._keys.release()
         self._console.status("")
         self._end_part()
         self._part = "nothing"
