@@ -1,0 +1,193 @@
+"""What `chat` costs over `run`: tokens a second of one model through both, on a pseudo-terminal, taking turns in one process.
+
+    python benchmarks/chat_overhead.py --output benchmarks/results/chat_overhead.json
+    python benchmarks/chat_overhead.py --models tiny
+
+Models: tiny, the bundled one, and random weights of benchmarks/shapes.py. The engine works as it always does; the text of its
+tokens is replaced by Markdown with paragraphs, lists, a table and code, some four characters a token, so that there is something
+to render. `run` prints it as it is (`cli/answer.py`); `chat` goes through `chat/turn.py` and the terminal's display with Markdown
+on and the keyboard watched. A third side renders nothing (`--markdown never`). Time counts from the first token to the last line.
+Reported: the median over rounds, and the loss against `run` as the median of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pty
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PROMPT, CHARACTERS = 32, 4
+TOKENS = {"tiny": 1000}
+DEFAULT_TOKENS = 256
+TEXT = """## A heading
+
+A paragraph with **bold words**, `code`, a [link](https://example.org/page) and enough plain text behind it to be wrapped at the
+width of a terminal, because most of what a model says is plain text after all, sentence after sentence of it.
+
+- one item of a list
+- another, which is longer, *with emphasis*
+  - and one within it
+
+| name | value | meaning |
+|------|------:|---------|
+| alpha | 1.5 | how fast |
+| beta | 20 | how long |
+
+```python
+def mean(values: list[float]) -> float:
+    \"\"\"The mean of some values.\"\"\"
+    return sum(values) / len(values)  # of at least one
+```
+
+"""
+
+
+class Scripted:
+    """An LLM whose tokens have another text."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.max_model_len = llm.max_model_len
+        self.first = 0.0
+
+    def stream(self, ids: list[int], params: Any) -> Iterator[Any]:
+        pieces = itertools.cycle(TEXT[i : i + CHARACTERS] for i in range(0, len(TEXT), CHARACTERS))
+        self.first = 0.0
+        for output in self._llm.stream(ids, params):
+            answer = output.outputs[0]
+            text = "".join(itertools.islice(pieces, len(answer.delta_ids)))
+            if answer.token_ids and not self.first:
+                self.first = time.perf_counter()
+            yield dataclasses.replace(output, outputs=(dataclasses.replace(answer, delta_text=text),))
+
+
+def measure(model: str, threads: int, rounds: int) -> list[dict[str, float]]:
+    """Tokens a second of each side, a dictionary a round. Runs on the terminal."""
+    from nanovllm_cli import LLM, EngineConfig, SamplingParams
+    from nanovllm_cli.chat.keys import AnswerKeys
+    from nanovllm_cli.chat.prompt import Prompt
+    from nanovllm_cli.chat.terminal import TerminalDisplay
+    from nanovllm_cli.chat.turn import Turn
+    from nanovllm_cli.cli import signals
+    from nanovllm_cli.cli.answer import TextPrinter, Transcript
+    from nanovllm_cli.cli.output import console
+
+    num_tokens = TOKENS.get(model, DEFAULT_TOKENS)
+    llm = LLM(model, config=EngineConfig(threads=threads, max_model_len=2048, enable_prefix_caching=False))
+    scripted: Any = Scripted(llm)
+    ids = [(7919 * (i + 1)) % llm.spec.vocab_size for i in range(PROMPT)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    screen = console()
+    assert screen.out.moves_cursor, "this side belongs on a terminal"
+
+    def run() -> None:
+        transcript = Transcript(None)
+        printer = TextPrinter(screen, screen.answer, transcript, reasoning="auto", extract=False)
+        for output in scripted.stream(ids, params):
+            signals.check()
+            printer.step(transcript.add(output))
+        screen.end_answer()
+
+    def chat(markdown: bool) -> None:
+        keys = AnswerKeys(0)
+        display = TerminalDisplay(screen, markdown=markdown, keys=keys)
+        turn = Turn(scripted, Prompt(ids, None), params, display, shows_reasoning=True, on_begin=lambda: None)
+        turn.run()
+        turn.flush()
+        turn.end(None)
+        keys.release()
+
+    sides: dict[str, Callable[[], None]] = {
+        "run": run,
+        "chat": lambda: chat(True),
+        "chat, no markdown": lambda: chat(False),
+    }
+    results = []
+    for number in range(rounds + 1):
+        speeds = {}
+        for name in sorted(sides, key=lambda name: (list(sides).index(name) + number) % len(sides)):
+            sides[name]()
+            speeds[name] = (num_tokens - 1) / (time.perf_counter() - scripted.first)
+        if number:  # the first round warms up
+            results.append(speeds)
+    return results
+
+
+def on_a_terminal(command: list[str]) -> None:
+    """Runs a command on a pseudo-terminal of 100 columns that somebody reads."""
+    import fcntl
+    import struct
+    import termios
+
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    seen = bytearray()
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(leader, 1 << 16):
+                seen.extend(data)
+                del seen[:-4000]
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    environ = os.environ | {"TERM": "xterm-256color"}
+    done = subprocess.run(command, stdin=follower, stdout=follower, stderr=follower, env=environ, check=False)
+    os.close(follower)
+    reader.join(timeout=5)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{seen.decode(errors='replace')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", default=["tiny", "small", "qwen3-0.6b"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        results = measure(options.side, options.threads, options.rounds)
+        options.output.write_text(json.dumps(results))
+        return
+    from shapes import SHAPES, write_gguf
+    from vs_llama_cpp import machine
+
+    report: dict[str, Any] = {"machine": machine(), "threads": options.threads, "rounds": {}, "loss": {}}
+    print("| model | run tok/s | chat tok/s | loss | chat, no markdown | loss |")
+    print("|---|---|---|---|---|---|")
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            name = str(write_gguf(Path(folder) / "random.gguf", model)) if model in SHAPES else model
+            result = Path(folder) / "result.json"
+            command = [sys.executable, __file__, "--side", name, "--output", str(result)]
+            on_a_terminal([*command, "--threads", str(options.threads), "--rounds", str(options.rounds)])
+            rounds = json.loads(result.read_text())
+        medians = {side: statistics.median(each[side] for each in rounds) for side in rounds[0]}
+        loss = {side: 1 - statistics.median(each[side] / each["run"] for each in rounds) for side in rounds[0]}
+        report["rounds"][model], report["loss"][model] = rounds, loss
+        cells = [f"{medians[side]:.1f} | {loss[side]:.1%}" for side in ("chat", "chat, no markdown")]
+        print(f"| {model} | {medians['run']:.1f} | {' | '.join(cells)} |", flush=True)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
