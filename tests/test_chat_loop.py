@@ -153,6 +153,18 @@ def test_an_interrupt_while_loading(spawn: Spawn) -> None:
     assert finish(child)[0] == 130
 
 
+def test_an_interrupt_while_another_model_is_loaded_goes_back(spawn: Spawn) -> None:
+    child = spawn("tiny", FAKE_LOAD_SECONDS="1")
+    say(child, "/model thinker")
+    child.expect("loading thinker")
+    child.sendintr()
+    say(child, "/model")
+    child.expect("model: tiny")
+    child.expect(">>> ")
+    child.sendeof()
+    assert finish(child)[0] == 0
+
+
 def test_a_sign_of_life_comes_before_anything_is_loaded(spawn: Spawn) -> None:
     child = spawn("tiny", TERM="xterm-256color", FAKE_SLEEP_IN_LOAD="1")
     child.expect("starting")
