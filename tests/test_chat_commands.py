@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_cli.chat.commands import COMMANDS
+from nanovllm_cli.chat.commands import COMMANDS, complete
+from nanovllm_cli.chat.loop import Chat, Settings
+from nanovllm_cli.chat.session import Sessions
 from test_cli_driver import Result, nanovllm
 
 
@@ -224,6 +226,40 @@ def test_files_go_with_the_next_message(tmp_path: Path) -> None:
         "error: binary is no text",
         "error: latin is not UTF-8: byte 0xe9 at offset 3",
     ]
+
+
+def test_files_with_spaces_in_their_names(tmp_path: Path) -> None:
+    (tmp_path / "my file.txt").write_text("x")
+    done = chat(tmp_path, "/file my file.txt", "/file 'my file.txt'", "/file my\\ file.txt", args=("-q", "tiny"))
+    assert (done.code, done.out) == (0, "my file.txt (1 token) goes with the next message\n" * 3)
+
+
+def test_what_could_stand_in_place_of_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("note.txt", "notes/deep.txt", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    nanovllm(tmp_path, "chat", "-q", "--session", "work", "tiny", stdin="say hi\n")
+    talk = Chat(None, Sessions(tmp_path / ".local/state/nanovllm/sessions"), None, Settings(), interactive=True)  # type: ignore[arg-type]
+
+    def words(text: str) -> list[str]:
+        return [word for word, _ in complete(talk, text)]
+
+    assert words("/e") == ["/export", "/edit", "/exit"]
+    assert words("/b") == ["/exit"]
+    assert len(words("/")) == len(COMMANDS)
+    assert words("hello /e") == words("//e") == words("") == words("/nothing x") == words("/set temp 0") == []
+    assert words("/set te") == ["temp"]
+    assert words("/think o") == ["on", "off"]
+    assert words("/export ") == ["md", "json"]
+    assert words("/load w") == ["work"]
+    assert "tiny" in words("/model t")
+    assert words("/file no") == ["note.txt", "notes/"]
+    assert words("/file notes/") == ["notes/deep.txt"]
+    assert words("/file .h") == [".hidden"]
+    assert words("/file nowhere/") == []
 
 
 def test_exports_are_written_once(tmp_path: Path) -> None:

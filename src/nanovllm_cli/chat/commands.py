@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,13 +28,13 @@ Candidates = Iterable[tuple[str, str]]
 
 
 class Command(NamedTuple):
-    """names: the first is the one that is shown. complete: what its argument could be."""
+    """names: the first is the one that is shown. complete: what its argument could be, given what is there of it."""
 
     names: tuple[str, ...]
     arguments: str
     help: str
     run: Run
-    complete: Callable[[Chat], Candidates] = lambda chat: ()
+    complete: Callable[[Chat, str], Candidates] = lambda chat, begun: ()
 
 
 def run(chat: Chat, line: str) -> None:
@@ -58,7 +61,7 @@ def complete(chat: Chat, text: str) -> Candidates:
     command = _BY_NAME.get(name)
     if command is None or " " in rest:
         return []
-    return [(word, help) for word, help in command.complete(chat) if word.startswith(rest)]
+    return [(word, help) for word, help in command.complete(chat, rest) if word.startswith(rest)]
 
 
 # ---- what they do ----
@@ -86,8 +89,6 @@ def _set(chat: Chat, argument: str) -> None:
         return
     chosen = sampling.setting(name)
     if value.strip():
-        import dataclasses
-
         given = sampling.changed(chat.settings.given, chosen, value.strip())
         dataclasses.replace(chat.loaded.llm.default_params, **given)  # refuses what does not go together
         chat.settings.given = given
@@ -205,7 +206,7 @@ def _undo(chat: Chat, argument: str) -> None:
 def _file(chat: Chat, argument: str) -> None:
     if not argument:
         raise UsageError("which file?", "/file PATH")
-    path = Path(argument).expanduser()
+    path = Path(argument if Path(argument).expanduser().exists() else _unquoted(argument)).expanduser()
     data = read_file(str(path))
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
@@ -220,9 +221,16 @@ def _file(chat: Chat, argument: str) -> None:
     chat.display.say(f"{path} ({count(tokens, 'token')}) goes with the next message")
 
 
-def _ticks(text: str) -> Iterable[str]:
-    import re
+def _unquoted(path: str) -> str:
+    """As a terminal writes a file that was dropped on it."""
+    try:
+        words = shlex.split(path)
+    except ValueError:
+        return path
+    return words[0] if len(words) == 1 else path
 
+
+def _ticks(text: str) -> Iterable[str]:
     return re.findall("`+", text)
 
 
@@ -281,31 +289,43 @@ _SHOWN = ("settings", "template", "system", "model")
 _CHOICES: dict[str, Choice] = {"on": "on", "off": "off"}
 
 
-def _words(*words: str) -> Callable[[Chat], Candidates]:
-    return lambda chat: [(word, "") for word in words]
+def _words(*words: str) -> Callable[[Chat, str], Candidates]:
+    return lambda chat, begun: [(word, "") for word in words]
 
 
-def _setting_names(chat: Chat) -> Candidates:
+def _command_names(chat: Chat, begun: str) -> Candidates:
+    return [(each.names[0], each.help) for each in COMMANDS]
+
+
+def _setting_names(chat: Chat, begun: str) -> Candidates:
     return [(each.name, each.help) for each in dict.fromkeys(sampling.settings().values())]
 
 
-def _session_names(chat: Chat) -> Candidates:
+def _session_names(chat: Chat, begun: str) -> Candidates:
     return [(entry.name, entry.title) for entry in chat.sessions.entries()]
 
 
-def _model_names(chat: Chat) -> Candidates:
-    from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
+def _model_names(chat: Chat, begun: str) -> Candidates:
+    from nanovllm_cli.cli.complete import models
 
-    return [(BUNDLED, "the bundled model"), *ALIASES.items()]
+    return models()
 
 
-def _paths(chat: Chat) -> Candidates:
-    return [(path.name, "") for path in sorted(Path().iterdir()) if path.is_file() and not path.name.startswith(".")]
+def _paths(chat: Chat, begun: str) -> Candidates:
+    """Files and folders beside what is there; hidden ones where that begins with a dot."""
+    name = begun.rpartition("/")[2]
+    beginning = begun[: len(begun) - len(name)]
+    try:
+        paths = sorted(Path(beginning or ".").expanduser().iterdir())
+    except OSError:
+        return []
+    shown = [path for path in paths if name.startswith(".") or not path.name.startswith(".")]
+    return [(f"{beginning}{path.name}{'/' if path.is_dir() else ''}", "") for path in shown]
 
 
 # fmt: off
 COMMANDS: tuple[Command, ...] = (
-    Command(("help",), "[COMMAND]", "What can be written here.", _help, lambda chat: [(c.names[0], c.help) for c in COMMANDS]),
+    Command(("help",), "[COMMAND]", "What can be written here.", _help, _command_names),
     Command(("set",), "[NAME [VALUE]]", "A sampling option, such as temp 0.3; default: the model's own.", _set, _setting_names),
     Command(("show",), "[WHAT]", "The settings, template, system prompt or model.", _show, _words(*_SHOWN)),
     Command(("system",), '[TEXT]', 'What the model is told first; "" leaves it out.', _system),

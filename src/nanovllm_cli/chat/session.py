@@ -159,7 +159,8 @@ class Sessions:
             _lock(handle, name)
             data = _read(path)
             events = _events(data, path)
-            os.ftruncate(handle, data.rfind(b"\n") + 1)
+            if not data.endswith(b"\n"):
+                os.ftruncate(handle, data.rfind(b"\n") + 1)
         except BaseException:
             os.close(handle)
             raise
