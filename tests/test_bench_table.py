@@ -21,10 +21,10 @@ from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, Record, read_results
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial, numbers, pair
-from nanovllm_cli.bench.table import Loaded, Procedure, run_sweep
+from nanovllm_cli.bench.table import Loaded, Procedure, check_room, run_sweep
 from nanovllm_cli.bench.work import ModelWork, multiplied
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm_cli.errors import RequestError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, RequestError, UsageError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.sampling_params import SamplingParams
@@ -116,6 +116,7 @@ class FakeLLM:
         self.calls: list[tuple[list[list[int]], SamplingParams]] = []
         self.seen: set[tuple[int, ...]] = set()
         self.closed = False
+        self.free_blocks = 0
         self.error: str | None = None
         self.forgets = False
         attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=None)
@@ -124,6 +125,9 @@ class FakeLLM:
         self.weight_bytes, self.read_bytes, self.num_parameters = 5_000_000_000, 4_000_000, 751_632_384
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
+
+    def stats(self) -> Any:
+        return types.SimpleNamespace(free_blocks=self.free_blocks)
 
     def clock(self) -> int:
         return self.now
@@ -191,13 +195,24 @@ def test_a_delay_is_before_each_test_and_not_timed() -> None:
 def test_other_work_than_the_tests_is_no_result() -> None:
     llm = FakeLLM()
     llm.forgets = True
-    with pytest.raises(RequestError, match="5 behind 16 were to be"):
+    with pytest.raises(RequestError, match="5 behind 16 were to be, with none"):
         run(llm, Sweep(("m",), (0,), (5,), depths=(16,)))
     assert llm.closed
     llm = FakeLLM()
     llm.error = "NaN logits"
     with pytest.raises(RequestError, match="pp8: NaN logits"):
         run(llm, Sweep(("m",), (8,)))
+
+
+def test_a_test_without_room_is_refused_before_it_runs() -> None:
+    llm = FakeLLM()
+    trials = Sweep(("m",), (33,), (5,), depths=(32,), parallel=(1, 3)).trials()
+    assert max(trial.num_blocks for trial in trials) == 3 * 3  # 32 + 1 + 5 + 1 tokens each; a prompt has 32 + 33 + 1 once
+    llm.free_blocks = 9
+    check_room(llm, trials)  # type: ignore[arg-type]
+    llm.free_blocks = 8
+    with pytest.raises(DoesNotFitError, match="tg5 x3 @ d32 needs a KV cache of 144 tokens; there is room for 128"):
+        check_room(llm, trials)  # type: ignore[arg-type]
 
 
 def test_a_record_says_what_was_run() -> None:
@@ -342,6 +357,8 @@ def test_the_limit_is_said() -> None:
     known = a_record(bytes_per_token=1e7, flops_per_token=1e9, roofline_gb_s=100.0, roofline_gflops=1000.0)
     assert explained(known) == "pp512: 10 MB and 1 GFLOP a token; 489 GFLOP/s, 49% of the 1000 that compute allows"
     assert explained(a_record()).endswith("0.0 GB/s, 0 GFLOP/s")
+    beyond = explained(a_record(bytes_per_token=1e8, roofline_gb_s=20.0))
+    assert beyond.endswith("when it was measured (--roofline measure)")
 
 
 # ---- the command ----

@@ -17,6 +17,7 @@ from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, OWN_FIELDS, Record
 
 ALL_FIELDS = (*LLAMA_BENCH_FIELDS, *OWN_FIELDS)
 SQL_TABLE = "llama_bench"
+_BELIEVABLE = 1.1  # of a limit: beyond it something else than the test is to be explained
 
 # Width of a column of the table, negative for text that stands on the left, and its heading where it is not the field's name.
 _WIDTHS = {
@@ -147,6 +148,8 @@ def explained(record: Record) -> str:
     if record.limit:
         share = f"{record.limit_share:.0%} of the {allowed[record.limit]} that {record.limit} allows"
         parts.append(f"{reached[record.limit]}, {share}")
+        if record.limit_share > _BELIEVABLE:
+            parts.append("it reads from caches, or the machine was busy when it was measured (--roofline measure)")
     else:
         parts.append(", ".join(reached.values()))
     return "; ".join(parts)

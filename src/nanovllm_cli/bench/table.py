@@ -23,7 +23,8 @@ from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork, multiplied
-from nanovllm_cli.errors import RequestError
+from nanovllm_cli.config import BLOCK_SIZE
+from nanovllm_cli.errors import DoesNotFitError, RequestError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -91,6 +92,16 @@ def run_sweep(
             loaded.llm.close()
 
 
+def check_room(llm: LLM, trials: Sequence[Trial]) -> None:
+    """Raises DoesNotFitError where the KV cache of a model that was just loaded is too small to run the trials' sequences
+    together."""
+    most = max(trials, key=lambda trial: trial.num_blocks)
+    there = llm.stats().free_blocks
+    if there < most.num_blocks:
+        wanted = f"{name_of(most)} needs a KV cache of {most.num_blocks * BLOCK_SIZE:,} tokens"
+        raise DoesNotFitError(f"{wanted}; there is room for {there * BLOCK_SIZE:,}")
+
+
 def run_trial(
     llm: Generates, trial: Trial, draw: random.Random, procedure: Procedure, progress: LoadProgress
 ) -> tuple[int, ...]:
@@ -133,11 +144,11 @@ def _check(outputs: list[RequestOutput], trial: Trial, params: SamplingParams) -
         (answer,) = output.outputs
         if answer.error is not None:
             raise RequestError(f"{name_of(trial)}: {answer.error}")
-        if len(answer.token_ids) != params.max_tokens or output.metrics.num_cached_tokens != trial.depth:
+        cached, preemptions = output.metrics.num_cached_tokens, output.metrics.num_preemptions
+        if (len(answer.token_ids), cached, preemptions) != (params.max_tokens, trial.depth, 0):
             raise RequestError(
-                f"{name_of(trial)}: {len(answer.token_ids)} tokens behind {output.metrics.num_cached_tokens} cached ones were "
-                f"computed, {params.max_tokens} behind {trial.depth} were to be",
-                "leave more memory for the KV cache",
+                f"{name_of(trial)}: {len(answer.token_ids)} tokens behind {cached} cached ones were computed, with {preemptions} "
+                f"interruptions; {params.max_tokens} behind {trial.depth} were to be, with none"
             )
 
 

@@ -142,7 +142,7 @@ def _open(
     screen: Console,
 ) -> Loaded:
     from nanovllm_cli.bench.roofline import roofline
-    from nanovllm_cli.bench.table import Loaded
+    from nanovllm_cli.bench.table import Loaded, check_room
 
     config = EngineConfig(
         dtype=model.dtype,
@@ -151,7 +151,6 @@ def _open(
         max_model_len=max(trial.context_len for trial in trials),
         max_num_seqs=max(trial.num_parallel for trial in trials),
         max_num_batched_tokens=setup.step_size,
-        num_blocks=max(trial.num_blocks for trial in trials),
         cache_type_k=cast(KVCacheDType, setup.cache_type_k),
         cache_type_v=cast(KVCacheDType, setup.cache_type_v),
         threads=setup.threads,
@@ -159,6 +158,7 @@ def _open(
     )
     try:
         llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm
+        check_room(llm, trials)
     except DoesNotFitError as failure:
         raise DoesNotFitError(failure.message, "choose smaller -p, -n, -d or -npl, or a smaller model") from failure
     if output.roofline == "off":
