@@ -144,7 +144,10 @@ def _summaries(sources: Sources) -> str:
     names = dict.fromkeys(name for _, _, run in runs for name in run.metrics)
     rows = [(name, *(_figure_of(name, run.metrics.get(name)) for _, _, run in runs)) for name in names]
     settings = dict.fromkeys(name for _, _, run in runs for name in run.settings)
-    asked = [(name, *(run.settings.get(name, "") for _, _, run in runs)) for name in settings]
+    asked = [
+        (name, *("" if run.settings.get(name) is None else run.settings[name] for _, _, run in runs))
+        for name in settings
+    ]
     titles = [name or f"{run.kind}, {run.model}" for name, _, run in runs]
     return (
         f"<section><h2>Runs</h2>{_table(('metric', *titles), rows, num_words=1)}</section>"
