@@ -13,7 +13,7 @@ from nanovllm_cli.bench.axes import Scale, number, scale
 from nanovllm_cli.bench.charts import Axis, Bars, Chart, Point, Series
 
 WIDTH, HEIGHT = 640, 350
-LEFT, RIGHT, TOP, BOTTOM = 66, 18, 14, 50
+LEFT, RIGHT, TOP, BOTTOM = 66, 28, 14, 50
 NUM_COLORS = 8
 BAR_HEIGHT, BAR_GAP, GROUP_GAP = 16, 3, 14
 
