@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -22,7 +22,6 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import state_folder
 
 if TYPE_CHECKING:
-    from nanovllm_cli.chat.keys import AnswerKeys
     from nanovllm_cli.chat.loop import Chat
     from nanovllm_cli.chat.session import Sessions
     from nanovllm_cli.chat.surface import Display, Reader
@@ -103,9 +102,8 @@ def _converse(
     )  # what was said of the first alone
 
     def open_model(name: str) -> Loaded:
-        with _typing_ahead(surface.keys):
-            named = named_model(settings, name, others, EXAMPLE)
-            return load(named, model if name == started_with else others, config, screen)
+        named = named_model(settings, name, others, EXAMPLE)
+        return load(named, model if name == started_with else others, config, screen)
 
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
     chat = loop.Chat(open_model, saved, surface.display, options, interactive=at_terminal, edits=surface.edits)
@@ -163,25 +161,12 @@ def _given(sampling: SamplingOptions) -> dict[str, object]:
 
 
 class _Surface(NamedTuple):
-    """Where it happens. edits: the reader can offer a text to be changed. keys: of the terminal where there is a line editor."""
+    """Where it happens. edits: the reader can offer a text to be changed."""
 
     display: Display
     open_reader: Callable[[Chat], Reader]
     shows_reasoning: bool
     edits: bool = False
-    keys: AnswerKeys | None = None
-
-
-@contextlib.contextmanager
-def _typing_ahead(keys: AnswerKeys | None) -> Iterator[None]:
-    """While a model is loaded: what is typed is the beginning of the first line, and does not show in between."""
-    if keys is not None:
-        keys.watch()
-    try:
-        yield
-    finally:
-        if keys is not None:
-            keys.release()
 
 
 def _surface(talk: ChatOptions, screen: Console) -> _Surface:
@@ -221,7 +206,7 @@ def _surface(talk: ChatOptions, screen: Console) -> _Surface:
             color=screen.out.color,
         )
 
-    return _Surface(display, open_editor, shows_reasoning=True, edits=True, keys=keys)
+    return _Surface(display, open_editor, shows_reasoning=True, edits=True)
 
 
 def _shows_reasoning(talk: ChatOptions, screen: Console) -> bool:
