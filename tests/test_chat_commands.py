@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 
 from nanovllm_cli.chat.commands import COMMANDS, complete
-from nanovllm_cli.chat.loop import Chat, Settings
+from nanovllm_cli.chat.conversation import Conversation
+from nanovllm_cli.chat.loop import Chat
+from nanovllm_cli.chat.model import Model, Settings
 from nanovllm_cli.chat.session import Sessions
 from test_cli_driver import Result, nanovllm
 
@@ -242,7 +245,8 @@ def test_what_could_stand_in_place_of_the_last_word(tmp_path: Path, monkeypatch:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     nanovllm(tmp_path, "chat", "-q", "--session", "work", "tiny", stdin="say hi\n")
-    talk = Chat(None, Sessions(tmp_path / ".local/state/nanovllm/sessions"), None, Settings(), interactive=True)  # type: ignore[arg-type]
+    model = Model(None, Settings())  # type: ignore[arg-type]
+    talk = Chat(model, Sessions(tmp_path / ".local/state/nanovllm/sessions"), None, interactive=True)  # type: ignore[arg-type]
 
     def words(text: str) -> list[str]:
         return [word for word, _ in complete(talk, text)]
@@ -348,6 +352,46 @@ def test_naming_and_keeping(tmp_path: Path) -> None:
     chat(tmp_path, "say 1", "/save late", "say 2", args=("-q", "--no-save", "tiny"))
     assert texts(sessions(tmp_path) / "late.jsonl") == ["say 1", "1", "say 2", "2"]
     assert "there is a session late already" in chat(tmp_path, "/save late").err
+
+
+def test_what_is_not_to_be_kept_leaves_a_loaded_session_alone(tmp_path: Path) -> None:
+    chat(tmp_path, "say 1", args=("-q", "--session", "work", "tiny"))
+    before = (sessions(tmp_path) / "work.jsonl").read_bytes()
+    done = chat(tmp_path, "/load work", "/undo", "say 2", args=("-q", "--no-save", "tiny"))
+    assert done.out.splitlines()[0] == "session work: 2 messages; /history shows them; what follows is not kept"
+    assert (sessions(tmp_path) / "work.jsonl").read_bytes() == before
+
+
+def test_a_model_in_a_folder_is_found_again_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    chat(tmp_path, "say hi", args=("-q", "./mine"))
+    assert chat(tmp_path, "/model", args=("-q", "--continue")).out == f"model: {tmp_path}/mine\n"
+
+
+LINES = [
+    "say one", "say two\\nthree", "slash", "//x", "fail", "long", "/undo", "/regen", "/continue", "/edit say four", "/clear",
+    "/history", "/ctx", "/stats", "/set predict 5", "/set predict default", "/system be", '/system ""', "/file note", "/save",
+    "/model thinker", "/model missing", "/model tiny", "/think on", "/show", "/help", "/load", "/nothing", '"""a', 'b"""', "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_written_in_whatever_order(tmp_path: Path, seed: int) -> None:
+    """No fault of ours, and the session is the conversation."""
+    (tmp_path / "note").write_text("a note")
+    lines = random.Random(seed).choices(LINES, k=250)
+    shifts = ("-q", "tiny", "--context-overflow", "shift")
+    done = chat(tmp_path, *lines, 'x"""', "/export json all.json", args=shifts)
+    assert "internal error" not in done.err
+    exported = json.loads((tmp_path / "all.json").read_text())["messages"]
+    store = Sessions(sessions(tmp_path))
+    _, events = store.open(store.names()[0])
+    kept = [
+        message.for_template() | ({"cut": message.cut} if message.cut else {})
+        for message in Conversation.replay(events).messages
+    ]
+    assert [each for each in exported if each["role"] != "system"] == kept
+    assert len(kept) > 2
 
 
 def test_nothing_said_leaves_nothing(tmp_path: Path) -> None:

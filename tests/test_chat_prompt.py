@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_cli import LLM
-from nanovllm_cli.chat.loop import Chat, Settings
+from nanovllm_cli.chat.loop import Chat
+from nanovllm_cli.chat.model import Model, Settings
 from nanovllm_cli.chat.prompt import graft
 from nanovllm_cli.chat.session import Sessions
 from nanovllm_cli.cli.model import Loaded
@@ -134,8 +135,9 @@ def chat(llm: LLM, tmp_path: Path) -> Chat:
 
 def open_chat(llm: LLM, folder: Path, **more: object) -> Chat:
     given = {"max_tokens": 12, "seed": 5}
-    chat = Chat(lambda name: Loaded(llm, 0.0), Sessions(folder), Screen(), Settings(given, **more), interactive=True)  # type: ignore[arg-type]
-    chat.open_model("tiny")
+    model = Model(lambda name: Loaded(llm, 0.0), Settings(given, **more))  # type: ignore[arg-type]
+    chat = Chat(model, Sessions(folder), Screen(), interactive=True)
+    chat.model.open("tiny")
     return chat
 
 
@@ -163,7 +165,9 @@ def test_the_next_turn_reads_only_what_is_new(chat: Chat) -> None:
     prompt, computed = read(chat)
     new = prompt - before
     assert prompt > 4000
-    assert new < len(chat.prompts.prompting.llm.tokenizer.encode(question)) + 16  # the question in the template's words
+    assert (
+        new < len(chat.model.prompts.prompting.llm.tokenizer.encode(question)) + 16
+    )  # the question in the template's words
     assert computed < new + BLOCK_SIZE + 1  # and the block that was not full, or whose last token was not fed
 
 
@@ -192,11 +196,11 @@ def test_going_on_with_an_answer_reads_nothing_again(chat: Chat) -> None:
     assert longer.content != first.content
     assert longer.parent == first.parent
     # what it goes on with is what one answer of that length would have been
-    chat.settings.given["max_tokens"] = 24
-    chat.settings.given["temperature"] = 0.0
+    chat.model.settings.given["max_tokens"] = 24
+    chat.model.settings.given["temperature"] = 0.0
     chat.regenerate()
     whole = chat.conversation.messages[-1].content
-    chat.settings.given["max_tokens"] = 12
+    chat.model.settings.given["max_tokens"] = 12
     chat.regenerate()
     chat.go_on()
     assert chat.conversation.messages[-1].content == whole
@@ -213,7 +217,7 @@ def test_the_text_is_what_the_template_makes_of_the_conversation(chat: Chat, llm
     history = [{"role": "system", "content": chat.conversation.system}]
     history += [message.for_template() for message in chat.conversation.messages[:-1]]
     expected = theirs.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
-    ids = chat.prompts.next(chat.conversation.system, chat.conversation.messages[:-1]).ids
+    ids = chat.model.prompts.next(chat.conversation.system, chat.conversation.messages[:-1]).ids
     shown = llm.tokenizer.decode(ids, skip_special_tokens=False)
     assert shown.replace("<think>\n\n</think>\n\n", "") == expected.replace("<think>\n\n</think>\n\n", "")
     control = [i for i in ids if i == llm.tokenizer.token_to_id("<|im_end|>")]
@@ -251,7 +255,7 @@ def test_a_full_context_is_an_error_with_both_counts(small: LLM, tmp_path: Path)
         chat.ask(WORDS * 20)
     assert "--context-overflow shift" in str(refused.value.hint)
     assert chat.conversation.messages == messages
-    chat.settings.given |= {"max_tokens": None, "ignore_eos": True}
+    chat.model.settings.given |= {"max_tokens": None, "ignore_eos": True}
     chat.ask("short")
     assert chat.conversation.messages[-1].cut == "context"
     assert "the context of 1024 tokens is full" in said[-1]
@@ -268,7 +272,7 @@ def test_shifting_drops_the_oldest_turns_and_says_so(small: LLM, tmp_path: Path)
     assert not [line for line in said if "of the conversation's beginning" in line]
     chat.ask(WORDS * 20)
     assert len([line for line in said if "of the conversation's beginning" in line]) == 1
-    next_one = chat.prompts.next(chat.conversation.system, chat.conversation.messages)
+    next_one = chat.model.prompts.next(chat.conversation.system, chat.conversation.messages)
     assert next_one.num_dropped > 0
     assert next_one.num_dropped % 2 == 0
     assert read(chat)[0] <= 1024 * 3 // 4
@@ -285,12 +289,12 @@ def test_shifting_drops_the_oldest_turns_and_says_so(small: LLM, tmp_path: Path)
 def test_reasoning_is_kept_apart_and_can_be_gone_on_with(llm: LLM, tmp_path: Path) -> None:
     chat = open_chat(llm, tmp_path)
     chat.think("on")
-    chat.settings.given |= {"max_tokens": 4, "temperature": 0.0}
+    chat.model.settings.given |= {"max_tokens": 4, "temperature": 0.0}
     chat.ask("What is 2 + 3?")
     first = chat.conversation.messages[-1]
     if not first.reasoning or first.content:
         pytest.skip("the bundled model does not think aloud about this")
-    chat.settings.given["max_tokens"] = 200
+    chat.model.settings.given["max_tokens"] = 200
     chat.go_on()
     whole = chat.conversation.messages[-1]
     assert whole.reasoning.startswith(first.reasoning)
@@ -300,7 +304,7 @@ def test_reasoning_is_kept_apart_and_can_be_gone_on_with(llm: LLM, tmp_path: Pat
     assert chat.conversation.messages[-1].content == whole.content
     assert chat.conversation.messages[-1].reasoning == whole.reasoning
     chat.ask("And 3 + 3?")
-    ids = chat.prompts.next(None, chat.conversation.messages[:-1]).ids
+    ids = chat.model.prompts.next(None, chat.conversation.messages[:-1]).ids
     assert whole.reasoning not in llm.tokenizer.decode(ids)
 
 
@@ -315,8 +319,8 @@ def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LL
 
     llm.close, close = lambda: None, llm.close  # type: ignore[method-assign]
     try:
-        chat = Chat(open_model, Sessions(tmp_path), Screen(), Settings({"max_tokens": 5}), interactive=True)
-        chat.open_model("one")
+        chat = Chat(Model(open_model, Settings({"max_tokens": 5})), Sessions(tmp_path), Screen(), interactive=True)
+        chat.model.open("one")
         chat.ask("hello")
         chat.switch_model("two")
         with pytest.raises(UsageError, match="no such model"):

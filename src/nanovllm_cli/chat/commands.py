@@ -89,30 +89,30 @@ def _set(chat: Chat, argument: str) -> None:
         return
     chosen = sampling.setting(name)
     if value.strip():
-        given = sampling.changed(chat.settings.given, chosen, value.strip())
-        dataclasses.replace(chat.loaded.llm.default_params, **given)  # refuses what does not go together
-        chat.settings.given = given
-    chat.display.say(f"{chosen.name} = {sampling.shown(chat.params, chosen)}")
+        given = sampling.changed(chat.model.settings.given, chosen, value.strip())
+        dataclasses.replace(chat.model.llm.default_params, **given)  # refuses what does not go together
+        chat.model.settings.given = given
+    chat.display.say(f"{chosen.name} = {sampling.shown(chat.model.params, chosen)}")
 
 
 def _say_settings(chat: Chat) -> None:
-    values = sampling.fields_of(chat.params)
-    changed = {each.name for each in sampling.settings().values() if each.field in chat.settings.given}
+    values = sampling.fields_of(chat.model.params)
+    changed = {each.name for each in sampling.settings().values() if each.field in chat.model.settings.given}
     width = max(map(len, values))
     lines = [f"{name:{width}}  {value}{'  (set)' if name in changed else ''}" for name, value in values.items()]
     chat.display.say("\n".join(lines))
 
 
 def _show(chat: Chat, argument: str) -> None:
-    llm = chat.loaded.llm
+    llm = chat.model.llm
     if argument in ("", "model"):
         parameters = f"{llm.num_parameters:,} parameters"
-        chat.display.say(f"model: {llm.name}: {llm.resolved}, {parameters}, context {chat.prompts.limit} tokens")
+        chat.display.say(f"model: {llm.name}: {llm.resolved}, {parameters}, context {chat.model.prompts.limit} tokens")
     if argument in ("", "system"):
         chat.display.say(f"system: {chat.conversation.system or 'none'}")
     if argument in ("", "settings"):
-        chat.display.say(f"think: {chat.settings.think or 'as the template has it'}")
-        chat.display.say(f"when the context is full: {'shift' if chat.settings.shifts else 'error'}")
+        chat.display.say(f"think: {chat.model.settings.think or 'as the template has it'}")
+        chat.display.say(f"when the context is full: {'shift' if chat.model.settings.shifts else 'error'}")
         _say_settings(chat)
     if argument == "template":
         assert llm.chat_template is not None
@@ -137,15 +137,15 @@ def _load(chat: Chat, argument: str) -> None:
         raise UsageError(f"there is no session {argument[:40]}", "/load lists them")
     if chat.session is not None and chat.session.exists and name == chat.session.name:
         raise UsageError(f"{name} is this session")
-    chat.resume(name)
-    say_session(chat)
+    chat.resume(name, keeps=chat.session is not None)
+    say_session(chat, name)
 
 
-def say_session(chat: Chat) -> None:
+def say_session(chat: Chat, name: str) -> None:
     """Which session this is, and how far it has come."""
-    assert chat.session is not None
     messages = count(len(chat.conversation.messages), "message")
-    chat.display.say(f"session {chat.session.name}: {messages}; /history shows them")
+    kept = "" if chat.session is not None else "; what follows is not kept"
+    chat.display.say(f"session {name}: {messages}; /history shows them{kept}")
 
 
 def _save(chat: Chat, argument: str) -> None:
@@ -166,9 +166,9 @@ def _export(chat: Chat, argument: str) -> None:
     path = Path(target.strip() or f"{name}.{kind}").expanduser()
     if path.exists():
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
-    model = chat.loaded.llm.name
+    model = chat.model.llm.name
     text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
-    with WholeFile(path, mode=0o600) as file:
+    with WholeFile(path) as file:
         file.write(text)
         file.commit()
     chat.display.say(f"written to {path}")
@@ -213,9 +213,9 @@ def _file(chat: Chat, argument: str) -> None:
     if b"\0" in data:
         raise UsageError(f"{path} is no text")
     text = decode(data, str(path))
-    tokens = chat.prompts.tokens_of([text])
-    if tokens >= chat.prompts.limit:
-        raise UsageError(f"{path} has {tokens} tokens, the context holds {chat.prompts.limit}")
+    tokens = chat.model.prompts.tokens_of([text])
+    if tokens >= chat.model.prompts.limit:
+        raise UsageError(f"{path} has {tokens} tokens, the context holds {chat.model.prompts.limit}")
     fence = "`" * max(3, 1 + max((len(run) for run in _ticks(text)), default=0))
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
     chat.display.say(f"{path} ({count(tokens, 'token')}) goes with the next message")
@@ -240,13 +240,13 @@ def _think(chat: Chat, argument: str) -> None:
         if choice is None:
             raise UsageError(f"/think is on or off, not {argument[:40]!r}")
         chat.think(choice)
-    chat.display.say(f"think: {chat.settings.think or 'as the template has it'}")
+    chat.display.say(f"think: {chat.model.settings.think or 'as the template has it'}")
 
 
 def _model(chat: Chat, argument: str) -> None:
     if argument:
         chat.switch_model(argument)
-    chat.display.say(f"model: {chat.loaded.llm.name}")
+    chat.display.say(f"model: {chat.model.llm.name}")
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -260,16 +260,16 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _context(chat: Chat, argument: str) -> None:
-    used, size = chat.context_used, chat.prompts.limit
+    used, size = chat.context_used, chat.model.prompts.limit
     messages = chat.conversation.messages
     parts = {
-        "system": chat.prompts.tokens_of([chat.conversation.system or ""]),
-        "you": chat.prompts.tokens_of(each.content for each in messages if each.role == "user"),
-        "answers": chat.prompts.tokens_of(each.content for each in messages if each.role == "assistant"),
+        "system": chat.model.prompts.tokens_of([chat.conversation.system or ""]),
+        "you": chat.model.prompts.tokens_of(each.content for each in messages if each.role == "user"),
+        "answers": chat.model.prompts.tokens_of(each.content for each in messages if each.role == "assistant"),
     }
     parts["template and reasoning"] = max(used - sum(parts.values()), 0)
     if chat.attachments:
-        parts["files for the next message"] = chat.prompts.tokens_of(chat.attachments)
+        parts["files for the next message"] = chat.model.prompts.tokens_of(chat.attachments)
     lines = [f"{used:,} of {size:,} tokens used ({used / size:.0%}), {max(size - used, 0):,} left"]
     chat.display.say("\n".join([*lines, *(f"  {name:26} {tokens:8,}" for name, tokens in parts.items())]))
 

@@ -7,14 +7,14 @@ A message counts once its answer has begun, so what is stopped before is as if i
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm_cli.chat.conversation import Conversation, Event, Message
-from nanovllm_cli.chat.prompt import OVERFLOW_HINT, Prompt, Prompts
+from nanovllm_cli.chat.model import Model
+from nanovllm_cli.chat.prompt import OVERFLOW_HINT, Prompt
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
@@ -23,26 +23,12 @@ from nanovllm_cli.cli.records import Statistics, peak_memory_bytes
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.model import Loaded, Prompting
     from nanovllm_cli.cli.options import Choice
-    from nanovllm_cli.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 NEARLY_FULL = 0.8
 LEAVING_HINT = "Ctrl-C again, Ctrl-D or /exit leaves; /help lists the commands"
-
-
-@dataclass
-class Settings:
-    """What a person may change on the way. given: fields of SamplingParams, over the model's own defaults."""
-
-    given: dict[str, Any] = field(default_factory=dict)
-    think: Choice | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    shows_reasoning: bool = True
-    shifts: bool = False
-    saves_kv: bool = False
 
 
 class Leave(Exception):
@@ -52,23 +38,22 @@ class Leave(Exception):
 class Chat:
     """One person, one model at a time.
 
-    open_model: loads a model by name; it may raise any NanovllmError. interactive: somebody sits at a terminal: Ctrl-C stops an
-    answer and not the program. edits: the reader can offer a text to be changed.
+    interactive: somebody sits at a terminal: Ctrl-C stops an answer and not the program. edits: the reader can offer a text to
+    be changed.
     """
 
     def __init__(
         self,
-        open_model: Callable[[str], Loaded],
+        model: Model,
         sessions: Sessions,
         display: Display,
-        settings: Settings,
         *,
         interactive: bool,
         edits: bool = False,
     ) -> None:
+        self.model = model
         self.sessions = sessions
         self.display = display
-        self.settings = settings
         self.interactive = interactive
         self.edits = edits
         self.session: Session | None = None
@@ -78,10 +63,7 @@ class Chat:
         self.statistics: Statistics | None = None
         self.failure: NanovllmError | None = None
         self.num_answers = self.num_answer_tokens = 0
-        self._open_model = open_model
-        self._loaded: Loaded | None = None
-        self._prompts: Prompts | None = None
-        self._kept: tuple[int, ...] = ()
+        self._kv_path: Path | None = None
         self._used: int | None = None
         self._draft = ""
         self._edits_last = False
@@ -91,80 +73,29 @@ class Chat:
 
     # ---- the model ----
 
-    @property
-    def loaded(self) -> Loaded:
-        assert self._loaded is not None, "open_model comes first"
-        return self._loaded
-
-    @property
-    def prompts(self) -> Prompts:
-        assert self._prompts is not None, "open_model comes first"
-        return self._prompts
-
-    @property
-    def params(self) -> SamplingParams:
-        return dataclasses.replace(self.loaded.llm.default_params, **self.settings.given)
-
-    def open_model(self, name: str) -> None:
-        """Loads a model for this conversation. Raises NanovllmError, and UsageError for one that cannot chat."""
-        loaded = self._open_model(name)
-        try:
-            self._loaded, self._prompts = loaded, self._prompts_for(loaded, self.settings.think)
-        except BaseException:
-            loaded.llm.close()
-            raise
-        self._used = None
-
     def switch_model(self, name: str) -> None:
-        """Another model, same conversation. The old one goes first, and comes back where the new one fails."""
-        old = self.loaded.llm.name
-        self._close_model()
-        self._kept = ()
-        try:
-            self.open_model(name)
-        except (Exception, KeyboardInterrupt):
-            signals.forgive()
-            self.open_model(old)
-            raise
+        """Another model, same conversation; the old one where the new one fails."""
+        self._used = None
+        self.model.switch(name)
 
     def think(self, choice: Choice) -> None:
         """Raises UsageError where the template has no switch."""
-        self._prompts = self._prompts_for(self.loaded, choice)
-        self.settings.think = choice
+        self.model.think(choice)
         self._used = None
-
-    def _prompts_for(self, loaded: Loaded, think: Choice | None) -> Prompts:
-        from nanovllm_cli.cli.model import Prompting
-
-        prompting: Prompting = Prompting(loaded.llm, think=think, kwargs=self.settings.kwargs)
-        if not prompting.chats:
-            hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
-            raise UsageError(f"{loaded.llm.name} has no chat template", hint)
-        if think is not None and prompting.thinking_switch is None:
-            raise UsageError(f"the template of {loaded.llm.name} has no switch for thinking")
-        return Prompts(prompting, self.settings.shifts, self._kept)
-
-    def _close_model(self) -> None:
-        import gc
-
-        if self._loaded is not None:
-            self._loaded.llm.close()
-        self._loaded = self._prompts = None
-        gc.unfreeze()  # what was loaded with the old model is not to outlive it
-        gc.collect()
 
     # ---- the session ----
 
     def keep(self, name: str | None = None) -> None:
         """Begins a session, with what has been said already. Raises UsageError, SessionError or OutputError."""
-        session = self.sessions.new(self.loaded.llm.name, name)
+        session = self.sessions.new(self.model.lasting_name, name)
         if self.conversation.messages:
             for event in self.conversation.events():
                 session.append(event)
         self.session = session
 
-    def resume(self, name: str) -> None:
-        """Goes on with a saved session, in place of the present one. Raises SessionError, and nothing has changed."""
+    def resume(self, name: str, *, keeps: bool = True) -> None:
+        """Goes on with a saved session, in place of the present one. keeps: in its file; without, that stays as it is. Raises
+        SessionError, and nothing has changed."""
         session, events = self.sessions.open(name)
         try:
             conversation = Conversation.replay(events)
@@ -173,6 +104,9 @@ class Chat:
             raise
         self.end_session()
         self.session, self.conversation = session, conversation
+        if not keeps:
+            session.close()
+            self.session = None
         conversation.record = self._record
         self._forget()
         last = conversation.last
@@ -182,17 +116,15 @@ class Chat:
                 "the last message has had no answer" + (": here it is again" if self.edits else ", and is left out")
             )
         self.resumed_model = last_model(events) or None
-        self._kept = tuple(kept_ids(events))
-        if self._loaded is not None:
+        self.model.kept = tuple(kept_ids(events))
+        self._kv_path = session.kv_path
+        if self.model.is_open:
             self.load_kv()
 
     def load_kv(self) -> None:
         """What the model had read of the session, if it was kept."""
-        if self.session is None or not self.session.kv_path.is_file() or not self._kept:
-            return
-        found = self.loaded.llm.load_kv(self.session.kv_path)
-        self.prompts.kept = self._kept
-        logger.info("%d tokens of the conversation were read from %s", found, self.session.kv_path)
+        if self._kv_path is not None:
+            self.model.load_kv(self._kv_path)
 
     def end_session(self) -> None:
         """Keeps the KV where that is wanted, and lets the session go."""
@@ -200,10 +132,9 @@ class Chat:
         if session is None:
             return
         try:
-            if self.settings.saves_kv and session.exists and self._loaded is not None and self._kept:
-                with signals.held():
-                    self.loaded.llm.save_kv(self._kept, session.kv_path)
-                    session.append({"event": "kv", "model": self.loaded.llm.name, "ids": list(self._kept)})
+            if self.model.settings.saves_kv and session.exists and self.model.is_open and self.model.kept:
+                self.model.save_kv(session.kv_path)
+                session.append({"event": "kv", "model": self.model.lasting_name, "ids": list(self.model.kept)})
         except NanovllmError as error:
             self.display.fail(f"the KV cache was not kept: {error.message}", error.hint)
         finally:
@@ -212,8 +143,7 @@ class Chat:
 
     def close(self) -> None:
         self.end_session()
-        if self._loaded is not None:
-            self._loaded.llm.close()
+        self.model.close()
 
     def _record(self, event: Event) -> None:
         """Into the session, which begins with the first message. Where that fails, the conversation goes on without one."""
@@ -287,14 +217,16 @@ class Chat:
             self._draft, self._edits_last = "", False
 
         messages = [*before, Message(0, None, "user", content)]
-        self._answer(lambda: self.prompts.next(self.conversation.system, messages), sent)
+        self._answer(lambda: self.model.prompts.next(self.conversation.system, messages), sent)
 
     def regenerate(self) -> None:
         """Another answer to the last message."""
         question = self._question()
         messages = self.conversation.messages
         messages = messages[: messages.index(question) + 1]
-        self._answer(lambda: self.prompts.next(self.conversation.system, messages), self.conversation.back_to_question)
+        self._answer(
+            lambda: self.model.prompts.next(self.conversation.system, messages), self.conversation.back_to_question
+        )
 
     def go_on(self) -> None:
         """More of the last answer."""
@@ -302,7 +234,7 @@ class Chat:
         if last is None or last.role != "assistant":
             raise UsageError("there is no answer to go on with", "say something first")
         messages = self.conversation.messages
-        prompt = lambda: self.prompts.going_on(self.conversation.system, messages)
+        prompt = lambda: self.model.prompts.going_on(self.conversation.system, messages)
         self._answer(prompt, self.conversation.before_answer, begun=last)
 
     def edit(self, text: str) -> None:
@@ -335,15 +267,14 @@ class Chat:
     def context_used(self) -> int:
         """Tokens that the conversation has in the template's words."""
         if self._used is None:
-            self._used = self.prompts.count(self.conversation.system, self.conversation.messages)
+            self._used = self.model.prompts.count(self.conversation.system, self.conversation.messages)
         return self._used
 
     def status(self) -> Status:
-        loaded = self._loaded
         return Status(
-            model=loaded.llm.name if loaded is not None else "",
-            context_used=self.context_used if loaded is not None else 0,
-            context_size=loaded.llm.max_model_len if loaded is not None else 0,
+            model=self.model.llm.name,
+            context_used=self.context_used,
+            context_size=self.model.prompts.limit,
             tokens_per_second=self.statistics.answer_tokens_per_second if self.statistics is not None else None,
             memory_bytes=peak_memory_bytes(),
             session=self.session.name if self.session is not None and self.session.exists else None,
@@ -354,15 +285,14 @@ class Chat:
     def _answer(self, make: Callable[[], Prompt], sent: Callable[[], object], begun: Message | None = None) -> None:
         """Streams an answer and keeps it. `sent` is called with its first token; where none comes, nothing has changed.
         begun: the answer that this one goes on with."""
-        self.prompts.kept = self._kept
         prompt = make()
         self._say_what_was_dropped(prompt.num_dropped)
         turn = Turn(
-            self.loaded.llm,
+            self.model.llm,
             prompt,
-            self.params,
+            self.model.params,
             self.display,
-            shows_reasoning=self.settings.shows_reasoning,
+            shows_reasoning=self.model.settings.shows_reasoning,
             on_begin=sent,
         )
         try:
@@ -381,15 +311,15 @@ class Chat:
 
     def _keep(self, turn: Turn, begun: Message | None) -> None:
         assert turn.output is not None
-        content, reasoning, llm = turn.content, turn.reasoning, self.loaded.llm
+        content, reasoning = turn.content, turn.reasoning
         if begun is not None:
             content, reasoning = begun.content + content, begun.reasoning + reasoning
-        self._kept = turn.ids
+        self.model.kept = turn.ids
         self._used = len(turn.ids)
-        self.statistics = Statistics.of(turn.output, llm, None, turn.ended)
+        self.statistics = Statistics.of(turn.output, self.model.llm, None, turn.ended)
         self.num_answers += 1
         self.num_answer_tokens += self.statistics.answer_tokens
-        self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=llm.name)
+        self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name)
         logger.info("%s", self.statistics.line())
 
     def _remark(self, turn: Turn) -> str | None:
@@ -397,9 +327,11 @@ class Chat:
         if turn.cut == "interrupted":
             return "stopped; /continue goes on" if turn.began else "stopped: the message was not sent"
         if turn.cut == "length":
-            return f"cut off at {self.params.max_tokens} tokens; /continue goes on, /set predict N changes the limit"
+            return (
+                f"cut off at {self.model.params.max_tokens} tokens; /continue goes on, /set predict N changes the limit"
+            )
         if turn.cut == "context":
-            return f"cut off: the context of {self.prompts.limit} tokens is full"
+            return f"cut off: the context of {self.model.prompts.limit} tokens is full"
         return None
 
     def _say_what_was_dropped(self, num_dropped: int) -> None:
@@ -411,12 +343,12 @@ class Chat:
         self._num_dropped = num_dropped
 
     def _warn_when_nearly_full(self) -> None:
-        used, size = self.context_used, self.prompts.limit
+        used, size = self.context_used, self.model.prompts.limit
         if used < NEARLY_FULL * size:
             self._has_warned = False
         elif not self._has_warned:
             self._has_warned = True
-            advice = "the oldest turns will be left out" if self.settings.shifts else OVERFLOW_HINT
+            advice = "the oldest turns will be left out" if self.model.settings.shifts else OVERFLOW_HINT
             self.display.warn(f"{used / size:.0%} of the context is used ({used} of {size} tokens): {advice}")
 
     def _question(self) -> Message:
@@ -435,8 +367,8 @@ class Chat:
     def _forget(self) -> None:
         """Other messages than a moment ago: what was known of them is to be found out again."""
         self._used, self._num_dropped, self._edits_last = None, 0, False
-        if self._prompts is not None:
-            self._prompts.start_over()
+        if self.model.is_open:
+            self.model.prompts.start_over()
 
 
 def count(number: int, thing: str) -> str:

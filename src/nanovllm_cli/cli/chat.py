@@ -84,10 +84,11 @@ def _converse(
 ) -> None:
     from nanovllm_cli.chat import loop
     from nanovllm_cli.chat.commands import say_session
+    from nanovllm_cli.chat.model import Model, Settings
 
     resumed = _session_to_resume(sessions, saved)
     surface = _surface(talk, screen)
-    options = loop.Settings(
+    options = Settings(
         given=_given(sampling),
         think=talk.think,
         kwargs=template_kwargs(talk.chat_template_kwargs),
@@ -106,16 +107,16 @@ def _converse(
         return load(named, model if name == started_with else others, config, screen)
 
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chat = loop.Chat(open_model, saved, surface.display, options, interactive=at_terminal, edits=surface.edits)
+    chat = loop.Chat(Model(open_model, options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)
         started_with = name or chat.resumed_model or named_model(settings, None, model, EXAMPLE)
-        chat.open_model(started_with)
-        if chat.session is not None:
+        chat.model.open(started_with)
+        if resumed is not None:
             chat.load_kv()
             if at_terminal:
-                say_session(chat)
+                say_session(chat, resumed)
         elif not sessions.no_save:
             chat.keep(sessions.session)
         if system is not None and system != chat.conversation.system:
