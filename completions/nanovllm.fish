@@ -335,6 +335,7 @@ complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -l offline -d 'Use only wh
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -l dtype -x -a 'auto float32 bfloat16 float16' -d 'What it computes in'
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -l device -x -a 'auto cpu cuda cuda:0' -d 'auto, cpu, cuda, cuda:N'
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -l quant -x -a 'int8 int8-weight-only fp8 fp8:block=128 fp8-weight-only int4 int4:group=32 int4-weight-only int3 int2 nf4 q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k' -d 'Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, …'
+complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -l activations -x -a 'auto rounded exact' -d 'What meets a quantized weight on a CPU: rounded to 8 bits where its format says so, or exact'
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -s p -l n-prompt -x -d 'pp: read prompts of so many tokens'
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -s n -l n-gen -x -d 'tg: generate so many tokens'
 complete -c nanovllm -n '__nanovllm_at '\''bench'\''' -o pg -l prompt-and-gen -x -d 'Read a prompt, then generate, timed together'

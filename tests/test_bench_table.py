@@ -22,7 +22,7 @@ from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, Record, read_results
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial, numbers, pair
 from nanovllm_cli.bench.table import Loaded, Procedure, check_room, run_sweep
-from nanovllm_cli.bench.work import ModelWork, multiplied
+from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UsageError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec
@@ -125,6 +125,7 @@ class FakeLLM:
         self.weight_bytes, self.read_bytes, self.num_parameters = 5_000_000_000, 4_000_000, 751_632_384
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
+        self.multiplies_whole = True
 
     def stats(self) -> Any:
         return types.SimpleNamespace(free_blocks=self.free_blocks)
@@ -222,6 +223,7 @@ def test_a_record_says_what_was_run() -> None:
     assert (record.model_filename, record.backends, record.n_threads) == ("/models/fake.gguf", "CPU", 3)
     assert (record.type_k, record.type_v, record.n_batch, record.n_ubatch) == ("bf16", "int8", 64, 32)
     assert (record.build_commit, record.n_gpu_layers, record.roofline_gflops) == ("1", 0, 2000.0)
+    assert (record.deterministic, record.activations) == (False, "auto")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record.test_time)
 
 
@@ -251,13 +253,6 @@ def test_work_of_a_token_is_counted_by_hand() -> None:
     assert prefill.num_bytes == pytest.approx((3 * 1000 + kv * (20 + 24 + 26)) / 10)
     both = model.of_token(Trial(10, 3), 512)
     assert both.num_bytes == pytest.approx((4 * 1000 + kv * (10 + 11 + 12 + 13)) / 13)
-
-
-def test_what_is_multiplied() -> None:
-    assert multiplied({None: 10, Integer(4, 32): 90}, torch.bfloat16, on_cpu=True) == "int8"
-    assert multiplied({None: 90, Integer(4, 32): 10}, torch.bfloat16, on_cpu=True) == "bf16"
-    assert multiplied({Integer(8): 90}, torch.float32, on_cpu=True) == "fp32"
-    assert multiplied({None: 1}, torch.float16, on_cpu=False) == "fp16"
 
 
 # ---- formats ----

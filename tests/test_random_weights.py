@@ -82,6 +82,28 @@ def test_numbers_are_of_a_size_that_a_model_computes_with() -> None:
     assert checkpoint.raw("model.norm.weight").shape == (1, 160)
 
 
+@pytest.mark.parametrize(
+    ("activations", "dtype", "whole"),
+    [("auto", "auto", True), ("exact", "auto", False), ("auto", "float32", False), ("rounded", "float32", True)],
+)
+def test_what_is_multiplied_is_known(tmp_path: Path, activations: Any, dtype: Any, whole: bool) -> None:
+    path = write(tmp_path, small())
+    config = EngineConfig(max_model_len=32, num_blocks=2, quant="int8", activations=activations, dtype=dtype)
+    with LLM(f"random:{path}", config=config) as llm:
+        assert llm.multiplies_whole is whole
+        assert {form.name if form else None for form in llm.formats} == {"int8"}
+        assert sum(llm.formats.values()) == 300 * 80 + 2 * (80 * 24 * (4 + 2 + 2 + 4) + 3 * 80 * 112)
+        assert llm.read_bytes == llm.weight_bytes
+
+
+def test_an_embedding_that_is_no_head_is_not_read_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, small(tie_word_embeddings=False, vocab_size=320, hidden_size=128))
+    with LLM(f"random:{path}", config=EngineConfig(max_model_len=32, num_blocks=2)) as llm:
+        assert not llm.multiplies_whole
+        assert llm.weight_bytes - llm.read_bytes == 320 * 128 * 2
+        assert llm.threads is not None
+
+
 @pytest.mark.parametrize("quant", [None, "int8", "q4_k"])
 def test_a_model_without_files_answers(tmp_path: Path, quant: str | None) -> None:
     wide = small(hidden_size=256, intermediate_size=256, head_dim=64, quantization_config={"quant_method": "gptq"})

@@ -146,6 +146,11 @@ class LLM:
         return self._worker.read_bytes
 
     @property
+    def multiplies_whole(self) -> bool:
+        """Whether most of the matrices are multiplied as whole numbers, int8 by int8."""
+        return 2 * self._worker.num_multiplied_whole > sum(self._worker.formats.values())
+
+    @property
     def formats(self) -> Mapping[Format | None, int]:
         """How many numbers of the matrices are kept in which format; None is the compute type."""
         return self._worker.formats

@@ -32,6 +32,7 @@ class Record:
     llama-bench's fields: backends "CPU" or "CUDA"; model_size in bytes as loaded; n_batch, n_ubatch: most tokens in one step, of
     which the smaller counts; n_gpu_layers: 0 on a CPU, all on a GPU; test_time: RFC 3339, UTC.
     Ours: n_parallel: how many sequences ran at once. dtype: computed in. quant: --quant, or "". formats: how matrices are kept.
+    deterministic, activations: as EngineConfig has them.
     bytes_per_token, flops_per_token: the least that a token of this test costs (see `work.py`), 0 where unknown.
     roofline_gb_s, roofline_gflops: the machine's, 0 where it was not measured. peak_memory: of the process (CPU) or the
     device (GPU), in bytes.
@@ -63,6 +64,7 @@ class Record:
     quant: str = ""
     formats: str = ""
     deterministic: bool = False
+    activations: str = ""
     bytes_per_token: float = 0.0
     flops_per_token: float = 0.0
     roofline_gb_s: float = 0.0
@@ -149,8 +151,8 @@ LLAMA_BENCH_FIELDS = (
     "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
 OWN_FIELDS = (
-    "test", "n_parallel", "dtype", "quant", "formats", "deterministic", "bytes_per_token", "flops_per_token", "gb_s", "gflops",
-    "roofline_gb_s", "roofline_gflops", "limit", "limit_share", "peak_memory",
+    "test", "n_parallel", "dtype", "quant", "formats", "deterministic", "activations", "bytes_per_token", "flops_per_token",
+    "gb_s", "gflops", "roofline_gb_s", "roofline_gflops", "limit", "limit_share", "peak_memory",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
-from nanovllm_cli.bench.work import ModelWork, multiplied
+from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import BLOCK_SIZE
 from nanovllm_cli.errors import DoesNotFitError, RequestError
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.model_spec import ModelSpec
+
+
+# What a roofline calls the compute types.
+_KINDS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class Generates(Protocol):
@@ -71,6 +76,7 @@ def run_sweep(
     procedure: Procedure | None = None,
     *,
     deterministic: bool = False,
+    activations: str = "auto",
     progress: LoadProgress | None = None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Record]:
@@ -87,7 +93,8 @@ def run_sweep(
                     procedure.sleep(procedure.delay)
                 began = datetime.now(UTC)
                 samples = run_trial(loaded.llm, trial, draw, procedure, progress)
-                yield _record(setup, trial, loaded, samples, began, machine(), deterministic)
+                record = _record(setup, trial, loaded, samples, began, machine())
+                yield replace(record, deterministic=deterministic, activations=activations)
         finally:
             loaded.llm.close()
 
@@ -159,11 +166,10 @@ def _record(
     samples: tuple[int, ...],
     began: datetime,
     machine: Machine,
-    deterministic: bool,
 ) -> Record:
     llm, on_cpu = loaded.llm, loaded.llm.threads is not None
     token = ModelWork.of(llm.spec, llm.read_bytes, llm.kv_dtypes).of_token(trial, setup.step_size)
-    kind = multiplied(llm.formats, llm.dtype, on_cpu=on_cpu)
+    kind = "int8" if llm.multiplies_whole else _KINDS[str(llm.dtype)]
     formats = format_names(llm)
     limits = loaded.roofline
     return Record(
@@ -192,7 +198,6 @@ def _record(
         dtype=str(llm.dtype).removeprefix("torch."),
         quant=setup.quant or "",
         formats=", ".join(formats),
-        deterministic=deterministic,
         bytes_per_token=token.num_bytes,
         flops_per_token=token.flops,
         roofline_gb_s=0.0 if limits is None else limits.read_gb_s,

@@ -8,7 +8,6 @@ A multiply-add is two operations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.sweep import Trial
@@ -16,10 +15,6 @@ from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from nanovllm_cli.quant.format import Format
-
-KINDS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class Work(NamedTuple):
@@ -66,14 +61,6 @@ class ModelWork(NamedTuple):
         num_bytes = self.read_bytes * (prefill_steps + trial.num_gen) + self.kv_bytes * read
         flops = self.linear_flops * (prompts + answers) + self.head_flops * heads + self.attention_flops * looked_at
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
-
-
-def multiplied(formats: Mapping[Format | None, int], dtype: torch.dtype, *, on_cpu: bool) -> str:
-    """What most of a model's matrices are multiplied in, by the names of `roofline.Roofline.gflops`."""
-    from nanovllm_cli.quant.cpu_formats import rounds_activations
-
-    whole = sum(count for form, count in formats.items() if on_cpu and rounds_activations(form, dtype))
-    return "int8" if 2 * whole > sum(formats.values()) else KINDS[str(dtype)]
 
 
 def _sum_to(count: int) -> int:

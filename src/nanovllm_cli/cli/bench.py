@@ -83,6 +83,7 @@ def bench(
             this_machine,
             procedure,
             deterministic=engine.deterministic,
+            activations=model.activations,
             progress=ProgressLine(screen),
             announce=screen.line if output.progress else lambda line: None,
         ):
@@ -155,6 +156,7 @@ def _open(
         cache_type_v=cast(KVCacheDType, setup.cache_type_v),
         threads=setup.threads,
         deterministic=engine.deterministic,
+        activations=model.activations,
     )
     try:
         llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm

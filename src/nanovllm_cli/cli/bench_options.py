@@ -10,7 +10,7 @@ from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.bench_output import Plot, Report
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
-from nanovllm_cli.cli.options import Deterministic, Device, DType, Offline, Revision
+from nanovllm_cli.cli.options import ActivationsChoice, Deterministic, Device, DType, Offline, Revision
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 
@@ -63,6 +63,7 @@ class BenchModelOptions:
             panel=MODEL, metavar="FORMAT,…",
         ),
     ] = None  # fmt: skip
+    activations: ActivationsChoice = EngineConfig().activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,15 @@ Device = Annotated[
     str,
     option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"),
 ]
+ActivationsChoice = Annotated[
+    Activations,
+    option(
+        "--activations",
+        help="What meets a quantized weight on a CPU: rounded to 8 bits where its format says so, or exact. "
+        "auto: rounded, but not in float32. [auto]",
+        panel=MODEL,
+    ),
+]
 Deterministic = Annotated[
     bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
 ]
@@ -87,15 +96,7 @@ class WeightsOptions(SourceOptions):
             panel=MODEL, metavar="FORMAT",
         ),
     ] = None  # fmt: skip
-    activations: Annotated[
-        Activations,
-        option(
-            "--activations",
-            help="What meets a quantized weight on a CPU: rounded to 8 bits where its format says so, or exact. "
-            "auto: rounded, but not in float32. [auto]",
-            panel=MODEL,
-        ),
-    ] = EngineConfig().activations
+    activations: ActivationsChoice = EngineConfig().activations
 
 
 @dataclass(frozen=True, slots=True)

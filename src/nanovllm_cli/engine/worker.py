@@ -23,6 +23,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.storage import WeightStorage
@@ -40,7 +41,8 @@ class Worker:
 
     encode: text -> ids without special tokens, token_bytes: the bytes of every token, for sampling parameters that are given
     as text (bad_words, DRY's breakers). platform: where; by default what `config.device` says.
-    formats: how many numbers of its matrices are kept in which format; None is the compute type.
+    formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
+    are multiplied as whole numbers, int8 by int8.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -66,6 +68,7 @@ class Worker:
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()
+        self.num_multiplied_whole = 0
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
         load_weights(self.model, checkpoint, reader, progress)
@@ -151,6 +154,8 @@ class Worker:
         storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
         weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
         self._storages.append(weight)
+        whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
+        self.num_multiplied_whole += whole * width
         return weight
 
 

@@ -10,12 +10,6 @@ from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.quant.storage import WeightStorage
 
 
-def rounds_activations(form: Format | None, dtype: torch.dtype) -> bool:
-    """Whether whole numbers are multiplied: int8 by int8."""
-    whole = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
-    return whole and dtype != torch.float32
-
-
 def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> WeightStorage:
     """An empty weight in a format; dtype is what is computed in. rounds: activations become 8 bits where the format says so.
 
