@@ -1,0 +1,199 @@
+"""Every example of the help, the manual pages and the README is run as it stands: in a shell, with a home of its own, offline.
+
+Names of models on the hub stand for the bundled one (by [aliases], as a person could do it); files that examples read are made
+beforehand. Settings of the environment keep answers, repetitions and calibration short. What is not run is in NOT_RUN, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nanovllm_cli.cli.examples import EXAMPLES
+from nanovllm_cli.weights.aliases import ALIASES
+from openai_server import OpenAIServer, Reply, Request
+from test_cli_driver import environment
+from warm_command import warm_command
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
+SHORT = {
+    "PREDICT": "8", "NUM_SAMPLES": "1", "VERIFY_TOKENS": "32", "REPETITIONS": "1", "NO_WARMUP": "1", "ROOFLINE": "off",
+    "WARMUP": "0", "CTX_SIZE": "1024", "NUM_PROMPTS": "2", "INPUT_LEN": "16", "OUTPUT_LEN": "8",
+}  # fmt: skip
+GPU, INSTALL = "needs a GPU", "installs something"
+NOT_RUN = {
+    r"^(python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
+    r"cuda": GPU,
+    r"--think": "the bundled model's template has no such switch; tests/test_cli_run.py has it",
+    r"-x ": "the bundled model writes no code; tests/test_cli_run.py has it",
+    r"--against transformers": "takes ten seconds; tests/test_verify.py has it",
+    r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
+    r"random-weights": "takes long; tests/test_bench_real.py has it",
+}
+IN_ANOTHER_SHELL = {"completion zsh": "zsh", "completion fish": "fish"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """An example: where it stands, the command it is about, and itself."""
+
+    source: str
+    command: str
+    text: str
+
+    @property
+    def left_out(self) -> str | None:
+        return next((reason for pattern, reason in NOT_RUN.items() if re.search(pattern, self.text)), None)
+
+
+def examples() -> Iterator[Line]:
+    seen = set()
+    for command, found in EXAMPLES.items():
+        for example in found:
+            if example.line not in seen:
+                yield Line("help", command, example.line)
+            seen.add(example.line)
+    for block in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL):
+        for text in block.splitlines():
+            line = re.sub(r"\s+# .*", "", text).strip()
+            if line and line not in seen and not line.startswith("#"):
+                seen.add(line)
+                command = re.search(r"nanovllm (\w+)", line)
+                yield Line("README", command[1] if command else "", line)
+
+
+LINES = list(examples())
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with warm_command(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[OpenAIServer]:
+    async def answer(reply: Reply, request: Request) -> None:
+        await reply.begin()
+        for _ in range(2):
+            await reply.piece(" a")
+        await reply.usage(7, 2)
+        await reply.done()
+
+    with OpenAIServer(answer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
+    """The files that examples read."""
+    folder = tmp_path_factory.mktemp("material")
+    bundled = Path(__file__).resolve().parents[1] / "src/nanovllm_cli/assets/tiny"
+    shutil.copytree(bundled, folder / "folder")
+    for name in ("notes.txt", "more.txt"):
+        (folder / name).write_text("Buy milk.\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    make = (
+        "nanovllm convert tiny -q -o model.gguf && nanovllm convert tiny -q --to gguf --split-max-size 2500K -o parts &&"
+        "for part in parts/*; do mv $part model${part#parts/parts}; done &&"
+        "nanovllm quantize tiny -q --to int8 --no-verify -o quantized &&"
+        "nanovllm bench tiny -q -p 8 -n 2 -o json >before.json && tee after.json llama.json ours.json <before.json"
+    )
+    done = shell(make, folder, programs, folder / "home")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Places(dict[str, Path]):
+    """By source and command a folder, with a home in it, where examples run one after the other; made when it is asked for."""
+
+    def __init__(self, material: Path, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.material, self.factory = material, factory
+
+    def __missing__(self, name: str) -> Path:
+        folder = self[name] = self.factory.mktemp(name)
+        shutil.copytree(self.material, folder, dirs_exist_ok=True)
+        (folder / "home/.config/nanovllm").mkdir(parents=True, exist_ok=True)
+        (folder / "home/.config/fish/completions").mkdir(parents=True)
+        aliases = "".join(f'"{alias}" = "tiny"\n' for alias in ALIASES)
+        (folder / "home/.config/nanovllm/config.toml").write_text(f"[aliases]\n{aliases}")
+        if name.endswith("verify"):  # where an example of quantize would have put it
+            (folder / "quantized").rename(folder / "tiny-int8")
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, material: Path) -> Places:
+    return Places(material, tmp_path_factory)
+
+
+def shell(text: str, folder: Path, programs: Path, home: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    variables = environment(home, XDG_CACHE_HOME=CACHE, HF_HOME=str(home / "hub"), HF_HUB_OFFLINE="1", **extra)
+    variables |= {f"NANOVLLM_{name}": value for name, value in SHORT.items()}
+    variables["PATH"] = f"{programs}:/usr/local/bin:/usr/bin:/bin"
+    program = next((name for part, name in IN_ANOTHER_SHELL.items() if part in text), "bash")
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    if program == "zsh":
+        text = f"autoload -U compinit; compinit -u -D; {text}"
+    return subprocess.run(
+        [program, "-c", text], cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.source}: {line.text}")
+def test_an_example_runs_as_it_stands(line: Line, place: Places, programs: Path, server: OpenAIServer) -> None:
+    if line.left_out:
+        pytest.skip(line.left_out)
+    if " jq " in line.text and shutil.which("jq") is None:
+        pytest.skip("jq is not installed")
+    folder = place[f"{line.source}-{line.command.partition('.')[0] or 'run'}"]
+    text = line.text.replace("http://127.0.0.1:8000", server.url)
+    done = shell(f"set -o pipefail; {text}", folder, programs, folder / "home", NANOVLLM_URL=server.url)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_every_command_has_examples_and_they_are_about_it() -> None:
+    from typer.main import get_command
+
+    from nanovllm_cli.cli.command_tree import page
+    from nanovllm_cli.cli.program import PROGRAM, build
+
+    commands = {each.name: each for each in page(get_command(build()), PROGRAM).every()}
+    assert commands.keys() - EXAMPLES.keys() <= {
+        name for name, each in commands.items() if each.commands and not each.arguments
+    }
+    assert EXAMPLES.keys() <= commands.keys()
+    for name, found in EXAMPLES.items():
+        words = " ".join(commands[name].words) if name else PROGRAM
+        assert all(words in example.line for example in found), name
+        assert all(len(example.line) <= 110 and example.does.endswith(".") for example in found), name
+
+
+def test_what_is_left_out_is_there() -> None:
+    """A pattern that no example needs any more goes."""
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, line.text) for line in LINES), pattern
+
+
+def test_json_examples_give_json(place: Places) -> None:
+    """What an example of `run` wrote, where that has run in this process."""
+    answer = place["help-run"] / "answer.json"
+    if not answer.exists():
+        pytest.skip("the example has not run")
+    assert json.loads(answer.read_text())["answers"]
