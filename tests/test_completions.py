@@ -242,6 +242,11 @@ def test_what_a_shell_completes(shell: Shell) -> None:
         "nanovllm config und": "<config><und>",
         "nanovllm config uns": "<config><unset>",
         "nanovllm chat --session ab": "<chat><--session><about-cats>",
+        "nanovllm models rm org": "<models><rm><org/cached-model>",
+        "nanovllm bench ser": "<bench><serve>",
+        "nanovllm bench mycod": "<bench><mycoder>",
+        "nanovllm bench latency mycod": "<bench><latency><mycoder>",
+        "nanovllm bench --random-weights smol": "<bench><--random-weights><smollm2-135m>",
         "nanovllm run tiny -n 1": "<run><tiny><-n><1>",
         "nanovllm run nosuchmodel": "<run><nosuchmodel>",
     }.items():

@@ -38,6 +38,8 @@ NOT_RUN = {
     r"-x ": "the bundled model writes no code; tests/test_cli_run.py has it",
     r"--against transformers": "takes ten seconds; tests/test_verify.py has it",
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
+    r"models pull": "asks the hub; tests/test_models_command.py has one",
+    r"models rm": "nothing is in the cache; tests/test_models_command.py has it",
     r"random-weights": "takes long; tests/test_bench_real.py has it",
 }
 IN_ANOTHER_SHELL = {"completion zsh": "zsh", "completion fish": "fish"}

@@ -24,6 +24,11 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where
 CALLS = {
     "run": "run tiny Hello -n 4",
     "chat": "chat tiny Hello -n 4",
+    "models.list": "models list",
+    "models.show": "models show tiny",
+    "models.pull": "models pull tiny",
+    "models.rm": "models rm -y org/gone",
+    "plan": "plan tiny",
     "convert": "convert tiny --dry-run --json",
     "quantize": "quantize tiny --to int8 --dry-run --json",
     "verify": "verify tiny --tokens 8",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm_cli.cli.command_tree import Page, Parameter
+from nanovllm_cli.weights.shapes import SHAPES
 
 Kind = Literal["nothing", "words", "files", "folders", "models", "cached-models", "sessions"]
 
@@ -20,22 +21,7 @@ FORMATS = (
 MIXES = ("q2_k_m", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "plain", "vicuna", "zephyr")
 CACHE_TYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
-OUTTYPES = (
-    "auto",
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q4_0",
-    "q4_1",
-    "q5_0",
-    "q5_1",
-    "q2_k",
-    "q3_k",
-    "q4_k",
-    "q5_k",
-    "q6_k",
-)
+OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +60,11 @@ _VALUES: dict[str, Values] = {
     "quantize embedding": Values("words", ("keep", *FORMATS)),
     "TYPE": Values("words", CACHE_TYPES),
     "convert outtype": Values("words", OUTTYPES),
+    **dict.fromkeys(
+        [f"{command} random_weights" for command in ("bench", "bench.throughput", "bench.latency")],
+        Values("files", tuple(SHAPES)),
+    ),
+    "models.rm model_word": Values("cached-models"),
     "chat session": Values("sessions"),
     "chat delete_session": Values("sessions"),
 }
