@@ -116,13 +116,17 @@ class OpenAIServer:
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.sleep(0.01))  # connections that were closed are gone by then
             self._loop.close()
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=1000, ssl=self._context)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

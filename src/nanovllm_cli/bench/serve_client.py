@@ -133,9 +133,8 @@ class Load:
                 told = len(self.traces)
             everything.result()
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            everything.cancel()
+            await asyncio.gather(everything, return_exceptions=True)
 
     async def _one(self, request: Request, body: bytes, moment: float, slots: asyncio.Semaphore | None) -> None:
         await asyncio.sleep(max(moment - time.perf_counter(), 0.0))
