@@ -209,6 +209,15 @@ except signals.Terminated as stop:
     print(stop.signum)
 signals.forgive()
 try:
+    with signals.held(firmly=False):
+        with signals.held():
+            os.kill(os.getpid(), signal.SIGINT)
+        print("firmly inside")
+        os.kill(os.getpid(), signal.SIGINT)
+        print("never")
+except KeyboardInterrupt:
+    print("the second did not wait")
+try:
     signals.check()
 except signals.Terminated:
     print("a request to end stays one")
@@ -216,7 +225,10 @@ except signals.Terminated:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(Path("/")), check=True
     )
-    assert done.stdout == "still inside\nat its end\ninside\n15\na request to end stays one\n"
+    assert (
+        done.stdout
+        == "still inside\nat its end\ninside\n15\nfirmly inside\nthe second did not wait\na request to end stays one\n"
+    )
 
 
 # ---- requests to end ----

@@ -1,9 +1,9 @@
 """The token ids of the next turn, chosen so that what the engine has read before is not read again.
 
-The text is always what the chat template makes of the conversation. The ids of its beginning are taken from the last turn
-where the text there is the same: the engine finds their K and V in its prefix cache, and the tokens of an answer stay those
-that the model drew, though they may not be how a tokenizer would write its text. A template that leaves the reasoning of
-earlier turns out changes the text, and what follows is read again.
+The text is what the chat template makes of the conversation. The ids of its beginning are taken from the last turn where the
+text there is the same: the engine finds their K and V in its prefix cache, and the tokens of an answer stay those that the
+model drew, though they may not be how a tokenizer would write its text. A template that leaves the reasoning of earlier turns
+out changes the text, and what follows is read again; only an empty block of reasoning stays where it was (`graft`).
 """
 
 from __future__ import annotations

@@ -75,14 +75,16 @@ class Turn:
         return "error" if reason == "error" else None
 
     def run(self) -> None:
-        """The whole answer. Ctrl-C and requests to end take effect between two steps of the engine, so that it stays sound."""
+        """The whole answer. Ctrl-C and requests to end take effect between two steps of the engine; the second time they do not
+        wait, which costs what the step has computed."""
         self._display.begin()
         steps = cast("Generator[RequestOutput, None, None]", self._llm.stream(self.prompt.ids, self._params))
         try:
             while True:
-                with signals.held():
+                with signals.held(firmly=False):
                     output = next(steps, None)
-                    pieces = self._take(output) if output is not None else []
+                    with signals.held():
+                        pieces = self._take(output) if output is not None else []
                 if output is None:
                     return
                 if not self.began:

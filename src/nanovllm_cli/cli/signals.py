@@ -16,7 +16,7 @@ _INSIST_SECONDS = 0.2
 
 _received: int | None = None
 _insists = False
-_held = False
+_held = _held_firmly = False
 
 
 class Terminated(BaseException):
@@ -42,15 +42,16 @@ def check() -> None:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Within, a signal is only written down, and raised at the end: for what must not be broken off in the middle, such as a
-    step of an engine that goes on being used."""
-    global _held
-    before, _held = _held, True
+def held(*, firmly: bool = True) -> Iterator[None]:
+    """Within, a signal is only written down, and raised at the end: for what should not be broken off in the middle, such as a
+    step of an engine that goes on being used. firmly: however often it comes; else the second one does not wait."""
+    global _held, _held_firmly
+    before = _held, _held_firmly
+    _held, _held_firmly = True, firmly or (_held and _held_firmly)
     try:
         yield
     finally:
-        _held = before
+        _held, _held_firmly = before
     if not _held:
         check()
 
@@ -87,9 +88,10 @@ def restore() -> None:
 
 def _receive(signum: int, frame: FrameType | None) -> None:
     global _received
+    is_first = _received is None
     if _received is None or _received == signal.SIGINT:
         _received = signum
-    if _held:
+    if _held and (is_first or _held_firmly):
         return
     if _insists:
         signal.setitimer(signal.ITIMER_REAL, _INSIST_SECONDS, _INSIST_SECONDS)
