@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from pygments.lexers import get_lexer_by_name
 
 from nanovllm_cli.chat.highlight import Highlighter, _style
-from nanovllm_cli.chat.inline import Theme, inline_pieces
+from nanovllm_cli.chat.inline import Inline, Theme, inline_pieces
 from nanovllm_cli.chat.markdown import MarkdownStream
 from nanovllm_cli.chat.tables import fit, wrap
 
@@ -123,6 +123,8 @@ def marked(text: str) -> str:
 @given(TEXTS, st.integers(1, 90), st.randoms(use_true_random=False), st.booleans())
 @settings(max_examples=300, deadline=None)
 @example("**bold** and `code` " * 30, 40, random.Random(1), True)
+@example("*" * 401 + "a" + "*" * 99 + " b", 40, random.Random(1), True)
+@example("-" * 250 + "x", 40, random.Random(1), True)
 def test_no_cut_of_a_text_changes_what_is_shown(text: str, width: int, chance: random.Random, color: bool) -> None:
     cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -190,13 +192,14 @@ def commonmark(text: str) -> list[tuple[str, set[str]]]:
 def test_emphasis_is_that_of_commonmark() -> None:
     chance = random.Random(7)
     parts = ["a", "b", " ", ".", "*", "**", "_", "`", "__", "a ", "a~~", "~~b", "(", "é"]
-    for _ in range(4000):
-        text = "".join(chance.choices(parts, k=chance.randrange(1, 14))).strip()
+    texts = ["".join(chance.choices(parts, k=chance.randrange(1, 14))).strip() for _ in range(4000)]
+    for text in ["*word***word**", "**a*b**c*", *texts]:
         if "~~~" in text:
             continue  # GFM: three or more are no delimiter; markdown-it takes them in pairs
-        pieces = inline_pieces(text, Theme())
-        ours = [(character, set(piece.style.split(";")) - {""}) for piece in pieces for character in piece.text]
-        assert ours == commonmark(text), text
+        stream = Inline(Theme())
+        for pieces in (inline_pieces(text, Theme()), [*(p for c in text for p in stream.feed(c)), *stream.finish()]):
+            ours = [(character, set(piece.style.split(";")) - {""}) for piece in pieces for character in piece.text]
+            assert ours == commonmark(text), text
 
 
 @pytest.mark.parametrize(
@@ -282,6 +285,8 @@ def test_text_is_seen_as_it_comes() -> None:
         ("* a\n+ b\n1. c\n10) d", "• a\n• b\n1. c\n10) d"),
         ("1. one\n   - two\n\n   still one\n\nout", "1. one\n   ◦ two\n\n   still one\n\nout"),
         ("- [ ] open\n- [x] done\n- [y] none", "• ☐ open\n• ☑ done\n• [y] none"),
+        ("- [", "• ["),
+        ("- [ ]", "• [ ]"),
         ("- - twice\n- # head", "• ◦ twice\n• <1;35;4>head</>"),
         ("-\n- x", "• \n• x"),
         ("> a\n> > b\n>\n> - c\nd", "<2>│ </>a\n<2>│ │ </>b\n<2>│ </>\n<2>│ </>• c\nd"),
@@ -300,6 +305,8 @@ def test_text_is_seen_as_it_comes() -> None:
         ("\\[\nx\n\n*y*", "\\[\nx\n\n<3>y</>"),
         ("1986. A year\n3.14 is pi\n-5 degrees", "1986. A year\n3.14 is pi\n-5 degrees"),
         ("| no table\nx", "| no table\nx"),
+        ("> | a |\n> |--|\n> | b |\n| c |", "<2>│ <1>a</>\n<2>│ ─</>\n<2>│ </>b\n| c |"),
+        ("-" * 250 + "x", "-" * 250 + "x"),
     ],
 )
 def test_blocks(text: str, shown: str) -> None:

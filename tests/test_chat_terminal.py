@@ -357,6 +357,19 @@ def test_requests_to_end_leave_the_terminal_whole(start: Start, when: str, stop:
     assert "Traceback" not in chat.all
 
 
+@pytest.mark.parametrize("when", ["idle", "count"])
+def test_a_terminal_that_is_closed_ends_the_program(start: Start, when: str) -> None:
+    chat = start()
+    chat.type("count\n" if when == "count" else "half a line")
+    chat.expect("word9" if when == "count" else "half a line")
+    pid = chat.pid()
+    chat.close()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_an_exception_leaves_the_terminal_whole(start: Start) -> None:
     chat = start()
     chat.type("crash\n")
