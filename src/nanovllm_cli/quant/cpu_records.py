@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import record_kinds as kinds
+from nanovllm_cli.kernels.cpu_pack import pack_records
 from nanovllm_cli.kernels.record_kinds import CHUNK, LOW_DTYPES, PLANES, SCALE_DTYPES, STEP, TILE, RecordLayout
 
 
@@ -50,28 +51,15 @@ class RecordRows:
 def pack_rows(layout: RecordLayout, packed: torch.Tensor, first_row: int, rows: RecordRows) -> None:
     """rows become rows first_row … of packed, [layout.num_bytes] u8."""
     n = rows.codes.shape[0]
-    codes = np.zeros((n, layout.padded_width), np.uint8)
-    codes[:, : layout.width] = rows.codes.numpy()
-    tiles = packed.numpy().reshape(layout.num_tiles, layout.tile_bytes)
-    for tile in range(first_row // TILE, -(-(first_row + n) // TILE)):
-        begin, end = max(first_row, tile * TILE), min(first_row + n, (tile + 1) * TILE)
-        columns = slice(begin - tile * TILE, end - tile * TILE)
-        mine = slice(begin - first_row, end - first_row)
-        for chunk in range(layout.num_chunks):
-            record = _record(layout, tiles[tile], chunk)
-            k = slice(chunk * CHUNK, chunk * CHUNK + layout.chunk_width(chunk))
-            record.codes[:, :, columns] = _to_planes(codes[mine, k], layout.bits)
-            groups = slice(chunk * CHUNK // layout.group, chunk * CHUNK // layout.group + record.scales.shape[0])
-            for target, source, which in (
-                (record.scales, rows.scales, groups),
-                (record.lows, rows.lows, groups),
-                (record.supers, rows.supers, slice(chunk, chunk + 1)),
-                (record.super_lows, rows.super_lows, slice(chunk, chunk + 1)),
-            ):
-                if target is not None:
-                    assert source is not None
-                    values = _bytes(source[mine, which]).swapaxes(0, 1)
-                    target[: len(values), columns] = values  # a group of padding has no scale
+    codes = rows.codes.contiguous().numpy()
+    if layout.padded_width != layout.width:
+        codes = np.pad(codes, ((0, 0), (0, layout.padded_width - layout.width)))
+    none = np.zeros((n, 0, 0), np.uint8)
+    sides = (none if part is None else _bytes(part) for part in (rows.scales, rows.lows, rows.supers, rows.super_lows))
+    pack_records(
+        packed.numpy().reshape(layout.num_tiles, layout.tile_bytes), first_row, codes.view(np.uint32), layout.bits, layout.group,
+        layout.record_bytes(CHUNK), *sides,
+    )  # fmt: skip
 
 
 def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
@@ -172,25 +160,8 @@ def _bytes(values: torch.Tensor) -> np.ndarray:
     return raw
 
 
-def _to_planes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """[n, k] codes, one a byte -> [k / 32, bits, n, 4]."""
-    units = codes.reshape(codes.shape[0], -1, 8, 4).transpose(1, 2, 0, 3)
-    planes, shift = [], 0
-    for plane in PLANES[bits]:
-        per_row = 8 // plane
-        part = (units >> shift) & ((1 << plane) - 1)
-        for row in range(plane):
-            first = row * per_row
-            packed = np.zeros_like(part[:, 0])
-            for j in range(per_row):
-                packed |= part[:, first + j] << (j * plane)
-            planes.append(packed)
-        shift += plane
-    return np.stack(planes, 1)
-
-
 def _from_planes(planes: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse: [k / 32, bits, 64, 4] -> [64, k]."""
+    """[k / 32, bits, 64, 4] -> codes [64, k]."""
     units = np.zeros((planes.shape[0], 8, TILE, 4), np.uint8)
     first_row = shift = 0
     for plane in PLANES[bits]:
