@@ -75,6 +75,8 @@ def call(home: Path, text: str, **extra: str) -> subprocess.CompletedProcess[str
     settings = home / ".config/nanovllm/config.toml"
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text('[default]\ntemp = 0.7\nstop = ["x"]\n')
+    for part in ("snapshots/abc", "refs"):  # what `models rm` takes away
+        (home / "hub/hub/models--org--gone" / part).mkdir(parents=True, exist_ok=True)
     variables = environment(
         home, XDG_CACHE_HOME=CACHE, HF_HOME=str(home / "hub"), HF_HUB_OFFLINE="1", EDITOR="true", **extra
     )
