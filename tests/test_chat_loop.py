@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -258,6 +260,28 @@ def test_a_request_to_end_keeps_what_was_said(
     child.kill(stop)  # idle
     assert finish(child)[0] == code
     assert said(tmp_path) == messages
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
+def test_a_terminal_that_is_closed_loses_nothing(tmp_path: Path, term: str) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execve(DRIVER[0], [*DRIVER, "chat", "tiny"], environment(tmp_path, TERM=term))
+
+    def wait_for(text: str) -> None:
+        seen = b""
+        while text.encode() not in seen:
+            assert select.select([terminal], [], [], 20)[0], seen
+            seen += os.read(terminal, 1 << 16)
+
+    wait_for(">>> " if term == "dumb" else "› ")
+    time.sleep(0.2)
+    os.write(terminal, b"slowly\r")
+    wait_for("slow but steady slow")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert [message.cut for message in said(tmp_path)] == [None, "interrupted"]
 
 
 def pipe(home: Path, *args: str, command: list[str] = DRIVER, **extra: str) -> subprocess.Popen[str]:

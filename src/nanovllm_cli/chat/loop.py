@@ -185,6 +185,8 @@ class Chat:
                 if not is_read:
                     self._interrupted_idle()
             except NanovllmError as error:
+                signals.forgive()
+                signals.check()  # what a request to end has broken, such as a terminal that was closed, is no failure
                 self.failure = self.failure or error
                 self.display.fail(error.message, error.hint)
 
