@@ -69,14 +69,15 @@ def test_warnings_are_seen(tmp_path: Path) -> None:
 def test_a_page_shows_all_there_is(command: Page, tmp_path: Path) -> None:
     path = tmp_path / f"{'-'.join(command.words)}.1"
     path.write_text(MADE[path.name])
-    words = re.sub(r"\s+", " ", formatted([path], "C.UTF-8").stdout)
+    shown = formatted([path], "C.UTF-8").stdout
+    words = re.sub(r"\s+", " ", shown)
     for each in command.parameters:
         for flag in (*each.flags, *each.off):
             assert f" {flag}" in words
         assert re.sub(r"\s+", " ", each.help).replace("…", "...") in words
     for inner in command.commands:
         assert f"{'-'.join(inner.words)}(1)" in words
-    headings = re.findall(r"^[A-Z][A-Z ]+$", formatted([path], "C.UTF-8").stdout, re.MULTILINE)
+    headings = re.findall(r"^[A-Z][A-Z ]+$", shown, re.MULTILINE)
     wanted = ["NAME", "SYNOPSIS", "OPTIONS", "EXAMPLES", "EXIT STATUS", "ENVIRONMENT", "FILES", "SEE ALSO"]
     assert [each for each in headings if each in wanted] == wanted
 
