@@ -16,7 +16,7 @@ from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.progress_line import duration, size
 from nanovllm_cli.cli.results import Results
-from nanovllm_cli.cli.settings import load_settings, project_file
+from nanovllm_cli.cli.settings import Settings, as_words, load_settings, project_file
 from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
 from nanovllm_cli.text.control_filter import ControlFilter
 
@@ -371,19 +371,23 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def defaults(settings: Settings, command: str, model: str | None) -> dict[str, object]:
+    return {name: as_words(origin.value) for name, origin in settings.origins(command, model).items()}
+
+
 def test_the_nearer_and_the_more_special_setting_wins(config: Path) -> None:
     (config / "home/nanovllm/config.toml").write_text(
         '[default]\ntemp = 1\nport = 80\n[run]\nctx-size = "32K"\n[models.m]\ntemp = 3\n'
         '[aliases]\nmine = "m"\nother = "mine"\n'
     )
     settings = load_settings(FLAGS)
-    assert settings.defaults_for("run", None) == {"temperature": "1", "ctx_size": "32K"}
-    assert settings.defaults_for("run", "mine") == {"temperature": "3", "ctx_size": "32K"}
-    assert settings.defaults_for("serve", "x") == {"temperature": "1", "port": "80"}
+    assert defaults(settings, "run", None) == {"temperature": "1", "ctx_size": "32K"}
+    assert defaults(settings, "run", "mine") == {"temperature": "3", "ctx_size": "32K"}
+    assert defaults(settings, "serve", "x") == {"temperature": "1", "port": "80"}
     assert settings.resolve("other") == "m"
     assert settings.resolve("unknown") == "unknown"
     (config / "project/nanovllm.toml").write_text("[default]\ntemp = 0.5\n")
-    assert load_settings(FLAGS).defaults_for("run", "m")["temperature"] == "0.5"
+    assert defaults(load_settings(FLAGS), "run", "m")["temperature"] == "0.5"
 
 
 def test_a_project_ends_at_its_repository(tmp_path: Path) -> None:

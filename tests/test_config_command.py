@@ -88,6 +88,13 @@ def test_a_models_settings_win_over_its_commands(home: Path) -> None:
     assert "top_k=6" in ok(nanovllm(home, "run", "-q", "small", "params"))
 
 
+def test_a_model_that_a_file_names_has_its_settings_too(home: Path) -> None:
+    (home / "nanovllm.toml").write_text('[default]\nmodel = "tiny"\n[models.tiny]\ntop-k = 6\n[models.other]\ntop-k = 7\n')
+    assert "top_k=6" in ok(nanovllm(home, "run", "-q", "params"))
+    assert "top_k=7" in ok(nanovllm(home, "run", "-q", "-m", "other", "params"))
+    assert "top_k=7" in ok(nanovllm(home, "run", "-q", "params", NANOVLLM_MODEL="other"))
+
+
 def test_what_the_environment_may_set_a_file_may_set_unless_it_names_a_file(home: Path) -> None:
     (home / "nanovllm.toml").write_text('[run]\nsystem-prompt = "Be brief."\nquiet = true\n')
     assert nanovllm(home, "run", "tiny", "hi").err == ""

@@ -82,7 +82,10 @@ class Command(TyperCommand):
         if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(command_flags(ctx))
             ctx.obj = settings
-            ctx.meta[ORIGINS] = settings.origins(_full_name(ctx), self._model_of(ctx, words))
+            name = _full_name(ctx)
+            everywhere = settings.origins(name, None).get("model")
+            model = self._model_of(ctx, words, None if everywhere is None else _only(everywhere.value))
+            ctx.meta[ORIGINS] = settings.origins(name, model)
             several = {param.name for param in self.get_params(ctx) if getattr(param, "multiple", False)}
             defaults = {name: as_words(origin.value) for name, origin in ctx.meta[ORIGINS].items()}
             ctx.default_map = {
@@ -96,8 +99,11 @@ class Command(TyperCommand):
                 raise
             raise misspelt from failure
 
-    def _model_of(self, ctx: Any, words: list[str]) -> str | None:
-        """The model that this call is about, before anything is judged: its settings are defaults for the rest."""
+    def _model_of(self, ctx: Any, words: list[str], from_file: str | None) -> str | None:
+        """The model that this call is about, before anything is judged: its settings are defaults for the rest.
+
+        from_file: the one that settings files name. As -m, it makes every argument of a command with a prompt part of that.
+        """
         try:
             values, _, _ = self.make_parser(ctx).parse_args(list(words))
         except typer.TyperException:
@@ -106,7 +112,9 @@ class Command(TyperCommand):
         if not named:
             param = next((param for param in self.get_params(ctx) if param.name == "model"), None)
             named = param.resolve_envvar_value(ctx) if param is not None else None
-        return _only(named) or _only(values.get("model_word"))
+        if not named and any(param.name == "words" for param in self.get_params(ctx)):
+            named = from_file
+        return _only(named) or _only(values.get("model_word")) or from_file
 
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
         """`-ngl 99` reaches the parser as `-n gl`: said as what it is, an option that does not exist."""

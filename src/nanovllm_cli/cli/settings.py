@@ -119,10 +119,6 @@ class Settings:
             if _flag(key) in names and not isinstance(value, dict)
         }
 
-    def defaults_for(self, command: str, model: str | None) -> dict[str, Any]:
-        """Parameter name -> value, as the parser takes it."""
-        return {name: as_words(origin.value) for name, origin in self.origins(command, model).items()}
-
 
 def load_settings(flags: Mapping[str, Mapping[str, str]]) -> Settings:
     """Both files, checked. Raises UsageError."""
