@@ -83,7 +83,11 @@ def answer(display: object, kind: str, go: Path) -> None:
         for i in range(10):
             display.reasoning(f"thought {i} ")
         wait(lambda: display.reasoning(""))
-        display.reasoning("last thought")
+        display.reasoning("\n\nlast thought\n")
+        display.reasoning("\n")
+    if kind == "silent":
+        display.reasoning("\n")
+        display.reasoning("\n")
     if kind in ("count", "think"):
         for i in range(30):
             display.content(f"word{i} ")

@@ -252,11 +252,35 @@ def test_thinking_is_folded_and_shown(start: Start) -> None:
     assert "last thought" not in screen
     chat.expect("\n›")
     chat.press("C-t")  # the last one, afterwards
-    chat.expect("thought 9 last thought")
+    chat.expect("\n\nlast thought\n›")
     chat.press("C-t")
     chat.expect("thinking is folded")
     chat.type("think\n")
     chat.expect(lambda screen: len(re.findall("thought for", screen)) == 2)
+
+
+def test_thinking_is_folded_and_unfolded_while_it_lasts_and_behind_it(start: Start) -> None:
+    chat = start()
+    chat.type("think\n")
+    chat.expect("thought 9")
+    chat.press("C-t")
+    chat.expect("words")
+    chat.press("C-t")
+    chat.expect(lambda screen: "words" not in screen)
+    chat.go_on()
+    screen = chat.expect("word29\n\n›")
+    assert screen.count("thought 3") == 1
+    assert "thought 9\nlast thought\n\nword0" in screen
+    (chat.log.parent / "go").unlink()
+    chat.type("count\n")
+    chat.expect(lambda screen: "word9" in screen.rsplit("count", 1)[-1])
+    chat.press("C-t")
+    chat.go_on()
+    screen = chat.expect(lambda screen: "word29\n\n›" in screen.rsplit("count", 1)[-1])
+    body = screen.rsplit("› count\n", 1)[-1].split("\n\n›")[0]
+    assert body.split() == [f"word{i}" for i in range(30)]  # nothing was written in the middle of it
+    chat.type("silent\n")
+    chat.expect("› silent\nanswered")  # thinking of nothing is not worth a line
 
 
 def test_an_editor_gets_the_whole_text(start: Start, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 PROMPT = "› "
 _LONG_PASTE_LINES, _LONG_PASTE_CHARACTERS = 20, 4000
-_MAX_KEPT = 20_000  # characters of a message that history keeps
+_MAX_KEPT = 20_000  # characters of a message that history keeps, and of a draft that is shown whole
 _MAX_HISTORY_BYTES = 1 << 20
 
 _STYLE = Style.from_dict(
@@ -105,7 +105,9 @@ class LineEditor:
         try:
             with _Ending(app) as ending:
                 text = self._session.prompt(
-                    default=self._pastes.shorten(draft), pre_run=ending.begin, set_exception_handler=False
+                    default=draft if len(draft) <= _MAX_KEPT else self._pastes.shorten(draft),
+                    pre_run=ending.begin,
+                    set_exception_handler=False,
                 )
         except OSError as failure:  # the terminal is gone
             raise EOFError from failure
@@ -144,8 +146,8 @@ class LineEditor:
             else:
                 buffer.validate_and_handle()
 
-        @bindings.add("escape", "enter")
-        @bindings.add("c-j")
+        @bindings.add("escape", "enter", filter=in_line)
+        @bindings.add("c-j", filter=in_line)
         def newline(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 

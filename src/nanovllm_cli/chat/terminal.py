@@ -43,14 +43,17 @@ class TerminalDisplay:
         self._progress = ProgressLine(console)
         self._part: Part = "nothing"
         self._num_read = 0
-        self._thought = ""
-        self._thoughts = ControlFilter()
+        self._thought: list[str] = []
+        self._num_shown = 0  # of its pieces
+        self._is_seen = False
+        self._line_ends = ""  # that are shown when something follows
+        self._filter = ControlFilter()
         self._flow = self._new_flow()
         self._began = self._drawn = 0.0
 
     def begin(self) -> None:
-        self._part, self._num_read, self._thought = "nothing", 0, ""
-        self._thoughts, self._flow = ControlFilter(), self._new_flow()
+        self._part, self._num_read = "nothing", 0
+        self._thought, self._num_shown = [], 0
 
     def progress(self, done: int, total: int) -> None:
         self._look_at_keys()
@@ -65,14 +68,15 @@ class TerminalDisplay:
         self._look_at_keys()
         if self._part != "thinking":
             self._end_part()
-            self._part, self._thought = "thinking", ""
+            self._part, self._thought, self._num_shown = "thinking", [], 0
+            self._is_seen, self._line_ends = False, ""
+            self._filter, self._flow = ControlFilter(), self._new_flow()
             self._began = time.monotonic()
-        text = self._thoughts.feed(text)
-        self._thought += text
+        self._thought.append(self._filter.feed(text))
         if self.folds_thinking:
             self._show_thinking_time()
         else:
-            self._write_thought(text)
+            self._show_thought()
 
     def content(self, text: str) -> None:
         self._look_at_keys()
@@ -91,19 +95,20 @@ class TerminalDisplay:
         self._console.styled("\n")
 
     def toggle_thinking(self) -> None:
-        """Folds thinking, or shows it: what is going on, or what the last answer thought."""
+        """Folds thinking, or shows it: what is going on, or what the last answer thought. Behind it, in the middle of an
+        answer, this takes effect with the next one."""
         self.folds_thinking = not self.folds_thinking
-        if self._part == "thinking" and self.folds_thinking:
+        if self._part == "answer":
+            return
+        self._is_seen = self._is_seen and not self.folds_thinking
+        if not self.folds_thinking and self._num_shown < len(self._thought):
+            self._console.status("")
+            self._show_thought()
+        elif self._part == "nothing":
+            self._line("thinking is folded" if self.folds_thinking else "thinking is shown", _DIM)
+        if self.folds_thinking or self._part == "nothing":
             self._flow.end()
             self._flow.flush()
-        elif self._part == "thinking" or (self._thought and not self.folds_thinking):
-            self._console.status("")
-            self._write_thought(self._thought)
-            if self._part != "thinking":
-                self._flow.end()
-                self._flow.flush()
-        else:
-            self._line("thinking is folded" if self.folds_thinking else "thinking is shown", _DIM)
 
     def say(self, text: str) -> None:
         text = ControlFilter().feed(text).rstrip("\n")
@@ -134,19 +139,26 @@ class TerminalDisplay:
             self._console.status("")
             self._flow.end()
             self._flow.flush()
-            if self.folds_thinking:
+            if self.folds_thinking and any(map(str.strip, self._thought)):
                 self._line(f"thought for {duration(time.monotonic() - self._began)}", _DIM)
-            self._console.styled("\n")
+            if any(map(str.strip, self._thought)):
+                self._console.styled("\n")
 
-    def _write_thought(self, text: str) -> None:
-        self._flow.put(text, _DIM)
+    def _show_thought(self) -> None:
+        """What has not been shown of it, without empty lines around it."""
+        text = self._line_ends + "".join(self._thought[self._num_shown :])
+        self._num_shown = len(self._thought)
+        shown = text.rstrip("\n")
+        self._line_ends = text[len(shown) :]
+        self._flow.put(shown if self._is_seen else shown.lstrip("\n"), _DIM)
         self._flow.flush()
+        self._is_seen = self._is_seen or bool(shown)
 
     def _show_thinking_time(self) -> None:
         now = time.monotonic()
         if now - self._drawn >= _STATUS_SECONDS:
             self._drawn = now
-            words = len(self._thought.split())
+            words = len("".join(self._thought).split())
             self._console.status(f"thinking  {duration(now - self._began)}  {words:,} words")
 
     def _look_at_keys(self) -> None:
