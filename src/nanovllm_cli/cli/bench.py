@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -32,6 +33,7 @@ from nanovllm_cli.weights.shapes import RANDOM
 if TYPE_CHECKING:
     from nanovllm_cli.bench.formats import Printer
     from nanovllm_cli.bench.record import Record
+    from nanovllm_cli.bench.roofline import Roofline
     from nanovllm_cli.bench.sweep import Setup, Trial
     from nanovllm_cli.bench.table import Loaded
 
@@ -71,15 +73,22 @@ def bench(
     check_files(output.report)
     from nanovllm_cli.bench.formats import explained
     from nanovllm_cli.bench.machine import this_machine
+    from nanovllm_cli.bench.roofline import roofline
+    from nanovllm_cli.bench.settings import distinguishing, said, settings_of
     from nanovllm_cli.bench.table import Procedure, run_sweep
 
     procedure = Procedure(tests.repetitions, not tests.no_warmup, tests.delay)
     records: list[Record] = []
+
+    @functools.cache
+    def limits(device: str, threads: int | None) -> Roofline:
+        return roofline(device, threads, fresh=output.roofline == "measure", progress=ProgressLine(screen))
+
     with contextlib.ExitStack() as stack:
         printing = stack.enter_context(_Printing(output, swept_fields(engine), screen))
         for record in run_sweep(
             sweep,
-            lambda setup, trials: _open(setup, trials, model, engine, output, screen),
+            lambda setup, trials: _open(setup, trials, model, engine, None if output.roofline == "off" else limits, screen),
             this_machine,
             procedure,
             deterministic=engine.deterministic,
@@ -92,9 +101,9 @@ def bench(
     draw_results(records, output.report, plot=output.plot, screen=screen)
     for line in records[0].machine.lines():
         screen.say(line, "dim")
-    several = len({record.model_type for record in records}) > 1
+    apart = distinguishing([records])
     for record in records:
-        screen.say(f"{record.model_type}, {explained(record)}" if several else explained(record), "dim")
+        screen.say(", ".join([*said(settings_of(record), apart), explained(record)]), "dim")
 
 
 class _Printing:
@@ -139,10 +148,9 @@ def _open(
     trials: Sequence[Trial],
     model: BenchModelOptions,
     engine: BenchEngineOptions,
-    output: BenchOutputOptions,
+    limits: Callable[[str, int | None], Roofline] | None,
     screen: Console,
 ) -> Loaded:
-    from nanovllm_cli.bench.roofline import roofline
     from nanovllm_cli.bench.table import Loaded, check_room
 
     config = EngineConfig(
@@ -163,8 +171,7 @@ def _open(
         check_room(llm, trials)
     except DoesNotFitError as failure:
         raise DoesNotFitError(failure.message, "choose smaller -p, -n, -d or -npl, or a smaller model") from failure
-    if output.roofline == "off":
+    if limits is None:
         return Loaded(llm)
     device = "cpu" if llm.threads is not None else "cuda" if model.device == "auto" else model.device
-    fresh = output.roofline == "measure"
-    return Loaded(llm, roofline(device, llm.threads, fresh=fresh, progress=ProgressLine(screen)))
+    return Loaded(llm, limits(device, llm.threads))
