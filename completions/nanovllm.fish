@@ -194,7 +194,7 @@ complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -l dtype -x -a 'auto float3
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -l device -x -a 'auto cpu cuda cuda:0' -d 'auto, cpu, cuda, cuda:N'
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -s c -l ctx-size -x -d 'A context to plan for, in tokens, such as 16K'
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -s t -l threads -x -d 'CPU threads'
-complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -l check -d 'Load the model (download it first) and compare'
+complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -l check -d 'Load the model (download it first), measure the machine anew, compare'
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -l json -d 'One JSON object'
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -s q -l quiet -d 'Only errors on stderr'
 complete -c nanovllm -n '__nanovllm_at '\''plan'\''' -s v -l verbose -d 'More on stderr'

@@ -57,7 +57,10 @@ class PlanOptions:
     ] = None  # fmt: skip
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
     check: Annotated[
-        bool, option("--check", help="Load the model (download it first) and compare.", panel=OUTPUT, envvar=None)
+        bool,
+        option(
+            "--check", help="Load the model (download it first), measure the machine anew, compare.", panel=OUTPUT, envvar=None
+        ),
     ] = False
     json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
 
@@ -125,7 +128,7 @@ def _planned(name: str, source: SourceOptions, options: PlanOptions, config: Eng
         found = cached_copy(found.hub_name, name) or found
     with _files(found, progress) as path, open_checkpoint(path) as checkpoint:
         remote = not isinstance(found, ResolvedModel)
-        speed = _speed(device_of(config), config.threads, screen)
+        speed = _speed(device_of(config), options, screen)
         formats = None if options.quant is None else [options.quant]
         made = make_plan(checkpoint, config, formats, speed, headers_only=remote)
     if isinstance(found, ResolvedModel):
@@ -146,13 +149,13 @@ def _files(found: ResolvedModel | RemoteModel, progress: ProgressLine) -> Iterat
         yield fetch_headers(found, Path(folder), progress)
 
 
-def _speed(device: str, threads: int | None, screen: Console) -> Speed | None:
-    """Of this machine, measured once. A machine that can't be measured is planned for without."""
+def _speed(device: str, options: PlanOptions, screen: Console) -> Speed | None:
+    """Of this machine, measured once, and anew to be compared with what happens now. None where it can't be measured."""
     from nanovllm_cli.bench.roofline import roofline
     from nanovllm_cli.planning.estimate import Speed
 
     try:
-        return Speed(*roofline(device, threads, progress=ProgressLine(screen)))
+        return Speed(*roofline(device, options.threads, fresh=options.check, progress=ProgressLine(screen)))
     except NanovllmError as error:
         screen.say(f"nothing is said of speed: {error.message}")
         return None

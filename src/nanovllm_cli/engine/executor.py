@@ -23,10 +23,10 @@ class Executor(Protocol):
     def block_bytes(self) -> int:
         """Of one block of the KV cache over all layers."""
 
-    def read_blocks(self, blocks: list[int]) -> bytes:
+    def read_blocks(self, blocks: list[int]) -> memoryview:
         """What these blocks of the KV cache hold, block_bytes each, one after another."""
 
-    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """Puts into these blocks what `read_blocks` gave of others, perhaps in another process."""
 
     def close(self) -> None: ...
@@ -58,10 +58,10 @@ class InProcessExecutor:
     def block_bytes(self) -> int:
         return self._worker.block_bytes
 
-    def read_blocks(self, blocks: list[int]) -> bytes:
+    def read_blocks(self, blocks: list[int]) -> memoryview:
         return self._worker.read_blocks(blocks)
 
-    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         self._worker.write_blocks(blocks, data)
 
     def close(self) -> None:

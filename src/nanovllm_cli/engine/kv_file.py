@@ -23,8 +23,9 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor
@@ -99,7 +100,7 @@ def save(
         output.file.write(start + tag)
         step = _blocks_at_once(header)
         for first in range(0, len(found), step):
-            data = memoryview(executor.read_blocks(found[first : first + step]))
+            data = executor.read_blocks(found[first : first + step])
             for offset in range(0, len(data), header.block_bytes):
                 block = data[offset : offset + header.block_bytes]
                 tag = _tag(key, tag, block)
@@ -165,7 +166,7 @@ def _load(
 class _Reader:
     """A file whose header is whole. Raises _NotUsed for everything that is not as it was written."""
 
-    def __init__(self, file: BinaryIO, key: bytes) -> None:
+    def __init__(self, file: BufferedReader, key: bytes) -> None:
         self._file = file
         self._key = key
         start = self._read(len(MAGIC) + _LENGTH.size)
@@ -186,17 +187,18 @@ class _Reader:
         if os.fstat(file.fileno()).st_size != end:
             raise _NotUsed(f"it is damaged: {end} bytes are expected")
 
-    def slices(self, count: int) -> Iterator[tuple[int, bytearray]]:
+    def slices(self, count: int) -> Iterator[tuple[int, memoryview]]:
         """(number of the first block, blocks), some at a time, checked."""
-        step = _blocks_at_once(self.header)
+        size, step = self.header.block_bytes, _blocks_at_once(self.header)
         for first in range(0, count, step):
-            data = bytearray()
-            for number in range(first, min(first + step, count)):
-                block, tag = self._read(self.header.block_bytes), self._read(TAG_BYTES)
-                self._last_tag = _tag(self._key, self._last_tag, memoryview(block))
-                if not hmac.compare_digest(tag, self._last_tag):
-                    raise _NotUsed(f"it is damaged in block {number}")
-                data += block
+            data = memoryview(bytearray(min(step, count - first) * size))
+            for start in range(0, len(data), size):
+                block = data[start : start + size]
+                if self._file.readinto(block) != size:
+                    raise _NotUsed("it is damaged: it ends too early")
+                self._last_tag = _tag(self._key, self._last_tag, block)
+                if not hmac.compare_digest(self._read(TAG_BYTES), self._last_tag):
+                    raise _NotUsed(f"it is damaged in block {first + start // size}")
             yield first, data
 
     def _read(self, size: int) -> bytes:
@@ -206,7 +208,7 @@ class _Reader:
         return data
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     """Only a regular file: anything else could keep us waiting."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -123,12 +123,12 @@ class Worker:
             "block": [config.block_size, self.block_bytes],
         }
 
-    def read_blocks(self, blocks: list[int]) -> bytes:
+    def read_blocks(self, blocks: list[int]) -> memoryview:
         """See Executor."""
         self.platform.enter()
-        return self.runner.cache.read_blocks(blocks).numpy().tobytes()
+        return self.runner.cache.read_blocks(blocks).flatten().numpy().data
 
-    def write_blocks(self, blocks: list[int], data: bytearray) -> None:
+    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """See Executor."""
         self.platform.enter()
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
