@@ -32,8 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 PROMPT, CHARACTERS = 32, 4
-TOKENS = {"tiny": 1000}
-DEFAULT_TOKENS = 256
+TOKENS = {"tiny": 400, "small": 400}
+DEFAULT_TOKENS = 96
 TEXT = """## A heading
 
 A paragraph with **bold words**, `code`, a [link](https://example.org/page) and enough plain text behind it to be wrapped at the
@@ -76,7 +76,7 @@ class Scripted:
             yield dataclasses.replace(output, outputs=(dataclasses.replace(answer, delta_text=text),))
 
 
-def measure(model: str, threads: int, rounds: int) -> list[dict[str, float]]:
+def measure(model: str, num_tokens: int, threads: int, rounds: int) -> list[dict[str, float]]:
     """Tokens a second of each side, a dictionary a round. Runs on the terminal."""
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
     from nanovllm_cli.chat.keys import AnswerKeys
@@ -87,7 +87,6 @@ def measure(model: str, threads: int, rounds: int) -> list[dict[str, float]]:
     from nanovllm_cli.cli.answer import TextPrinter, Transcript
     from nanovllm_cli.cli.output import console
 
-    num_tokens = TOKENS.get(model, DEFAULT_TOKENS)
     llm = LLM(model, config=EngineConfig(threads=threads, max_model_len=2048, enable_prefix_caching=False))
     scripted: Any = Scripted(llm)
     ids = [(7919 * (i + 1)) % llm.spec.vocab_size for i in range(PROMPT)]
@@ -158,12 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=["tiny", "small", "qwen3-0.6b"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        results = measure(options.side, options.threads, options.rounds)
+        results = measure(options.side, options.tokens, options.threads, options.rounds)
         options.output.write_text(json.dumps(results))
         return
     from shapes import SHAPES, write_gguf
@@ -177,7 +177,8 @@ def main() -> None:
             name = str(write_gguf(Path(folder) / "random.gguf", model)) if model in SHAPES else model
             result = Path(folder) / "result.json"
             command = [sys.executable, __file__, "--side", name, "--output", str(result)]
-            on_a_terminal([*command, "--threads", str(options.threads), "--rounds", str(options.rounds)])
+            command += ["--tokens", str(TOKENS.get(model, DEFAULT_TOKENS)), "--threads", str(options.threads)]
+            on_a_terminal([*command, "--rounds", str(options.rounds)])
             rounds = json.loads(result.read_text())
         medians = {side: statistics.median(each[side] for each in rounds) for side in rounds[0]}
         loss = {side: 1 - statistics.median(each[side] / each["run"] for each in rounds) for side in rounds[0]}
