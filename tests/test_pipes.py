@@ -100,6 +100,13 @@ def test_a_pipe_gets_plain_text_and_quiet_is_quiet(name: str, home: Path, server
     assert "\x1b" not in done.stdout
 
 
+def test_a_library_behind_a_command_is_quiet_too(home: Path) -> None:
+    pytest.importorskip("transformers")
+    done = call(home, "nanovllm verify tiny --against transformers --tokens 8 -q")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_reader_who_has_enough_is_no_failure(name: str, home: Path, server: OpenAIServer) -> None:
     text = f"nanovllm {CALLS[name]} </dev/null | head -1; exit ${{PIPESTATUS[0]}}"

@@ -94,9 +94,11 @@ def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
     refuses the model."""
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as messages
     except ImportError as failure:
         raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
     folder = path if path.is_dir() else path.parent
+    messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, use_safetensors=True
