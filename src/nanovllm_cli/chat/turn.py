@@ -83,21 +83,23 @@ class Turn:
             while True:
                 with signals.held(firmly=False):
                     output = next(steps, None)
-                    with signals.held():
-                        pieces = self._take(output) if output is not None else []
-                if output is None:
-                    return
-                if not self.began:
-                    self._display.progress(output.metrics.num_computed_prompt_tokens, len(self.prompt.ids))
-                for piece in pieces:
-                    if piece.reasoning and self._shows_reasoning:
-                        self._display.reasoning(piece.reasoning)
-                    if piece.content:
-                        self._display.content(piece.content)
+                    if output is None:
+                        return
+                    with signals.held():  # a display that is broken off would not know what it has shown
+                        self._show(output, self._take(output))
         finally:
             self.ended = time.monotonic()
             with signals.held():
                 steps.close()
+
+    def _show(self, output: RequestOutput, pieces: list[Piece]) -> None:
+        if not self.began:
+            self._display.progress(output.metrics.num_computed_prompt_tokens, len(self.prompt.ids))
+        for piece in pieces:
+            if piece.reasoning and self._shows_reasoning:
+                self._display.reasoning(piece.reasoning)
+            if piece.content:
+                self._display.content(piece.content)
 
     def flush(self) -> None:
         """No more comes: what may have been the beginning of a tag is text."""
