@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -205,3 +210,27 @@ def test_attention_gives_the_same_bits_whatever_the_chunks(
             for s, piece in zip(alive, out.split([ends[s] - begin for s in alive]), strict=True):
                 outs[s].append(piece)
         assert torch.equal(torch.cat([torch.cat(o) for o in outs]), expected)
+
+
+CROSSING = """
+import hashlib, sys, torch
+from nanovllm_cli.kernels import cpu
+cpu.set_num_threads(2)
+g = torch.Generator().manual_seed(0)
+x, weight = torch.randn(50, 144, generator=g), torch.randn(72, generator=g)
+made = [cpu.add_rms_norm(x[:, :72].contiguous(), None, weight, 1e-6, 0.0), cpu.gated_activation(x, "silu")]
+tensors = [t for part in made for t in (part if isinstance(part, tuple) else (part,)) if t is not None]
+print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
+"""
+
+
+def test_a_kernel_from_the_cache_has_the_bits_of_one_just_compiled(tmp_path: Path) -> None:
+    """numba optimises a parallel kernel once more before it is kept: nothing may be left to its discretion."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", CROSSING], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True,
+            check=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert runs[0].stdout == runs[1].stdout != ""

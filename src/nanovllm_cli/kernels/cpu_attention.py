@@ -26,6 +26,7 @@ from numba import carray, njit, prange
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
 from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, scratch, store
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd_sums import sum_f32
 
 KEYS = TILE_COLUMNS
 BLOCKS_PER_TILE = KEYS // BLOCK
@@ -59,11 +60,9 @@ def _softmax_row(v_kind, scores, lanes, low, high, scale, softcap, v_scales, sta
         for c in range(KEYS):
             store(weights, c, np.float32(0.0))
         return
-    total = np.float32(0.0)
     for c in range(KEYS):
-        p = exp_not_positive(scores[c] - top)
-        scores[c] = p
-        total += p
+        scores[c] = exp_not_positive(scores[c] - top)
+    total = sum_f32(scores.ctypes.data, KEYS)
     scale_by(v_kind, scores, v_scales)
     for c in range(KEYS):
         store(weights, c, scores[c])

@@ -12,6 +12,7 @@ from numba import carray, njit, prange
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load, store
 from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
 SILU, GELU_TANH, GELU = 0, 1, 2
 
@@ -31,10 +32,7 @@ def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):
         if residual != 0:
             for i in range(width):
                 store(line, i, load(line, i) + load(plus, i))
-        total = np.float32(0.0)
-        for i in range(width):
-            value = load(line, i)
-            total += value * value
+        total = sum_of_squares(tag, line.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
             store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
@@ -71,13 +69,11 @@ def _erf(x):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _norm_and_rotate(source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):
+def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):
     """One head: buffer = rope(rms_norm(source) * weight). Dimensions past `rotary` are not rotated."""
     width = buffer.size
     if has_norm:
-        total = np.float32(0.0)
-        for i in range(width):
-            total += load(source, i) * load(source, i)
+        total = sum_of_squares(tag, source.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
             buffer[i] = load(source, i) * inverse * load(weight, i)
@@ -124,7 +120,7 @@ def rope_and_cache(
         buffer = np.empty(dim, np.float32)
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
-            _norm_and_rotate(source[t, i], buffer, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
+            _norm_and_rotate(tag, source[t, i], buffer, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
@@ -132,7 +128,7 @@ def rope_and_cache(
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
         k_codes = np.empty(dim, key.dtype)
-        _norm_and_rotate(source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
+        _norm_and_rotate(tag, source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]
