@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -151,6 +153,40 @@ def test_what_is_left_of_a_folder_deleted_halfway_never_comes_back(tmp_path: Pat
     shutil.rmtree(target)
     OutputFolder(target).close()
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [OutputFile, OutputFolder])
+def test_an_interrupt_before_any_instruction_of_the_beginning_leaves_nothing(
+    tmp_path: Path, kind: type[OutputFile | OutputFolder]
+) -> None:
+    writer = kind.__init__.__code__.co_filename
+    count = wanted = 0
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != writer or frame.f_code.co_name in ("close", "__del__"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == wanted:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    finished = False
+    while not finished:
+        count, wanted = 0, wanted + 1
+        sys.settrace(trace)
+        try:
+            kind(tmp_path / "model").close()
+            finished = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert names(tmp_path) == [], f"instruction {wanted}"
+    assert wanted > 100
 
 
 @pytest.mark.parametrize("kind", [OutputFile, OutputFolder])

@@ -47,7 +47,8 @@ class _Output:
         self.replace = replace
         self.temporary = self.target.with_name(f".{self.target.name}.partial")
         self._shown = target
-        self._lock = -1
+        self._handles: list[int] = []
+        self._begun = False
 
     def commit(self) -> None:
         raise NotImplementedError
@@ -68,31 +69,46 @@ class _Output:
 
     def close(self) -> None:
         """Takes away what has not been committed, and lets the lock go."""
-        if getattr(self, "_lock", -1) < 0:
+        if not getattr(self, "_begun", False):
             return
         with contextlib.suppress(OSError):
+            if not self._handles:  # an interrupt came between the neighbour's creation and its opening
+                self._open(os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it
             if self._holds(self.temporary):
                 shutil.rmtree(self.temporary) if self.temporary.is_dir() else self.temporary.unlink()
-        os.close(self._lock)
-        self._lock = -1
+        self._begun = False
+        self._let_go()
+
+    @property
+    def _lock(self) -> int:
+        """The neighbour's handle."""
+        return self._handles[-1]
+
+    def _open(self, flags: int) -> None:
+        """In one call, in which an interrupt cannot lose the handle."""
+        paths, kinds, modes = (self.temporary,), (flags | os.O_CLOEXEC | os.O_NOFOLLOW,), (0o666,)
+        self._handles.extend(map(os.open, paths, kinds, modes))
+
+    def _let_go(self) -> None:
+        while self._handles:
+            os.close(self._handles.pop())
 
     def _take(self, flags: int) -> None:
         """Opens the neighbour and locks it. It may be gone, or be another one, by the time that the lock is here."""
-        while self._lock < 0:
-            handle = os.open(self.temporary, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        while True:
+            self._open(flags)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as failure:
-                os.close(handle)
                 if failure.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 raise OutputError(
                     f"{self._shown}: another process is writing it", "wait for it, or choose another output"
                 ) from failure
-            self._lock = handle
-            if not self._holds(self.temporary):
-                os.close(handle)
-                self._lock = -1
+            if self._holds(self.temporary):
+                return
+            self._let_go()
 
     def _holds(self, path: Path) -> bool:
         try:
@@ -125,6 +141,7 @@ class OutputFile(_Output):
         self._check_target()
         if replace and self.target.exists() and not self.target.is_file():
             raise UsageError(f"{target}: not a file, and so not replaced", "choose another output")
+        self._begun = True
         try:
             self._take(os.O_RDWR | os.O_CREAT)
             os.ftruncate(self._lock, 0)
@@ -164,6 +181,7 @@ class OutputFolder(_Output):
             self._check_target()
             if os.path.lexists(self.target):
                 check_replaceable(self.target)
+            self._begun = True
             with contextlib.suppress(FileExistsError):
                 self.temporary.mkdir()
             self._take(os.O_RDONLY | os.O_DIRECTORY)
