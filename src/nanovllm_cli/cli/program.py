@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,15 +22,25 @@ from nanovllm_cli.cli import (
     run,
     verify,
 )
-from nanovllm_cli.cli.command import Command, DefaultGroup, SettinglessCommand, group
+from nanovllm_cli.cli.command import Command, DefaultGroup, Group, SettinglessCommand, group
 from nanovllm_cli.cli.options import print_version
 
 PROGRAM = "nanovllm"
+ORDER = ("run", "chat", "bench", "models", "plan", "convert", "quantize", "verify", "config", "completion")
+
+
+class Program(Group):
+    """All commands, in the order in which a person meets them; Typer would put groups last."""
+
+    def __init__(self, *, name: str | None = None, commands: Any = None, **attributes: Any) -> None:
+        super().__init__(name=name, commands=commands, **attributes)
+        self.commands = {name: self.commands.pop(name) for name in ORDER} | dict(self.commands)
 
 
 def build() -> typer.Typer:
     app = group(
         "Run language models on this machine.",
+        Program,
         name=PROGRAM,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
