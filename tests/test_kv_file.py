@@ -273,7 +273,7 @@ def test_paths_that_are_no_files_are_refused(fresh: LLM, tmp_path: Path, caplog:
     os.mkfifo(tmp_path / "pipe")
     assert "not a file" in refused(fresh, tmp_path / "pipe", caplog)
     assert "not a file" in refused(fresh, tmp_path, caplog)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "nanovllm_cli")
     assert "no such file" in refused(fresh, tmp_path / "nothing", caplog)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+_PATIENCE_SECONDS = 1.5
 _INSIST_SECONDS = 0.2
 
 _received: int | None = None
@@ -65,7 +66,9 @@ def forgive() -> None:
 
 @contextlib.contextmanager
 def insisting() -> Iterator[None]:
-    """Within, a signal raises again and again until it gets through: for imports, which have nothing to clean up."""
+    """Within, a signal is written down and raised at the end; where that takes long, or at the second signal, it raises again and
+    again until it gets through. For imports: they have nothing to clean up, but libraries that an exception hits while they
+    start may end the process with a crash."""
     global _insists
     before = signal.signal(signal.SIGALRM, _insist)
     _insists = True
@@ -75,6 +78,8 @@ def insisting() -> Iterator[None]:
         _insists = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if not _held:
+        check()
 
 
 def restore() -> None:
@@ -94,7 +99,9 @@ def _receive(signum: int, frame: FrameType | None) -> None:
     if _held and (is_first or _held_firmly):
         return
     if _insists:
-        signal.setitimer(signal.ITIMER_REAL, _INSIST_SECONDS, _INSIST_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE_SECONDS if is_first else _INSIST_SECONDS, _INSIST_SECONDS)
+        if is_first:
+            return
     raise _exception(signum)
 
 
