@@ -6,6 +6,7 @@ The library calls these methods; what they draw, and whether they draw at all, i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 Unit = Literal["B", "tensors", "tokens", "lines", "requests", "batches"]
@@ -26,6 +27,9 @@ class LoadProgress(Protocol):
     def note(self, message: str) -> None:
         """A line for the user, such as what a model's name resolved to."""
 
+    def starting(self) -> AbstractContextManager[None]:
+        """Around code that an exception from outside would crash, such as the loading of compiled kernels."""
+
 
 class NullProgress:
     """Listens to nothing."""
@@ -41,3 +45,6 @@ class NullProgress:
 
     def note(self, message: str) -> None:
         pass
+
+    def starting(self) -> AbstractContextManager[None]:
+        return nullcontext()

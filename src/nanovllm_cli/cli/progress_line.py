@@ -7,6 +7,7 @@ program.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.output import Console
@@ -47,6 +48,9 @@ class ProgressLine:
 
     def note(self, message: str) -> None:
         self._console.say(message, "dim")
+
+    def starting(self) -> AbstractContextManager[None]:
+        return signals.insisting()
 
     def _render(self, now: float) -> str:
         seconds = now - self._began

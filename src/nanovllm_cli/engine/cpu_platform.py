@@ -21,7 +21,7 @@ from nanovllm_cli.kernels import cpu, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
@@ -39,7 +39,7 @@ class CpuPlatform:
         if config.block_size != cpu.BLOCK:
             raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
         self.config = config
-        self.progress = progress
+        self.progress = progress or NullProgress()
         self.ops = CpuOps()
         self.threads = _num_threads(config, progress)
         self._thread: int | None = None
@@ -71,12 +71,12 @@ class CpuPlatform:
         self._warm_up(warm.is_compiled(dtype, kept), lambda: warm.warm_up(dtype, kept))
 
     def _warm_up(self, is_compiled: bool, warm_up: Callable[[], None]) -> None:
-        if self.progress is None or is_compiled:
+        if not is_compiled:
+            self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
+        with self.progress.starting():
             warm_up()
-            return
-        self.progress.stage("compiling kernels for this processor (first run only)", None, "tensors")
-        warm_up()
-        self.progress.done()
+        if not is_compiled:
+            self.progress.done()
 
     def available_bytes(self) -> int:
         return available_bytes()
