@@ -21,9 +21,9 @@ SETTINGS = {
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"---\nlicense: mit\n---\n",
 }
 CLUTTER = {
-    "README.md": b"read me",
     ".gitattributes": b"x",
     "pytorch_model.bin": b"p" * 1000,
     "consolidated.safetensors": b"c" * 1000,

@@ -118,7 +118,7 @@ def test_list_says_what_is_there_and_why_it_does_not_run(commands: Commands, hom
     assert next(row["name"] for row in listed) == "tiny"
     dense = rows["org/dense"]
     assert (dense["stored"], dense["refs"], dense["loadable"]) == ("BF16", ["main"], True)
-    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    files = ("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert dense["bytes"] == sum((folders["dense"] / name).stat().st_size for name in files)
     assert rows["org/quants:Q8_0"]["stored"] == "Q8_0"
     assert rows["org/quants:F16"]["bytes"] == (folders["quants"] / "tiny-F16.gguf").stat().st_size

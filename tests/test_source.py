@@ -187,7 +187,7 @@ def test_cached_model_is_found_offline(home: Path) -> None:
     for name in ("Qwen/Qwen3-0.6B", "qwen3", "QWEN3:0.6B", "hf:Qwen/Qwen3-0.6B@main", f"qwen3:0.6b@{COMMIT}"):
         model = resolve(name, offline=True)
         assert (model.path, model.name, model.repo) == (snapshot, name, "Qwen/Qwen3-0.6B")
-        assert (model.revision, model.num_bytes, model.format) == (COMMIT, 100, "hf")
+        assert (model.revision, model.num_bytes, model.format) == (COMMIT, 101, "hf")
         assert str(model) == "Qwen/Qwen3-0.6B@89abcde (0.0 MB)"
     assert resolve(f"Qwen/Qwen3-0.6B@{COMMIT}").path == snapshot  # pinned: nothing to ask
     assert resolve("qwen3", revision=COMMIT).path == snapshot

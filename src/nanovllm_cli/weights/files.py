@@ -66,7 +66,10 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
         return _chosen_file(names, where, file)
     if quant is not None:
         return _chosen_quant(names, where, quant)
-    settings = sorted(name for name in names if name in _SETTINGS or name.startswith("additional_chat_templates/"))
+    settings = sorted(
+        name for name in names
+        if name in _SETTINGS or name == "README.md" or name.startswith("additional_chat_templates/")
+    )  # fmt: skip
     top = sorted(name for name in names if "/" not in name)
     tensors = [name for name in top if name.endswith(".safetensors")]
     indexes = [name for name in top if name.endswith(".safetensors.index.json")]
