@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
 
 GREEDY_BELOW = 1e-5
@@ -99,6 +100,7 @@ class SamplingParams:
         Natural logarithms of the model's own distribution, before any of the above (vLLM's "raw_logprobs").
     prompt_logprobs: the same for the prompt's tokens.
     skip_special_tokens: leave special tokens out of the text.
+    constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it.
 
     As llama.cpp means them:
 
@@ -143,6 +145,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    reasoning: ReasoningPhase | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _FLOAT_BOUNDS.items():
@@ -164,6 +168,10 @@ class SamplingParams:
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
+        if not isinstance(self.constraint, Constraint | None):
+            raise _refused("constraint", self.constraint, "a Constraint")
+        if not isinstance(self.reasoning, ReasoningPhase | None):
+            raise _refused("reasoning", self.reasoning, "a ReasoningPhase")
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.seed == -1:

@@ -1,0 +1,56 @@
+"""What a request asks of the form of its answer, as plain data: `SamplingParams` carries it to the worker.
+
+`constrain/` makes masks of it; who writes one (a server's `response_format`, `--json-schema`, a tool that must be called)
+needs nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from nanovllm_cli.errors import UsageError
+
+ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+
+MAX_CONSTRAINT_CHARS = 1 << 18
+MAX_TAG_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The whole answer must match; behind its reasoning, where it reasons.
+
+    kind and text: a JSON schema as JSON text; a regular expression; choices as a JSON list of strings; a grammar in llguidance's
+    Lark or in GBNF; "" for json_object.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            raise UsageError(f"unknown kind of constraint {self.kind!r}", f"known: {', '.join(get_args(ConstraintKind))}")
+        if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT_CHARS:
+            raise UsageError(f"a constraint has at most {MAX_CONSTRAINT_CHARS} characters")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPhase:
+    """That an answer may begin with reasoning, which a constraint leaves alone.
+
+    open, close: its tags. starts_inside: the prompt has opened it. budget: most tokens of reasoning before `close` is forced; None
+    sets no limit.
+    """
+
+    open: str
+    close: str
+    starts_inside: bool = False
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for tag in (self.open, self.close):
+            if not isinstance(tag, str) or not 1 <= len(tag) <= MAX_TAG_CHARS:
+                raise UsageError(f"a tag of reasoning has 1 to {MAX_TAG_CHARS} characters")
+        if self.budget is not None and not (type(self.budget) is int and 0 <= self.budget < 2**31):
+            raise UsageError(f"a budget for reasoning is a number of tokens, not {self.budget!r}")
