@@ -7,10 +7,12 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -59,8 +61,32 @@ def refusal(name: str, value: object) -> str:
 
 
 def test_every_field_is_bounded_by_some_test_here() -> None:
-    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, "logit_bias"}
+    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, "logit_bias", "constraint", "reasoning"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == tested
+
+
+@pytest.mark.parametrize("name", ["constraint", "reasoning"])
+@pytest.mark.parametrize("value", ["{}", {}, 1, True, ["regex", "a"]])
+def test_forms_are_values_of_their_own_type(name: str, value: object) -> None:
+    refusal(name, value)
+
+
+@pytest.mark.parametrize(
+    "make_bad",
+    [
+        lambda: Constraint("xml", "a"),
+        lambda: Constraint("regex", "a" * (2**18 + 1)),
+        lambda: Constraint("regex", 7),
+        lambda: ReasoningPhase("", "</think>"),
+        lambda: ReasoningPhase("<think>", "x" * 65),
+        lambda: ReasoningPhase("<think>", "</think>", budget=-1),
+        lambda: ReasoningPhase("<think>", "</think>", budget=2**31),
+        lambda: ReasoningPhase("<think>", "</think>", budget=True),
+    ],
+)
+def test_a_form_out_of_bounds_is_refused(make_bad: Callable[[], object]) -> None:
+    with pytest.raises(UsageError):
+        make_bad()
 
 
 @pytest.mark.parametrize("name", FLOATS)

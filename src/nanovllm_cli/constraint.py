@@ -30,7 +30,9 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
-            raise UsageError(f"unknown kind of constraint {self.kind!r}", f"known: {', '.join(get_args(ConstraintKind))}")
+            raise UsageError(
+                f"unknown kind of constraint {self.kind!r}", f"known: {', '.join(get_args(ConstraintKind))}"
+            )
         if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT_CHARS:
             raise UsageError(f"a constraint has at most {MAX_CONSTRAINT_CHARS} characters")
 
@@ -39,8 +41,8 @@ class Constraint:
 class ReasoningPhase:
     """That an answer may begin with reasoning, which a constraint leaves alone.
 
-    open, close: its tags. starts_inside: the prompt has opened it. budget: most tokens of reasoning before `close` is forced; None
-    sets no limit.
+    open, close: its tags. starts_inside: the prompt has opened it. budget: most tokens of reasoning before `close` is forced;
+    None sets no limit.
     """
 
     open: str

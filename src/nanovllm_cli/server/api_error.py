@@ -1,0 +1,65 @@
+"""ApiError: what a client is told when a request fails, whatever the route. How it is written (OpenAI's form, Anthropic's) is
+the route's; texts are ours, never a library's or the system's."""
+
+from __future__ import annotations
+
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UnsupportedError, UsageError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """status: of HTTP. code, param: as OpenAI's errors have them. retry_after: seconds, for 429 and 503.
+
+    retries: whether trying the same again can help; False is said in `x-should-retry`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    @property
+    def retries(self) -> bool:
+        return self.status in (408, 429, 503)
+
+    @classmethod
+    def of(cls, error: NanovllmError, param: str | None = None) -> ApiError:
+        """A typed error as what it means to a client: its own fault, or not."""
+        if isinstance(error, PromptTooLongError):
+            message = f"the prompt has {error.prompt_len} tokens, and this model's context holds {error.limit}"
+            return cls(400, message, code="context_length_exceeded", param=param or "messages")
+        if isinstance(error, UsageError | UnsupportedError):
+            code = "unsupported" if isinstance(error, UnsupportedError) else None
+            message = error.message if error.hint is None else f"{error.message}; {error.hint}"
+            return cls(400, message, code=code, param=param)
+        return cls(500, error.message)

@@ -1,0 +1,176 @@
+"""What crosses between the server and an engine's process: msgspec structs, as msgpack behind their length in four bytes.
+
+Both sides are the same program on the same machine, over a socket pair that nobody else can open. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import FinishReason
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import LogitBias, SamplingParams
+
+Pooling = Literal["mean", "last", "cls"]
+
+HEADER = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """The base of all; told apart by their names."""
+
+
+# ---- to the engine ----
+
+
+class Start(Message):
+    """The first message: what to load. model: a path on this machine."""
+
+    model: str
+    config: EngineConfig
+    chat_template: str | None = None
+
+
+class Generate(Message):
+    """Ids below are the server's, and never used twice."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Embed(Message):
+    """One text's pooled hidden state, not normalised. mean: over its tokens; last, cls: of its last or first token."""
+
+    request_id: int
+    prompt_ids: list[int]
+    pooling: Pooling
+
+
+class Abort(Message):
+    request_id: int
+
+
+# ---- from the engine ----
+
+
+class Facts(Message):
+    """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache."""
+
+    context_len: int
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    num_blocks: int
+    block_size: int
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes: int
+    dtype: str
+    device: str
+    max_num_seqs: int
+
+
+class Loading(Message):
+    """How far loading is, in `unit`s; total 0 where that is not known."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class Ready(Message):
+    facts: Facts
+
+
+class Failed(Message):
+    """Loading failed: the name of the error's class, what it says, and what to do."""
+
+    kind: str
+    message: str
+    hint: str | None
+
+
+class Refused(Message):
+    """A request was not taken. kind: the name of the error's class."""
+
+    request_id: int
+    kind: str
+    message: str
+    hint: str | None
+
+
+class Piece(Message):
+    """What one answer of a request got in a step."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class Output(Message):
+    """What a request got in a step. finished: nothing follows. num_preemptions and the times are so far.
+
+    times: seconds from arrival in the engine to when its prompt first ran, to its first token, to its end; None until then.
+    """
+
+    request_id: int
+    pieces: list[Piece]
+    finished: bool
+    num_cached_tokens: int
+    num_preemptions: int = 0
+    times: tuple[float | None, float | None, float | None] = (None, None, None)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Step(Message):
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class Embedded(Message):
+    """vector: float32 numbers in this machine's order."""
+
+    request_id: int
+    vector: bytes
+
+
+class Alive(Message):
+    """The engine's loop went round: every second where nothing else is said. In a long step it does not."""
+
+    stats: EngineStats
+
+
+ToEngine = Start | Generate | Embed | Abort
+FromEngine = Loading | Ready | Failed | Refused | Step | Embedded | Alive
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: _plain(value))
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as it goes over the wire, its length before it."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes")
+    return HEADER.pack(len(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LogitBias):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} does not cross")

@@ -1,0 +1,226 @@
+"""The borders inside the server: what routes stand on, and what an engine looks like from the event loop.
+
+    routes ── Generator (generation.py) ── Models ── ServedModel ── EnginePort ── (socket pair) ── engine process
+
+Everything here is called from one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.messages import Facts, Output, Pooling
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+ToolChoice = Literal["none", "auto", "required"] | str
+"""A name stands for the one tool that must be called."""
+
+
+class EngineState(StrEnum):
+    """ASLEEP: unloaded, and loaded again by the next request. STUCK: it runs requests and has made no step for long."""
+
+    LOADING = "loading"
+    READY = "ready"
+    STUCK = "stuck"
+    RESTARTING = "restarting"
+    ASLEEP = "asleep"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Stream(Protocol):
+    """One request's outputs. Ends behind the one that is `finished`. Outputs that came while nobody read are joined into one, so
+    that a slow reader costs no more than its answer. Raises ApiError where the request was refused, or its engine died."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    def abort(self) -> None:
+        """No more of it. Also behind its end, and more than once."""
+
+
+class EnginePort(Protocol):
+    """One engine process."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def facts(self) -> Facts | None:
+        """None until it was ready once."""
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Stream:
+        """Raises ApiError 503 where it cannot take requests now."""
+
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
+
+    thinking_switch: the template's variable that turns reasoning on and off, if it has one.
+    """
+
+    id: str
+    created: int
+    engine: EnginePort
+    facts: Facts
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    default_params: SamplingParams
+    thinking_switch: str | None = None
+
+
+class ModelCard(NamedTuple):
+    """A line of /v1/models. created: Unix seconds, when this server first had it."""
+
+    id: str
+    created: int
+    state: EngineState
+    context_len: int | None
+
+
+class Models(Protocol):
+    """The models behind one address."""
+
+    def cards(self) -> list[ModelCard]: ...
+
+    def use(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        """The model of that name, loaded if it must be, and kept while in use. None: the only one, or the first.
+
+        Raises ApiError: 404 for an unknown name, 503 while it cannot be loaded.
+        """
+
+    def engines(self) -> Mapping[str, EnginePort]: ...
+
+
+class Caller(NamedTuple):
+    """Who asks. tenant: keeps the prefix caches of different API keys apart; None without keys."""
+
+    request_id: str
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsked:
+    """A conversation whose next turn is wanted, whatever API it came by.
+
+    messages: in OpenAI's form; tools: {"type": "function", "function": {name, description, parameters, strict}}.
+    params: without constraint and reasoning. form: what the answer's content must look like.
+    thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
+    continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
+    """
+
+    messages: Sequence[Message]
+    params: SamplingParams
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel: bool = True
+    form: Constraint | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
+    reasoning_budget: int | None = None
+    continues: bool = False
+    splits_reasoning: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextAsked:
+    """A text to go on with. prompt: text or token ids."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    form: Constraint | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call. id and name: on its first piece. arguments: a piece of JSON text."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one answer got. A step that only decided part of a character has an empty text.
+
+    text: as drawn, tags included; reasoning, content, calls: the same, taken apart (chat only; elsewhere content is text).
+    finish_reason: on an answer's last event: stop, length or tool_calls. stop_reason: the stop string or id, if one ended it.
+    """
+
+    index: int
+    text: str
+    reasoning: str
+    content: str
+    calls: tuple[CallDelta, ...]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+
+
+class Generation(Protocol):
+    """Answers on their way. Iterate over it, then read `usage`; close it in any case (it is an async context manager), which
+    aborts what is unfinished and lets go of the model. Iterating raises ApiError where an answer fails."""
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None] | None: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    def __aiter__(self) -> AsyncIterator[list[Event]]:
+        """The events of a step, together."""
+
+    async def aclose(self) -> None: ...
+
+
+class Generates(Protocol):
+    """What routes ask for (generation.Generator). All raise ApiError, before anything has been sent."""
+
+    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> Generation: ...
+
+    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> Generation: ...
+
+    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+        """The prompt's ids, for counting."""
+
+    async def embed(
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+    ) -> tuple[list[Sequence[float]], int]:
+        """A vector of length 1 for each text, and how many tokens they had."""
