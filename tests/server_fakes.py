@@ -1,0 +1,231 @@
+"""Stand-ins below the server's routes: models that are there at once, and answers that a test writes down.
+
+    script = Script.of("Hello", " there", finish="stop")
+    generates = FakeGenerates(script)              # every request gets this script; `generates.asked` is what was asked for
+    models = FakeModels()                          # one model, "fake", with a vocabulary of bytes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.messages import Facts, Pooling
+from nanovllm_cli.server.ports import (
+    CallDelta,
+    Caller,
+    ChatAsked,
+    EngineState,
+    Event,
+    ModelCard,
+    ServedModel,
+    Stream,
+    TextAsked,
+    Usage,
+)
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+MODEL = "fake"
+CONTEXT_LEN = 4096
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+def event(
+    content: str = "",
+    *,
+    index: int = 0,
+    reasoning: str = "",
+    text: str | None = None,
+    calls: Sequence[CallDelta] = (),
+    token_ids: Sequence[int] | None = None,
+    logprobs: Sequence[TokenLogprobs] | None = None,
+    finish: Any = None,
+    stop_reason: str | int | None = None,
+) -> Event:
+    """One event; token ids are the content's bytes unless they are given."""
+    drawn = reasoning + content if text is None else text
+    ids = list(drawn.encode()) if token_ids is None else list(token_ids)
+    kept = None if logprobs is None else list(logprobs)
+    return Event(index, drawn, reasoning, content, tuple(calls), ids, kept, finish, stop_reason)
+
+
+@dataclass
+class Script:
+    """What a request gets: steps of events. error: raised behind them. waits: the answer stands still before step `waits_at`
+    until the test sets it."""
+
+    steps: Sequence[Sequence[Event]]
+    error: ApiError | None = None
+    refuses: ApiError | None = None
+    waits: asyncio.Event | None = None
+    waits_at: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    @classmethod
+    def of(cls, *pieces: str, finish: Any = "stop", **more: Any) -> Script:
+        """Pieces of content, one a step; the last one ends the answer."""
+        last = len(pieces) - 1
+        return cls([[event(piece, finish=finish if i == last else None)] for i, piece in enumerate(pieces)], **more)
+
+
+class FakeGeneration:
+    """A Generation that follows a script. closed: aclose was called; finished: the script was read to its end."""
+
+    def __init__(self, model: ServedModel, prompt_ids: list[int], script: Script) -> None:
+        self.model, self.prompt_ids, self.prompt_logprobs = model, prompt_ids, script.prompt_logprobs
+        self.closed = self.finished = False
+        self._script = script
+        self._drawn = 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt_ids), self._script.cached_tokens, self._drawn, self._script.reasoning_tokens)
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        for position, step in enumerate(self._script.steps):
+            if self._script.waits is not None and position == self._script.waits_at:
+                await self._script.waits.wait()
+            self._drawn += sum(len(one.token_ids) for one in step)
+            yield list(step)
+            await asyncio.sleep(0)
+        if self._script.error is not None:
+            raise self._script.error
+        self.finished = True
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    async def __aenter__(self) -> FakeGeneration:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class FakeGenerates:
+    """`Generates` with one script for every request, or a function of what was asked."""
+
+    def __init__(self, script: Any = None, models: FakeModels | None = None) -> None:
+        self.script = script if script is not None else Script.of("Hello", " there")
+        self.models = models or FakeModels()
+        self.asked: list[ChatAsked | TextAsked] = []
+        self.callers: list[Caller] = []
+        self.generations: list[FakeGeneration] = []
+
+    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
+        return await self._begin(model, asked, caller, await self.encode_chat(model, asked))
+
+    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> FakeGeneration:
+        ids = list(asked.prompt.encode()) if isinstance(asked.prompt, str) else list(asked.prompt)
+        return await self._begin(model, asked, caller, ids)
+
+    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+        return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
+
+    async def embed(
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+    ) -> tuple[list[Sequence[float]], int]:
+        """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis."""
+        async with self.models.use(model):
+            vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
+        return list(vectors), sum(len(text) for text in texts)
+
+    async def _begin(
+        self, model: str | None, asked: ChatAsked | TextAsked, caller: Caller, prompt_ids: list[int]
+    ) -> FakeGeneration:
+        async with self.models.use(model) as served:
+            script = self.script(asked) if callable(self.script) else self.script
+            self.asked.append(asked)
+            self.callers.append(caller)
+            if script.refuses is not None:
+                raise script.refuses
+            generation = FakeGeneration(served, prompt_ids, script)
+            self.generations.append(generation)
+            return generation
+
+
+@dataclass
+class FakeEngine:
+    """An EnginePort of which only the state and the numbers are real."""
+
+    state: EngineState = EngineState.READY
+    facts: Facts | None = None
+    stats: EngineStats | None = field(default_factory=lambda: EngineStats(*[0] * 10))
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Stream:
+        raise ApiError(503, "this engine is a stand-in")
+
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]:
+        raise ApiError(503, "this engine is a stand-in")
+
+
+class FakeModels:
+    """`Models` with the given names; in_use counts who is inside `use`."""
+
+    def __init__(
+        self,
+        *names: str,
+        tokenizer: Tokenizer | None = None,
+        template: str | None = TEMPLATE,
+        default_params: SamplingParams | None = None,
+        thinking_switch: str | None = None,
+    ) -> None:
+        facts = Facts(CONTEXT_LEN, CONTEXT_LEN, 256, 4, 256, 16, 1000, 4000, 65536, "float32", "cpu", 8)
+        self.in_use = 0
+        self.served = {
+            name: ServedModel(
+                name,
+                1_700_000_000,
+                FakeEngine(facts=facts),
+                facts,
+                tokenizer or byte_tokenizer(),
+                None if template is None else ChatTemplate(template),
+                default_params or SamplingParams(),
+                thinking_switch,
+            )
+            for name in names or (MODEL,)
+        }
+
+    def cards(self) -> list[ModelCard]:
+        return [ModelCard(name, model.created, model.engine.state, CONTEXT_LEN) for name, model in self.served.items()]
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        model = next(iter(self.served.values())) if name is None else self.served.get(name)
+        if model is None:
+            raise ApiError(404, f"no model {name!r} here", code="model_not_found", param="model")
+        self.in_use += 1
+        try:
+            yield model
+        finally:
+            self.in_use -= 1
+
+    def engines(self) -> Mapping[str, FakeEngine]:
+        return {name: model.engine for name, model in self.served.items()}  # type: ignore[misc]
+
+
+class FakePool:
+    """Takes every constraint, but for those whose text holds "refuse"."""
+
+    def __init__(self) -> None:
+        self.checked: list[Constraint] = []
+
+    async def check(self, constraint: Constraint) -> None:
+        self.checked.append(constraint)
+        if "refuse" in constraint.text:
+            raise UsageError("the schema cannot be enforced")
