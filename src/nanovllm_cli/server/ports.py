@@ -110,10 +110,15 @@ class Models(Protocol):
 
 
 class Caller(NamedTuple):
-    """Who asks. tenant: keeps the prefix caches of different API keys apart; None without keys."""
+    """Who asks. tenant: keeps the prefix caches of different API keys apart; None without keys.
+
+    traceparent, tracestate: the headers of these names (W3C Trace Context), as they came.
+    """
 
     request_id: str
     tenant: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
