@@ -1,0 +1,44 @@
+"""ServerContext: what every route is given.
+
+Each `routes_x.py` offers `def router(context: ServerContext) -> APIRouter`, and `app.create_app` takes them all in. A route:
+
+    def router(context: ServerContext) -> APIRouter:
+        routes = api_router()                                  # routing.py: bodies parsed once, with bounds
+
+        @routes.post("/v1/things", responses=answers(Thing))   # what /openapi.json says; `streams=True` for event streams
+        async def make_thing(body: ThingRequest, exchange: CurrentExchange) -> Response:
+            async with await context.generates.chat(body.model, asked, exchange.caller) as generation:
+                exchange.follow(generation)                    # its tokens stand in the log line
+                ...
+            return JsonResponse(thing)                         # msgspec; routes never return models for FastAPI to write
+
+        return routes
+
+Failures are raised: ApiError, or any typed error of errors.py (a UsageError is a 400). They are written in one place
+(errors.py), in Anthropic's form under /v1/messages and in OpenAI's elsewhere. What takes long (tokenizing, templates) runs in
+`asyncio.to_thread`, so that the event loop goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.server.ports import Generates, Models
+from nanovllm_cli.server.settings import ServeSettings
+
+
+class ConstraintPool(Protocol):
+    """Where constraints are tried out, outside the engine, before a request is taken."""
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises UsageError or UnsupportedError for what is no valid schema, grammar or expression, or takes too much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    settings: ServeSettings
+    models: Models
+    generates: Generates
+    pool: ConstraintPool

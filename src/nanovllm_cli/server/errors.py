@@ -1,0 +1,90 @@
+"""How a failure is written: one place for every route, limit and door.
+
+OpenAI's form: {"error": {"message", "type", "param", "code"}}. Other forms belong to path prefixes (`FORMS`). Texts of
+libraries, paths and addresses never get in: what is no typed error is "internal error" and the request's id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.server.api_error import ApiError
+
+ErrorForm = Callable[[ApiError, str], Mapping[str, Any]]
+"""The body of an error: of the error, and the request's id."""
+
+_LONGEST_MESSAGE = 200
+
+
+class JsonResponse(Response):
+    """An answer of plain values, written by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def openai_form(error: ApiError, request_id: str) -> Mapping[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+FORMS: dict[str, ErrorForm] = {}
+"""Prefixes of paths whose errors have another form."""
+
+
+def error_body(error: ApiError, path: str, request_id: str) -> Mapping[str, Any]:
+    """The error as this path's clients expect it; also for an event in mid-stream."""
+    for prefix, form in FORMS.items():
+        if path == prefix or path.startswith(prefix + "/"):
+            return form(error, request_id)
+    return openai_form(error, request_id)
+
+
+def error_response(error: ApiError, path: str, request_id: str) -> JsonResponse:
+    headers = {"x-should-retry": "true" if error.retries else "false"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JsonResponse(error_body(error, path, request_id), error.status, headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any failure, as what its client is told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NanovllmError):
+        return ApiError.of(error)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        return _http(error)
+    return ApiError(500, "internal error; the server's log has more under this request's id")
+
+
+def _http(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return ApiError(404, "no such path", code="unknown_path")
+    if error.status_code == 405:
+        return ApiError(405, "this path takes other methods", code="method_not_allowed")
+    return ApiError(error.status_code, "the request could not be answered")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong: where, and in a few words what."""
+    problems = error.errors()
+    first = problems[0]
+    location = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".") or None
+    text = str(first["msg"]).removeprefix("Value error, ")
+    message = f"{param}: {text}" if param else text
+    return ApiError(400, message[:_LONGEST_MESSAGE], code="invalid_value", param=param and param[:_LONGEST_MESSAGE])

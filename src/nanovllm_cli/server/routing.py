@@ -1,0 +1,134 @@
+"""Routes whose bodies are read in one place: bounded in size, depth and time, parsed by msgspec, before FastAPI sees them.
+
+FastAPI then validates the parsed value against the route's model. A body must say that it is JSON: a page of another site
+can send text and forms to this machine without asking, but not JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from nanovllm_cli.server.api_error import ApiError
+
+_decode = msgspec.json.Decoder().decode
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What every failed request is answered with."""
+
+    error: ErrorDetail
+
+
+def api_router(error: type[BaseModel] = ErrorAnswer) -> APIRouter:
+    """A router for `routes_x.py`. error: the form of its errors, for /openapi.json."""
+    return APIRouter(route_class=ApiRoute, default_response_class=Response, responses=_errors(error))
+
+
+def answers(model: type[BaseModel] | None = None, *, streams: bool = False, status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route: what a success looks like. Errors are known from the router."""
+    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
+    described: dict[str, Any] = {"description": "Success", "content": content}
+    if model is not None:
+        described["model"] = model
+    return {status: described}
+
+
+class ApiRequest(Request):
+    """A request whose body is read by `read`."""
+
+    def __init__(self, scope: Scope, receive: Receive, body: bytes, value: Any) -> None:
+        super().__init__(scope, receive)
+        self._body, self._json = body, value
+
+
+class ApiRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def read_and_handle(request: Request) -> Response:
+            limits = request.app.state.settings
+            body = await read_body(request, limits.max_body_bytes, limits.body_seconds)
+            return await handle(ApiRequest(request.scope, request.receive, body, parse_json(body, limits.max_json_depth)))
+
+        return read_and_handle
+
+
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """The body. Raises ApiError: 415 where it is not called JSON, 413, 408."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
+    too_large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+    return bytes(body)
+
+
+def parse_json(body: bytes, max_depth: int) -> Any:
+    """The value. Raises ApiError 400 for what is no JSON, or nested deeper than that."""
+    if body.count(b"[") + body.count(b"{") > max_depth and not _closes_within(body, max_depth):
+        raise ApiError(400, f"the JSON is not closed, or nested more than {max_depth} deep", code="invalid_json")
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+
+
+def _closes_within(body: bytes, max_depth: int) -> bool:
+    """Whether brackets outside of strings pair, and nest no deeper. Innermost pairs go, level by level, in C."""
+    brackets = _STRING.sub(b"", body).translate(_BRACKETS, _OTHERS)
+    for _ in range(max_depth):
+        if not brackets:
+            return True
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+def _errors(model: type[BaseModel]) -> Mapping[str | int, dict[str, Any]]:
+    told = {
+        400: "The request cannot be answered as it is",
+        401: "No valid API key",
+        403: "Not for this Host",
+        404: "No such model or path",
+        405: "Other methods",
+        408: "The body did not come",
+        413: "The body is too large",
+        415: "The body is not called JSON",
+        429: "Too many requests under way",
+        431: "The headers are too large",
+        500: "A failure of the server",
+        503: "Loading, draining, or no model can take it now",
+    }
+    return {status: {"description": text, "model": model} for status, text in told.items()}

@@ -1,0 +1,71 @@
+"""ServeSettings: how `nanovllm serve` listens, whom it lets in, and how much it takes on. What a model is loaded with is
+`config.EngineConfig`; what it generates with is `sampling_params.SamplingParams`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm_cli.errors import UsageError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """host, port: where to listen; port 0 is any that is free. unix_socket: a path, instead of both.
+
+    api_keys: who may ask; empty lets everybody in, which is refused beyond this machine. allowed_hosts: names in `Host` besides
+    this machine's own and `host` (`*` is any). cors_origins: whose pages may read answers; none by default.
+
+    max_*: what one request may cost, and how many are under way at once (more are answered 429). *_seconds: how long a request
+    may take to arrive, a connection to lie idle, a client not to read, an answer to take in all (None sets no limit), running
+    answers to finish after SIGTERM; ping_seconds: between comments on a silent stream.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    unix_socket: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_password_file: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 32 << 10
+    max_json_depth: int = 64
+    max_requests: int = 512
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    idle_seconds: float = 30.0
+    write_seconds: float = 30.0
+    request_seconds: float | None = None
+    drain_seconds: float = 30.0
+    ping_seconds: float = 15.0
+    log_format: LogFormat = "text"
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port {self.port} is not a port", "0 to 65535; 0 takes any that is free")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise UsageError("--ssl-cert-file and --ssl-key-file belong together")
+        if any(not key.isascii() or not key.isprintable() or " " in key or len(key) < 8 for key in self.api_keys):
+            raise UsageError("an API key is too short or has odd characters", "at least 8 of ASCII, without spaces")
+        for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_requests"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1")
+        for name in ("header_seconds", "body_seconds", "idle_seconds", "write_seconds", "drain_seconds", "ping_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} must be more than 0")
+        if self.request_seconds is not None and not 0 < self.request_seconds < math.inf:
+            raise UsageError("--timeout must be more than 0")
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.unix_socket is not None or self.host in LOOPBACK or self.host.startswith("127.")
