@@ -21,10 +21,11 @@ Failures are raised: ApiError, or any typed error of errors.py (a UsageError is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import Generates, Models
 from nanovllm_cli.server.settings import ServeSettings
 
@@ -42,3 +43,4 @@ class ServerContext:
     models: Models
     generates: Generates
     pool: ConstraintPool
+    observer: Observer = field(default_factory=Observer)

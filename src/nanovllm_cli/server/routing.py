@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -116,7 +116,7 @@ def _closes_within(body: bytes, max_depth: int) -> bool:
     return not brackets
 
 
-def _errors(model: type[BaseModel]) -> Mapping[str | int, dict[str, Any]]:
+def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     told = {
         400: "The request cannot be answered as it is",
         401: "No valid API key",
