@@ -17,7 +17,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# All GPU kernels for all architectures: minutes the first time, then from the cache.
+# All GPU kernels for all architectures; those whose sources and compiler are the ones of the table are not compiled again.
 kernels: $(VENV)/.installed-test
 	$(BIN)/python scripts/kernel_resources.py
 

@@ -1,15 +1,20 @@
 """What every GPU kernel takes on every architecture, and the gate that holds it: tests/kernel_resources.json.
 
     python scripts/kernel_resources.py            # says what spills, or differs from the table; exit status 1
+    python scripts/kernel_resources.py --all      # the same, and compiles what the table was made of, too
     python scripts/kernel_resources.py --write    # brings the table up to date
 
 Needs NVRTC, and no GPU. Kernels are the `variants()` of the modules beside `nanovllm_cli/kernels/*.cu`, from each one's
-`min_capability` on. Compiled code comes from the cache that running the model uses too, so a second run takes a second.
+`min_capability` on. The table says what it was made of, too: a kernel whose source, headers, options and compiler are the very
+ones of the table needs no compiling to know what it takes. tests/test_compile_gate.py compiles some of those all the same.
+Compiled code comes from the cache that running the model uses too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import importlib
 import json
 import os
@@ -25,12 +30,16 @@ from nanovllm_cli.kernels.kernel import SOURCES, Kernel
 
 TABLE = Path(__file__).parents[1] / "tests" / "kernel_resources.json"
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+# Dependent launch is an option of the launcher's; its two instructions are compiled here where there are any.
+PDL = ("-DPDL",)
 
 
 class Table(NamedTuple):
-    """nvrtc: the compiler's version; another allots registers otherwise. kernels: by name of variant and architecture."""
+    """nvrtc: the compiler's version; another allots registers otherwise. sources: `digest` of each stem. kernels: by name of
+    variant and architecture."""
 
     nvrtc: str
+    sources: dict[str, str]
     kernels: dict[str, Resources]
 
 
@@ -63,12 +72,25 @@ def measure(jobs: list[tuple[Kernel, int]]) -> tuple[dict[str, Resources], list[
 
 
 def _measure(kernel: Kernel, capability: int) -> Resources | str:
-    # Dependent launch is an option of the launcher's; its two instructions are compiled here where there are any.
-    extra = ("-DPDL",) if capability >= 90 else ()
+    extra = PDL if capability >= 90 else ()
     try:
         return compiler.compile(kernel, compiler.architecture(capability), extra).resources
     except UnsupportedError as error:
         return error.message
+
+
+@functools.cache
+def digest(stem: str) -> str:
+    """Of all that the machine code of a source's kernels depends on, besides what their names say."""
+    sources = {file.name: file.read_text() for file in (SOURCES / f"{stem}.cu", *sorted(SOURCES.glob("*.cuh")))}
+    tools = compiler.toolchain()
+    content = [compiler.OPTIONS, PDL, tools.nvrtc_version, tools.headers_version, sources]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def is_known(table: Table, kernel: Kernel, capability: int) -> bool:
+    """True if the table was made of what compiling it now would read."""
+    return table.sources.get(kernel.stem) == digest(kernel.stem) and name(kernel, capability) in table.kernels
 
 
 def name(kernel: Kernel, capability: int) -> str:
@@ -81,14 +103,18 @@ def spilling(resources: dict[str, Resources]) -> list[str]:
 
 def read() -> Table:
     content = json.loads(TABLE.read_text())
-    return Table(content["nvrtc"], {kernel: Resources(**taken) for kernel, taken in content["kernels"].items()})
+    kernels = {kernel: Resources(**taken) for kernel, taken in content["kernels"].items()}
+    return Table(content["nvrtc"], content["sources"], kernels)
 
 
 def write(table: Table) -> None:
     """A line each, so that a diff shows what changed."""
     rows = [f"{json.dumps(kernel)}: {json.dumps(taken._asdict())}" for kernel, taken in sorted(table.kernels.items())]
+    sources = f'"sources": {json.dumps(table.sources, indent=0)},'
     TABLE.write_text(
-        "\n".join(["{", f'"nvrtc": {json.dumps(table.nvrtc)},', '"kernels": {', ",\n".join(rows), "}", "}", ""])
+        "\n".join(
+            ["{", f'"nvrtc": {json.dumps(table.nvrtc)},', sources, '"kernels": {', ",\n".join(rows), "}", "}", ""]
+        )
     )
 
 
@@ -107,15 +133,20 @@ def differences(table: Table, resources: dict[str, Resources], nvrtc: str) -> li
 def main() -> int:
     parser = argparse.ArgumentParser(description="Registers, shared memory and spills of GPU kernels.")
     parser.add_argument("--write", action="store_true", help="bring the table up to date")
-    write_table = parser.parse_args().write
-    resources, errors = measure(jobs())
-    nvrtc = compiler.toolchain().nvrtc_version
+    parser.add_argument("--all", action="store_true", help="compile what the table was made of, too")
+    options = parser.parse_args()
+    wanted, table = jobs(), read()
+    known = {} if options.all else {name(*job): table.kernels[name(*job)] for job in wanted if is_known(table, *job)}
+    resources, errors = measure([job for job in wanted if name(*job) not in known])
+    num_compiled, nvrtc = len(resources), compiler.toolchain().nvrtc_version
+    resources |= known
     failures = errors + spilling(resources)
-    if write_table:
-        write(Table(nvrtc, resources))
+    if options.write:
+        write(Table(nvrtc, {stem: digest(stem) for stem in sorted({kernel.stem for kernel, _ in wanted})}, resources))
     else:
-        failures += differences(read(), resources, nvrtc)
-    print(*failures, f"{len(resources)} kernels, {len(failures)} complaints, NVRTC {nvrtc}", sep="\n")
+        failures += differences(table, resources, nvrtc)
+    summary = f"{len(resources)} kernels, {num_compiled} compiled, {len(failures)} complaints, NVRTC {nvrtc}"
+    print(*failures, summary, sep="\n")
     return 1 if failures else 0
 
 

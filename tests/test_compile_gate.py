@@ -52,6 +52,33 @@ def test_table_has_every_kernel_on_every_architecture() -> None:
     assert gate.read().kernels.keys() == names, "run python scripts/kernel_resources.py --write"
 
 
+def test_table_knows_a_kernel_by_all_that_its_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known isn't compiled again by `make kernels`."""
+    for file in SOURCES.glob("norm.cu"), SOURCES.glob("*.cuh"):
+        for source in file:
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(gate, "SOURCES", tmp_path)
+    digest, (kernel, capability) = gate.digest.__wrapped__, next(job for job in JOBS if job[0].stem == "norm")
+    name, before = gate.name(kernel, capability), digest("norm")
+    assert before == gate.digest("norm")
+    table = gate.Table("13.5", {"norm": before}, {name: Resources(1, 2, 3, 4)})
+    assert gate.is_known(table, kernel, capability)
+    assert not gate.is_known(table._replace(kernels={}), kernel, capability)
+    assert not gate.is_known(table._replace(sources={"norm": "another"}), kernel, capability)
+    for changed in "norm.cu", "common.cuh":
+        text = (tmp_path / changed).read_text()
+        (tmp_path / changed).write_text(text + "\n")
+        assert digest("norm") != before
+        (tmp_path / changed).write_text(text)
+    tools = compiler.toolchain()
+    for other in tools._replace(nvrtc_version="1.0"), tools._replace(headers_version="1.0"):
+        monkeypatch.setattr(compiler, "toolchain", lambda other=other: other)
+        assert digest("norm") != before
+    monkeypatch.setattr(compiler, "toolchain", lambda: tools)
+    monkeypatch.setattr(compiler, "OPTIONS", ("-O0",))
+    assert digest("norm") != before
+
+
 def test_nothing_in_the_table_spills() -> None:
     assert gate.spilling(gate.read().kernels) == []
 
@@ -60,7 +87,7 @@ def test_nothing_in_the_table_spills() -> None:
 def test_kernels_take_what_the_table_says() -> None:
     resources, errors = gate.measure(one_each())
     table = gate.read()
-    expected = gate.Table(table.nvrtc, {name: taken for name, taken in table.kernels.items() if name in resources})
+    expected = table._replace(kernels={name: taken for name, taken in table.kernels.items() if name in resources})
     assert errors == []
     assert gate.spilling(resources) == []
     assert gate.differences(expected, resources, compiler.toolchain().nvrtc_version) == [], (
@@ -88,7 +115,7 @@ def test_kernel_that_does_not_compile_is_seen(tmp_path: Path) -> None:
 
 def test_differences_are_told() -> None:
     taken, more = Resources(32, 128, 0, 0), Resources(40, 128, 0, 0)
-    table = gate.Table("13.5", {"a": taken, "gone": taken, "changed": taken})
+    table = gate.Table("13.5", {}, {"a": taken, "gone": taken, "changed": taken})
     measured = {"a": taken, "changed": more, "new": taken}
     complaints = gate.differences(table, measured, "13.5")
     assert [line.split()[0] for line in complaints] == ["new", "gone", "changed"]
@@ -98,7 +125,7 @@ def test_differences_are_told() -> None:
 
 def test_table_is_written_a_line_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "TABLE", tmp_path / "table.json")
-    table = gate.Table("13.5", {"b": Resources(1, 2, 3, 4), "a<X=1>": Resources(5, 6, 7, 8)})
+    table = gate.Table("13.5", {"x": "1f", "y": "2e"}, {"b": Resources(1, 2, 3, 4), "a<X=1>": Resources(5, 6, 7, 8)})
     gate.write(table)
     lines = gate.TABLE.read_text().splitlines()
     assert [line for line in lines if "registers" in line] == [
