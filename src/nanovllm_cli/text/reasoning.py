@@ -39,7 +39,7 @@ class ReasoningFormat:
     def parser(self, prompt: str = "") -> ReasoningSplitter:
         """A parser for the answer to a rendered prompt."""
         if self.name == "harmony":
-            return HarmonyParser(starts_in=_harmony_channel(prompt))
+            return harmony_parser(prompt)
         return ReasoningParser(
             self.open,
             self.close,
@@ -196,11 +196,17 @@ class ReasoningParser:
         return out
 
 
+class HarmonyPiece(NamedTuple):
+    """A piece of a message. kind: analysis, content, or what is sent to a tool: "call header", "call", "call end"."""
+
+    kind: str
+    text: str
+
+
 class HarmonyParser:
     """The channels of gpt-oss: `analysis` is reasoning, `final` and spoken `commentary` are content.
 
-    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included, for the tool-call
-    parser.
+    Messages to a tool (`to=…` in the header) pass into the content unchanged, markers included; `pieces` tells them apart.
     """
 
     _MAX_HEADER = 4096
@@ -217,8 +223,16 @@ class HarmonyParser:
 
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
+        return _split_pieces(self.pieces(text))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. A header without a message is nothing."""
+        return _split_pieces(self.last_pieces())
+
+    def pieces(self, text: str) -> list[HarmonyPiece]:
+        """The same as `push`, message by message."""
         text, position = self._held + text, 0
-        parts: dict[str, list[str]] = {"analysis": [], "content": []}
+        found: list[HarmonyPiece] = []
         while position < len(text):
             if self._channel == "header":
                 end = text.find("<|message|>", position)
@@ -230,29 +244,45 @@ class HarmonyParser:
                 end += len("<|message|>")
                 self._channel = _channel_of(text[position:end])
                 if self._channel == "tool":
-                    parts["content"].append(text[position:end])
+                    found.append(HarmonyPiece("call header", text[position:end]))
                 position = end
                 continue
             match = _HARMONY_END.search(text, position)
             end = match.start() if match else len(text) - _longest_overlap(text, position)
-            parts["analysis" if self._channel == "analysis" else "content"].append(text[position:end])
+            found.append(HarmonyPiece(self._kind, text[position:end]))
             position = end
             if match is None:
                 break
             if self._channel == "tool":
-                parts["content"].append(match.group())
+                found.append(HarmonyPiece("call end", match.group()))
             if match.group() not in ("<|start|>", "<|channel|>"):
                 position = match.end()
             self._channel = "header"
         self._held = text[position:]
-        return ReasoningDelta("".join(parts["analysis"]), "".join(parts["content"]))
+        return found
 
-    def finish(self) -> ReasoningDelta:
-        """What was held back, once no more text comes. A header without a message is nothing."""
+    def last_pieces(self) -> list[HarmonyPiece]:
+        """The same as `finish`."""
         held, self._held = self._held, ""
         if self._channel == "header":
-            return ReasoningDelta("", "" if held.startswith("<|") else held)
-        return ReasoningDelta(held, "") if self._channel == "analysis" else ReasoningDelta("", held)
+            return [] if held.startswith("<|") else [HarmonyPiece("content", held)]
+        return [HarmonyPiece(self._kind, held)]
+
+    @property
+    def _kind(self) -> str:
+        return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
+
+
+def harmony_parser(prompt: str = "") -> HarmonyParser:
+    """A parser of gpt-oss's channels for the answer to a rendered prompt."""
+    return HarmonyParser(starts_in=_harmony_channel(prompt))
+
+
+def _split_pieces(pieces: list[HarmonyPiece]) -> ReasoningDelta:
+    return ReasoningDelta(
+        "".join(text for kind, text in pieces if kind == "analysis"),
+        "".join(text for kind, text in pieces if kind != "analysis"),
+    )
 
 
 def split(answer: str, known: ReasoningFormat = THINK, prompt: str = "") -> ReasoningDelta:

@@ -1,0 +1,186 @@
+"""How a model writes its answers: reasoning, content and tool calls, told apart while they stream.
+
+    known = answer_format(template.source, special_tokens=special_tokens(tokenizer))
+    parser = known.parser(end_of_the_prompt, tools_of(tools))
+    for text in pieces:
+        reasoning, content, calls = parser.push(text)
+    reasoning, content, calls = parser.finish()
+
+Which format it is follows from the chat template. Without tools in the request, what looks like a call is content. Calls
+inside reasoning are reasoning. Nothing here knows of HTTP, of ids or of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.reasoning import (
+    FORMATS,
+    HarmonyParser,
+    HarmonyPiece,
+    ReasoningFormat,
+    ReasoningSplitter,
+    harmony_parser,
+    prompt_opens_reasoning,
+    reasoning_format,
+)
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, joined_calls
+from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
+from nanovllm_cli.text.tool_harmony import HarmonyCalls
+from nanovllm_cli.text.tool_stream import CallStream
+
+
+class AnswerDelta(NamedTuple):
+    """What one piece of text decided."""
+
+    reasoning: str
+    content: str
+    calls: tuple[ToolCallDelta, ...]
+
+
+class AnswerParser(Protocol):
+    """One answer, taken apart while it comes."""
+
+    def push(self, text: str) -> AnswerDelta: ...
+
+    def finish(self) -> AnswerDelta:
+        """What was held back. A call that was cut off stays as far as it came."""
+
+    @property
+    def saw_calls(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """One model's way to answer. reasoning: None for a model that does not reason aloud.
+
+    special_tokens: the tokenizer's special tokens and their ids. Those among the tags stay in the text of an answer for the
+    parser, which leaves them out of the content where they turn out not to belong to a call.
+    """
+
+    reasoning: ReasoningFormat | None
+    tools: ToolFormat
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.tools.name
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Special tokens that the detokenizer must leave in the text."""
+        return (*(self.reasoning.visible if self.reasoning is not None else ()), *self.tools.tags)
+
+    def parser(
+        self,
+        prompt_tail: str,
+        tools: Sequence[Tool] = (),
+        *,
+        parallel: bool = True,
+        splits_reasoning: bool = True,
+        whole_calls: bool = False,
+    ) -> AnswerParser:
+        """A parser for one answer to a prompt that ends in `prompt_tail`.
+
+        parallel: False drops all calls but the first. splits_reasoning: False leaves reasoning in the content, tags and all.
+        whole_calls: a call comes out when it is complete, and is content where it turns out broken; otherwise its arguments
+        stream, and what follows the place where they break is content.
+        """
+        if self.tools.name == "harmony" and tools:
+            calls = HarmonyCalls(whole=whole_calls, single=not parallel)
+            return HarmonyAnswerParser(harmony_parser(prompt_tail), calls, splits_reasoning)
+        hidden = tuple(tag for tag in self.tools.tags if tag in self.special_tokens)
+        known = self.reasoning
+        kept = (known.open, known.close) if known is not None and not splits_reasoning else None
+        if tools:
+            inside = known is not None and prompt_opens_reasoning(prompt_tail, known)
+            read = self.tools.reader(tools, hidden, kept, starts_kept=inside)
+        else:
+            read = read_plain(hidden)
+        return SplittingParser(
+            known.parser(prompt_tail) if known is not None and splits_reasoning else None,
+            CallStream(read, whole=whole_calls, single=not parallel, hidden=hidden, id_chars=self.tools.id_chars),
+        )
+
+
+class SplittingParser:
+    """First the reasoning is split off, then calls are found in the rest."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, stream: CallStream) -> None:
+        self._splitter, self._stream = splitter, stream
+
+    @property
+    def saw_calls(self) -> bool:
+        return self._stream.saw_calls
+
+    def push(self, text: str) -> AnswerDelta:
+        if self._splitter is None:
+            return AnswerDelta("", *self._stream.push(text))
+        reasoning, content = self._splitter.push(text)
+        return AnswerDelta(reasoning, *self._stream.push(content))
+
+    def finish(self) -> AnswerDelta:
+        reasoning, content = self._splitter.finish() if self._splitter is not None else ("", "")
+        return _joined(AnswerDelta(reasoning, *self._stream.push(content)), AnswerDelta("", *self._stream.finish()))
+
+
+class HarmonyAnswerParser:
+    """The channels of gpt-oss. splits_reasoning: False makes analysis content; its markers are never shown."""
+
+    def __init__(self, messages: HarmonyParser, calls: HarmonyCalls, splits_reasoning: bool) -> None:
+        self._messages, self._calls, self._splits_reasoning = messages, calls, splits_reasoning
+
+    @property
+    def saw_calls(self) -> bool:
+        return self._calls.saw_calls
+
+    def push(self, text: str) -> AnswerDelta:
+        return self._read(self._messages.pieces(text))
+
+    def finish(self) -> AnswerDelta:
+        return _joined(self._read(self._messages.last_pieces()), AnswerDelta("", *self._calls.finish()))
+
+    def _read(self, pieces: list[HarmonyPiece]) -> AnswerDelta:
+        if not self._splits_reasoning:
+            pieces = [piece._replace(kind="content") if piece.kind == "analysis" else piece for piece in pieces]
+        return AnswerDelta("".join(text for kind, text in pieces if kind == "analysis"), *self._calls.read(pieces))
+
+
+def answer_format(
+    template_source: str,
+    *,
+    tools: str | None = None,
+    reasoning: str | None = None,
+    special_tokens: Mapping[str, int] | None = None,
+) -> AnswerFormat:
+    """The format that a chat template asks for. tools, reasoning: names of formats that count instead; reasoning may be none.
+
+    special_tokens: see `special_tokens`. Raises UsageError for an unknown name.
+    """
+    return AnswerFormat(
+        reasoning_format(template_source) if reasoning is None else _reasoning_named(reasoning),
+        tool_format(template_source) if tools is None else tool_format_named(tools),
+        special_tokens or {},
+    )
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """A tokenizer's special tokens, as they are written."""
+    named = ((tokenizer.id_to_token(token_id), token_id) for token_id in sorted(tokenizer.special_ids))
+    return {token: token_id for token, token_id in named if token is not None}
+
+
+def _reasoning_named(name: str) -> ReasoningFormat | None:
+    known = {form.name: form for form in FORMATS}
+    if name != "none" and name not in known:
+        raise UsageError(f"unknown reasoning format {name!r}", f"known: {', '.join((*known, 'none'))}")
+    return known.get(name)
+
+
+def _joined(first: AnswerDelta, second: AnswerDelta) -> AnswerDelta:
+    calls = joined_calls([*first.calls, *second.calls])
+    return AnswerDelta(first.reasoning + second.reasoning, first.content + second.content, calls)

@@ -1,0 +1,119 @@
+"""Tools as a request names them, and calls as an answer holds them: plain values. Who finds calls in a text is `tool_stream`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm_cli.errors import UsageError
+
+MAX_TOOLS = 512
+MAX_NAME_CHARS = 256
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+_MAX_REFERENCES = 16
+
+ToolChoice = str
+"""none, auto, required, or the name of the one tool that must be called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a call. index: which call of this answer. id and name: on its first piece, whole. arguments: a piece of the
+    JSON text of its arguments."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. parameters: the JSON schema of its arguments. strict: they must match it."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    def types(self, parameter: str) -> frozenset[str]:
+        """The JSON types that an argument may have; empty where the schema doesn't say."""
+        properties = self.parameters.get("properties")
+        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+        return _types(schema, self.parameters, _MAX_REFERENCES)
+
+
+def tools_of(values: Sequence[Any]) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form, {"type": "function", "function": {"name", "parameters", "strict"}}.
+
+    Raises UsageError for anything else, and where two have one name.
+    """
+    if len(values) > MAX_TOOLS:
+        raise UsageError(f"{len(values)} tools are more than {MAX_TOOLS}")
+    tools = tuple(_tool(value) for value in values)
+    if len({tool.name for tool in tools}) < len(tools):
+        raise UsageError("two tools have the same name", "give each a name of its own")
+    return tools
+
+
+def new_call_id(length: int = 24) -> str:
+    """An id that no other call has: letters and digits; short ones, which some templates insist on, have no prefix."""
+    letters = "".join(secrets.choice(_LETTERS) for _ in range(length))
+    return letters if length < 16 else f"call_{letters}"
+
+
+def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The same deltas, the pieces of each call in one."""
+    if len(deltas) < 2:
+        return tuple(deltas)
+    pieces: dict[int, list[str]] = {}
+    heads: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        heads.setdefault(delta.index, delta)
+        pieces.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(replace(head, arguments="".join(pieces[index])) for index, head in heads.items())
+
+
+def _tool(value: Any) -> Tool:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or value.get("type", "function") != "function":
+        raise UsageError("a tool is not a function", 'write {"type": "function", "function": {"name": …}}')
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise UsageError(f"a tool's name has 1 to {MAX_NAME_CHARS} characters")
+    if not isinstance(parameters, Mapping | None):
+        raise UsageError(f"the parameters of the tool {name!r} are not a JSON schema")
+    return Tool(name, parameters or {}, function.get("strict") is True)
+
+
+def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if isinstance(schema.get("$ref"), str) and references:
+        return _types(_resolved(schema["$ref"], root), root, references - 1)
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset((declared,))
+    if isinstance(declared, Sequence):
+        return frozenset(name for name in declared if isinstance(name, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, Sequence):
+        return frozenset(_type_of(value) for value in values)
+    branches = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
+    if isinstance(branches, Sequence) and references:
+        return frozenset[str]().union(*(_types(branch, root, references // 2) for branch in branches[:64]))
+    return frozenset()
+
+
+def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """What `#/$defs/Name` stands for: only references inside the schema."""
+    place: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        place = place.get(part) if isinstance(place, Mapping) else None
+    return place
+
+
+def _type_of(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+    return names.get(type(value), "object")

@@ -1,0 +1,273 @@
+"""How the families write tool calls: a reader for each, and what tells from a chat template which one it is.
+
+A call whose name is not among the tools is passed on where tags say that it is a call, as vLLM does: the caller can tell the
+model so. Where nothing but its looks makes JSON or Python a call, only a tool's name does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call
+from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
+from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reader, Reading
+from nanovllm_cli.text.tool_xml import read_glm_call, read_xml_call
+
+Tools = Sequence[Tool]
+Names = frozenset[str] | None
+ReadSection = Callable[[CallStream, str, Tools], Reading[None]]
+"""Reads what follows an opening tag. Ends behind its closing tag, or where something else follows."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls. openers: what begins a call; tags: everything that must stay in the text for the reader.
+
+    signs: a chat template with all of one of these writes it. bare: calls may stand without a tag, at the beginning.
+    id_chars: of an id's letters.
+    """
+
+    name: str
+    signs: tuple[tuple[str, ...], ...]
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    section: ReadSection
+    bare: bool = False
+    id_chars: int = 24
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.openers + self.closers
+
+    def reader(
+        self, tools: Tools, hidden: Sequence[str] = (), kept: tuple[str, str] | None = None, starts_kept: bool = False
+    ) -> Reader:
+        """Reads an answer. hidden: tags to leave out of the content. kept: tags between which nothing is a call, and which are
+        content; starts_kept: the prompt wrote the first of them."""
+
+        def read(stream: CallStream) -> Reading[None]:
+            try:
+                if kept and starts_kept:
+                    yield from _keep(stream, kept[1])
+                if self.bare:
+                    yield from _attempt(stream, "", _read_bare, tools)
+                tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
+                while True:
+                    tag = yield from stream.pass_to(stream.content, *tags)
+                    if tag in self.openers:
+                        yield from _attempt(stream, tag, self.section, tools)
+                    elif kept and tag == kept[0]:
+                        stream.content(tag)
+                        yield from _keep(stream, kept[1])
+            except CutOff:
+                return
+
+        return read
+
+
+def read_plain(hidden: Sequence[str]) -> Reader:
+    """Leaves tags out of a text without calls."""
+
+    def read(stream: CallStream) -> Reading[None]:
+        try:
+            while True:
+                yield from stream.pass_to(stream.content, *hidden)
+        except CutOff:
+            return
+
+    return read
+
+
+def _keep(stream: CallStream, close: str) -> Reading[None]:
+    stream.content((yield from stream.pass_to(stream.content, close)))
+
+
+def tool_format(template_source: str) -> ToolFormat:
+    """The format that a chat template asks for; plain JSON where it says nothing."""
+    for known in FORMATS:
+        if any(all(sign in template_source for sign in signs) for signs in known.signs):
+            return known
+    return JSON
+
+
+def tool_format_named(name: str) -> ToolFormat:
+    """Raises UsageError for an unknown name."""
+    for known in FORMATS:
+        if known.name == name:
+            return known
+    raise UsageError(f"unknown tool format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}")
+
+
+def _attempt(stream: CallStream, tag: str, section: ReadSection, tools: Tools) -> Reading[None]:
+    stream.mark(tag)
+    try:
+        yield from section(stream, tag, tools)
+    except Broken:
+        stream.give_back()
+    except CutOff:
+        stream.cut()
+
+
+def _close(stream: CallStream, *tags: str) -> Reading[str]:
+    """Takes what closes a call; models forget it."""
+    yield from stream.skip_space()
+    return (yield from stream.match(*tags))
+
+
+# ---- sections ----
+
+
+def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    if (yield from stream.expect("[", "{")) == "[":
+        yield from read_calls(stream)
+    else:
+        yield from read_call(stream)
+    yield from _close(stream, "</tool_call>", "<|/tool_call|>")
+
+
+def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """[{…}, …]; or name [CALL_ID]id [ARGS]{…}, each call with a tag of its own."""
+    yield from stream.skip_space()
+    first = yield from stream.match("[CALL_ID]", "[ARGS]", "[", "{")
+    if first == "[":
+        yield from read_calls(stream)
+        return
+    if first == "{":
+        yield from read_call(stream)
+        return
+    if first:
+        raise Broken
+    name, mark = yield from stream.until("[CALL_ID]", "[ARGS]", "{")
+    call_id = None
+    if mark == "[CALL_ID]":
+        call_id, mark = yield from stream.until("[ARGS]", "{")
+    if mark == "{":
+        stream.position -= 1
+    yield from read_named_call(stream, name, call_id)
+
+
+def _read_deepseek(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """V3.1 writes name and JSON; R1 and V3 a type, a name, and JSON in a fence."""
+    if tag == DEEPSEEK_BEGIN:
+        tag = yield from stream.expect(DEEPSEEK_CALL)
+    while tag == DEEPSEEK_CALL:
+        name, _ = yield from stream.until("<｜tool▁sep｜>")
+        fenced = (yield from stream.peek()) != "{"
+        if fenced:
+            name, _ = yield from stream.until("\n")
+            yield from stream.expect("```json")
+        yield from read_named_call(stream, name)
+        if fenced:
+            yield from _close(stream, "```")
+        yield from _close(stream, "<｜tool▁call▁end｜>")
+        tag = yield from _close(stream, DEEPSEEK_CALL, "<｜tool▁calls▁end｜>")
+        if tag == DEEPSEEK_CALL:
+            stream.mark(tag)
+
+
+def _read_kimi(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """functions.NAME:NUMBER, which is the call's id, and JSON."""
+    if tag == KIMI_BEGIN:
+        tag = yield from stream.expect(KIMI_CALL)
+    while tag == KIMI_CALL:
+        call_id, _ = yield from stream.until("<|tool_call_argument_begin|>")
+        yield from read_named_call(
+            stream, call_id.strip().removeprefix("functions.").partition(":")[0], call_id.strip()
+        )
+        yield from _close(stream, "<|tool_call_end|>")
+        tag = yield from _close(stream, KIMI_CALL, "<|tool_calls_section_end|>")
+        if tag == KIMI_CALL:
+            stream.mark(tag)
+
+
+def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    if tag == "<function=":
+        name, _ = yield from stream.until(">")
+        yield from read_named_call(stream, name)
+        yield from _close(stream, "</function>")
+        return
+    yield from _read_loose(stream, None)
+    yield from _close(stream, "<|python_end|>")
+
+
+def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """What stands at the beginning of an answer: a call only by the name of a tool."""
+    yield from _read_loose(stream, frozenset(tool.name for tool in tools))
+
+
+def _read_loose(stream: CallStream, names: Names) -> Reading[None]:
+    """JSON objects behind each other or in a list, or Python."""
+    yield from stream.skip_space()
+    first = yield from stream.match("[", "{")
+    if first == "[":
+        yield from stream.skip_space()
+        if (yield from stream.peek()) == "{":
+            yield from read_calls(stream, names)
+        else:
+            yield from read_python_calls(stream, names)
+    elif first == "{":
+        yield from read_call(stream, names)
+        yield from _further_calls(stream, names)
+    else:
+        yield from read_python_call(stream, names)
+
+
+def _further_calls(stream: CallStream, names: Names) -> Reading[None]:
+    """Llama writes semicolons between its calls, or nothing."""
+    while True:
+        stream.mark()
+        mark = yield from stream.expect(";", "{")
+        if mark == ";":
+            yield from stream.expect("{")
+        yield from read_call(stream, names)
+
+
+DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+KIMI_BEGIN, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+
+HARMONY = ToolFormat("harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare)
+JSON = ToolFormat("json", (), (), (), _read_bare, bare=True)
+FORMATS: tuple[ToolFormat, ...] = (
+    HARMONY,
+    ToolFormat(
+        "glm",
+        (("<arg_key>",),),
+        ("<tool_call>",),
+        ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        read_glm_call,
+    ),
+    ToolFormat(
+        "qwen3_coder", (("<function=", "<parameter="),), ("<tool_call>", "<function="), ("</tool_call>",), read_xml_call
+    ),
+    ToolFormat(
+        "kimi",
+        ((KIMI_BEGIN,),),
+        (KIMI_BEGIN, KIMI_CALL),
+        ("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        _read_kimi,
+    ),
+    ToolFormat(
+        "deepseek",
+        ((DEEPSEEK_BEGIN,),),
+        (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
+        ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        _read_deepseek,
+    ),
+    ToolFormat("mistral", (("[TOOL_CALLS]",),), ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), _read_mistral, id_chars=9),
+    ToolFormat("hermes", (("<tool_call>",),), ("<tool_call>",), ("</tool_call>",), _read_json),
+    ToolFormat("granite", (("<|tool_call|>",),), ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>",), _read_json),
+    ToolFormat("phi", (("functools",),), ("functools",), (), _read_json),
+    ToolFormat("pythonic", (("func_name1(",),), ("<|python_start|>",), ("<|python_end|>",), _read_llama, bare=True),
+    ToolFormat(
+        "llama",
+        (("<|start_header_id|>",), ("<|python_tag|>",)),
+        ("<|python_tag|>", "<function="),
+        (),
+        _read_llama,
+        bare=True,
+    ),
+    JSON,
+)

@@ -1,0 +1,74 @@
+"""gpt-oss: calls are messages of their own, to=functions.NAME in the header and JSON in the body."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm_cli.text.reasoning import HarmonyPiece
+from nanovllm_cli.text.tool_calls import joined_calls
+from nanovllm_cli.text.tool_json import read_named_call
+from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Found, Reader, Reading
+
+
+class HarmonyCalls:
+    """Finds the calls among the pieces of an answer's messages. What is sent to a tool and is no JSON object is content."""
+
+    def __init__(self, *, whole: bool, single: bool) -> None:
+        self._whole, self._single = whole, single
+        self._message: CallStream | None = None
+        self._num_calls = 0
+
+    @property
+    def saw_calls(self) -> bool:
+        return self._num_calls > 0 or (self._message is not None and self._message.saw_calls)
+
+    def read(self, pieces: list[HarmonyPiece]) -> Found:
+        """What the pieces decided; only those of messages to tools are looked at, the rest is content."""
+        found: list[Found] = []
+        for kind, text in pieces:
+            if kind == "call header":
+                self._message = CallStream(_reader(_recipient(text)), whole=self._whole)
+            elif kind == "call" and self._message is not None:
+                found.append(self._numbered(self._message.push(text)))
+            elif kind == "call end":
+                found.append(self.finish())
+            elif kind == "content":
+                found.append(Found(text, ()))
+        calls = joined_calls([call for part in found for call in part.calls])
+        return Found("".join(part.content for part in found), calls)
+
+    def finish(self) -> Found:
+        """The message to a tool is complete, or was cut off."""
+        if self._message is None:
+            return Found("", ())
+        found = self._numbered(self._message.finish())
+        self._num_calls += self._message.num_calls
+        self._message = None
+        return found
+
+    def _numbered(self, found: Found) -> Found:
+        if self._single and self._num_calls:
+            return Found(found.content, ())
+        return Found(found.content, tuple(replace(call, index=call.index + self._num_calls) for call in found.calls))
+
+
+def _recipient(header: str) -> str:
+    """The tool of `… to=functions.NAME …`."""
+    name = header.partition(" to=")[2].partition("<|")[0].split()
+    return name[0].removeprefix("functions.") if name else ""
+
+
+def _reader(name: str) -> Reader:
+    """Reads the body of a message to a tool."""
+
+    def read(stream: CallStream) -> Reading[None]:
+        stream.mark()
+        try:
+            yield from read_named_call(stream, name)
+        except CutOff:
+            stream.cut()
+        except Broken:
+            stream.give_back()
+        yield from stream.rest()
+
+    return read

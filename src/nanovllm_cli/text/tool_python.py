@@ -1,0 +1,166 @@
+"""Calls written as Python, `name(argument=literal, …)`, and the JSON text of Python's literals, as they stream."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+
+from nanovllm_cli.text.tool_json import MAX_DEPTH, Give
+from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, Reading
+
+_MAX_SCALAR_CHARS = 512
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+def read_python_calls(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
+    """Calls up to the bracket that ends their list. known: names that count; without it, any does."""
+    while True:
+        yield from stream.skip_space()
+        yield from read_python_call(stream, known)
+        stream.mark()
+        if (yield from stream.expect(",", "]")) == "]":
+            return
+
+
+def read_python_call(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
+    """name(argument=literal, …). Llama's own tools are written name.call(…)."""
+    name = (yield from _identifier(stream, ".-")).removesuffix(".call")
+    if (known is not None and name not in known) or (yield from stream.peek()) != "(":
+        raise Broken
+    stream.take()
+    stream.begin(name)
+    separator = "{"
+    while True:
+        yield from stream.skip_space()
+        if (yield from stream.peek()) == ")":
+            break
+        key = yield from _identifier(stream)
+        yield from stream.expect("=")
+        stream.arguments(f"{separator}{json.dumps(key)}: ")
+        yield from read_literal(stream, stream.arguments)
+        separator = ", "
+        yield from stream.skip_space()
+        if (yield from stream.peek()) != ",":
+            break
+        stream.take()
+    yield from stream.expect(")")
+    stream.arguments("{}" if separator == "{" else "}")
+    stream.end()
+
+
+def read_literal(stream: CallStream, give: Give, depth: int = 0) -> Reading[None]:
+    """One literal, given out as JSON while it comes: strings, numbers, True, False, None, lists, tuples, dicts.
+
+    Raises Broken for anything else, and where it is nested more than MAX_DEPTH deep.
+    """
+    yield from stream.skip_space()
+    first = yield from stream.peek()
+    if first in "'\"":
+        yield from _string(stream, give)
+    elif first in "[({":
+        if depth == MAX_DEPTH:
+            raise Broken
+        stream.take()
+        yield from _container(stream, give, {"[": "]", "(": ")", "{": "}"}[first], depth + 1)
+    else:
+        yield from _scalar(stream, give)
+
+
+def _container(stream: CallStream, give: Give, close: str, depth: int) -> Reading[None]:
+    separator, end = ("{", "}") if close == "}" else ("[", "]")
+    opening = separator
+    while True:
+        yield from stream.skip_space()
+        if (yield from stream.peek()) == close:
+            break
+        give(separator)
+        separator = ", "
+        if close == "}":
+            if (yield from stream.peek()) not in "'\"":
+                raise Broken  # JSON's keys are strings
+            yield from _string(stream, give)
+            yield from stream.expect(":")
+            give(": ")
+        yield from read_literal(stream, give, depth)
+        yield from stream.skip_space()
+        if (yield from stream.peek()) != ",":
+            break
+        stream.take()
+    yield from stream.expect(close)
+    give(end if separator != opening else opening + end)
+
+
+def _string(stream: CallStream, give: Give) -> Reading[None]:
+    quote = stream.take()
+    give('"')
+    while True:
+        yield from stream.peek()
+        text, start = stream.text, stream.position
+        at = start
+        while at < len(text) and text[at] not in (quote, "\\"):
+            at += 1
+        if at > start:
+            give(in_json_string(stream.take(at - start)))
+        elif stream.take() == quote:
+            give('"')
+            return
+        else:
+            give(in_json_string((yield from _escaped(stream))))
+
+
+def _escaped(stream: CallStream) -> Reading[str]:
+    """What stands for the character behind a backslash."""
+    yield from stream.peek()
+    letter = stream.take()
+    if letter not in _HEX_DIGITS:
+        return _ESCAPES.get(letter, letter if letter in "\\'\"" else "\\" + letter)
+    digits = ""
+    for _ in range(_HEX_DIGITS[letter]):
+        digits += yield from stream.peek()
+        stream.take()
+    try:
+        return chr(int(digits, 16))
+    except (ValueError, OverflowError):
+        raise Broken from None
+
+
+def _scalar(stream: CallStream, give: Give) -> Reading[None]:
+    text = ""
+    while (char := (yield from stream.peek())).isalnum() or char in "+-._":
+        text += stream.take()
+        if len(text) > _MAX_SCALAR_CHARS:
+            raise Broken
+    give(_WORDS.get(text) or _number(text))
+
+
+def _number(text: str) -> str:
+    try:
+        return str(int(text))
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        raise Broken from None
+    if not math.isfinite(number):
+        raise Broken
+    return json.dumps(number)
+
+
+def _identifier(stream: CallStream, further: str = "") -> Reading[str]:
+    name = ""
+    while (char := (yield from stream.peek())).isalnum() or char == "_" or char in further:
+        name += stream.take()
+        if len(name) > MAX_HEADER_CHARS:
+            raise Broken
+    if not name:
+        raise Broken
+    return name
+
+
+def in_json_string(text: str) -> str:
+    """Text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

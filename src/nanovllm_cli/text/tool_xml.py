@@ -1,0 +1,111 @@
+"""Calls whose arguments stand between tags, a key and a value each, as Qwen3-Coder and GLM write them.
+
+Values are text without quotes. What they mean follows from the tool's schema: text stays text, to the letter; where something
+else is wanted, the value is read as JSON, or as the Python that these models fall into (True, None, single quotes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_json import is_json
+from nanovllm_cli.text.tool_python import in_json_string, read_literal
+from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reading
+
+_PLAIN: tuple[frozenset[str], ...] = (frozenset(), frozenset({"string"}))
+_MAX_LOOSE_CHARS = 1 << 16
+
+
+def read_xml_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
+    """<function=NAME> (<parameter=KEY> VALUE </parameter>)* </function>, of Qwen3-Coder."""
+    if tag != "<function=":
+        yield from stream.expect("<function=")
+    name, _ = yield from stream.until(">")
+    arguments = _Arguments(stream, name, tools)
+    while (yield from stream.expect("<parameter=", "</function>")) == "<parameter=":
+        key, _ = yield from stream.until(">")
+        yield from stream.match("\n")
+        yield from arguments.read(key, "\n</parameter>", "</parameter>")
+    arguments.end()
+    yield from stream.skip_space()
+    yield from stream.match("</tool_call>")
+
+
+def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
+    """NAME (<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>)* </tool_call>, of GLM."""
+    name, mark = yield from stream.until("\n", "<arg_key>", "</tool_call>", "<")
+    if mark == "<":
+        raise Broken
+    arguments = _Arguments(stream, name, tools)
+    while True:
+        if mark == "\n":
+            mark = yield from stream.expect("<arg_key>", "</tool_call>")
+        if mark == "</tool_call>":
+            break
+        key, _ = yield from stream.until("</arg_key>")
+        yield from stream.expect("<arg_value>")
+        yield from arguments.read(key, "</arg_value>")
+        mark = "\n"
+    arguments.end()
+
+
+class _Arguments:
+    """The arguments of one call, given out as the members of a JSON object."""
+
+    def __init__(self, stream: CallStream, name: str, tools: Sequence[Tool]) -> None:
+        self._stream = stream
+        self._tool = next((tool for tool in tools if tool.name == name.strip()), None)
+        self._separator = "{"
+        if not name.strip():
+            raise Broken
+        stream.begin(name.strip())
+
+    def read(self, key: str, *closers: str) -> Reading[None]:
+        """A value up to one of `closers`. One that may only be text streams."""
+        types = self._tool.types(key.strip()) if self._tool is not None else frozenset[str]()
+        give = self._stream.arguments
+        give(f"{self._separator}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+        self._separator = ", "
+        if types in _PLAIN:
+            give('"')
+            yield from self._stream.pass_to(lambda text: give(in_json_string(text)), *closers)
+            give('"')
+            return
+        pieces: list[str] = []
+        yield from self._stream.pass_to(pieces.append, *closers)
+        give(_converted("".join(pieces), types))
+
+    def end(self) -> None:
+        self._stream.arguments("{}" if self._separator == "{" else "}")
+        self._stream.end()
+
+
+def _converted(text: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that may be something else than text."""
+    value = text.strip()
+    if "string" in types:
+        return "null" if value in ("null", "None") and "null" in types else json.dumps(text, ensure_ascii=False)
+    if is_json(value):
+        return value
+    loose = _as_literal(value)
+    return json.dumps(text, ensure_ascii=False) if loose is None else loose
+
+
+def _as_literal(text: str) -> str | None:
+    """The JSON text of a Python literal, if it is one."""
+    if len(text) > _MAX_LOOSE_CHARS:
+        return None
+    pieces: list[str] = []
+
+    def read(stream: CallStream) -> Reading[None]:
+        try:
+            yield from read_literal(stream, pieces.append)
+        except (Broken, CutOff):
+            pieces.clear()
+
+    stream = CallStream(read)
+    stream.push(text + " ")
+    stream.finish()
+    return "".join(pieces) if pieces and stream.position >= len(text) else None
