@@ -1,0 +1,153 @@
+"""Answers that take a while: as a stream of events, or whole. In both the client's leaving is seen at once, and ends the work.
+
+An event stream is an async generator of bytes, frames that are ready to be sent. It does its work inside itself (`async with
+generation`), so that closing it is all the cleaning up there is, and what it raises before its first frame is an HTTP error.
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        async with aclosing(await context.generates.chat(...)) as generation:
+            async for events in generation:
+                yield b"".join(map(frame, events))
+
+    return EventStream(frames(), ping_seconds=…, write_seconds=…)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.errors import as_api_error, openai_form
+
+logger = logging.getLogger(__name__)
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+Frames = AsyncGenerator[bytes, None]
+T = TypeVar("T")
+
+
+def data_frame(value: Any) -> bytes:
+    """`data: …` with a value as JSON."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_frame(name: str, value: Any) -> bytes:
+    """The same behind `event: …`."""
+    return b"event: " + name.encode() + b"\n" + data_frame(value)
+
+
+def openai_error_frames(error: ApiError) -> bytes:
+    return data_frame(openai_form(error, "")) + DONE
+
+
+class EventStream(Response):
+    """Sends frames as they come. Status 200 is said with the first one, or with the first ping; an exception before that is
+    raised to the caller, one behind it is sent as `error_frames`, and ends the stream.
+
+    ping_seconds: a comment is sent when nothing was for so long. write_seconds: a client that takes nothing for so long is
+    dropped.
+    """
+
+    def __init__(
+        self,
+        frames: Frames,
+        *,
+        ping_seconds: float = 15.0,
+        write_seconds: float = 30.0,
+        error_frames: Callable[[ApiError], bytes] = openai_error_frames,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(HEADERS)
+        self._frames = frames
+        self._error_frames = error_frames
+        self._ping_seconds, self._write_seconds = ping_seconds, write_seconds
+        self._begun = False
+        self._sending = False
+        self._since = time.monotonic()  # when sending last began or ended
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.create_task(self._pump(send))
+        others = [asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))]
+        try:
+            await asyncio.wait([pump, *others], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(pump, *others)
+            await self._frames.aclose()
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            async for frame in self._frames:
+                await self._send(send, frame)
+        except Exception as error:
+            if not self._begun:
+                raise
+            told = as_api_error(error)
+            if told.status == 500 and told is not error:
+                logger.error("an event stream failed", exc_info=error)
+            await self._send(send, self._error_frames(told))
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
+        async with self._turn:
+            self._sending, self._since = True, time.monotonic()
+            if not self._begun:
+                self._begun = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._sending, self._since = False, time.monotonic()
+
+    async def _watch_clock(self, send: Send) -> None:
+        """Pings. Ends where a frame is not taken for too long."""
+        while True:
+            limit = self._write_seconds if self._sending else self._ping_seconds
+            left = self._since + limit - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, self._write_seconds))
+            elif self._sending:
+                logger.info("a client took nothing of its stream for %g seconds", self._write_seconds)
+                return
+            else:
+                await self._send(send, PING)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises; if the client leaves first, work is cancelled, and ApiError 499 raised to nobody."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_until_gone(request.receive))
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client left")
+    finally:
+        await _cancel(task, watcher)
+    return task.result()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
