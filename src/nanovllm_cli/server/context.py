@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import Generates, Models
 from nanovllm_cli.server.settings import ServeSettings
@@ -39,8 +40,11 @@ class ConstraintPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
+    """observer: is told what happens. metrics: what /metrics shows; it counts where it is the observer, or part of it."""
+
     settings: ServeSettings
     models: Models
     generates: Generates
     pool: ConstraintPool
     observer: Observer = field(default_factory=Observer)
+    metrics: Metrics = field(default_factory=Metrics)
