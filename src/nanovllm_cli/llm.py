@@ -33,8 +33,9 @@ from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, RequestError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
@@ -127,6 +128,11 @@ class LLM:
         return self._worker.max_model_len
 
     @property
+    def context_len(self) -> int:
+        """The same, as far as the KV cache has room for it."""
+        return self._engine.context_len
+
+    @property
     def num_parameters(self) -> int:
         return self._worker.num_parameters
 
@@ -164,6 +170,11 @@ class LLM:
     def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """What keys and values are kept as."""
         return self._worker.model.backend.cache_dtypes
+
+    @property
+    def engine(self) -> Engine:
+        """For who has a loop of its own; nothing else of this object may generate meanwhile."""
+        return self._engine
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -220,7 +231,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._engine.add(request_id, ids, params, cache_salt=self._salt(len(ids)))
+                    self._engine.add(request_id, ids, params, cache_salt=self.cache_salt(len(ids)))
                     running.add(request_id)
                 if not running:
                     return
@@ -231,6 +242,24 @@ class LLM:
         finally:
             for request_id in running:
                 self._abort(request_id)
+
+    def embed(self, texts: Prompt | Sequence[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+        """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
+        row of its last or first one. Raises as `generate` does."""
+        listed = _listed(texts)
+        ids = [f"embedding-{next(self._request_ids)}" for _ in listed]
+        done: dict[str, list[float]] = {}
+        try:
+            for request_id, text in zip(ids, listed, strict=True):
+                self._engine.embed(request_id, self._ids(text), pooling)
+            while len(done) < len(ids):
+                for output in self._step(set(ids)):
+                    if output.finished:
+                        done[output.request_id] = _embedding(output)
+        finally:
+            for request_id in ids:
+                self._abort(request_id)
+        return [done[request_id] for request_id in ids]
 
     def encode_chat(
         self,
@@ -252,7 +281,7 @@ class LLM:
         Returns how many tokens that are: full blocks, up to the first that the cache lacks. 0 writes nothing. Raises OutputError
         and DoesNotFitError (the disk is full), and what opening the model's files raises.
         """
-        return self._engine.save_kv(Path(path), self._ids(ids), self._salt(len(ids)), self._kv_identity)
+        return self._engine.save_kv(Path(path), self._ids(ids), self.cache_salt(len(ids)), self._kv_identity)
 
     def load_kv(self, path: Path) -> int:
         """Makes what `save_kv` wrote findable for the next prompts that begin with these tokens.
@@ -261,7 +290,7 @@ class LLM:
         another model, other settings, or by somebody else. Files are no reason to fail: the tokens can be computed.
         """
         try:
-            return self._engine.load_kv(Path(path), self._kv_identity, self._salt)
+            return self._engine.load_kv(Path(path), self._kv_identity, self.cache_salt)
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)
             return 0
@@ -302,7 +331,7 @@ class LLM:
 
     def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
         request_id = f"request-{next(self._request_ids)}"
-        self._engine.add(request_id, ids, params, cache_salt=self._salt(len(ids)))
+        self._engine.add(request_id, ids, params, cache_salt=self.cache_salt(len(ids)))
         return request_id
 
     def _step(self, wanted: Collection[str]) -> list[RequestOutput]:
@@ -324,10 +353,11 @@ class LLM:
         self._engine.abort(request_id)
         self._unread.pop(request_id, None)
 
-    def _salt(self, prompt_len: int) -> str | None:
-        """Keeps prompts apart whose cached keys were rotated by other frequencies (see ModelSpec.rope_regime)."""
+    def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
+        """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were
+        rotated by other frequencies (see ModelSpec.rope_regime)."""
         regime = self.spec.rope_regime(prompt_len)
-        return f"rope:{regime}" if regime else None
+        return f"rope:{regime}:{own or ''}" if regime else own
 
     @cached_property
     def _kv_identity(self) -> str:
@@ -358,6 +388,12 @@ class LLM:
         if source is None and "default" not in self.tokenizer.chat_templates:
             return None
         return ChatTemplate.of(self.tokenizer, source)
+
+
+def _embedding(output: RequestOutput) -> list[float]:
+    if output.pooled is None:
+        raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")
+    return list(output.pooled)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -107,6 +107,10 @@ class Answer:
         """Ends it with "error"; what is there so far stays."""
         self.finish_reason, self._error = "error", error
 
+    def complete(self) -> None:
+        """Ends it with "stop": there was nothing to draw."""
+        self.finish_reason = "stop"
+
     def abort(self) -> None:
         """Ends it with "abort"; text that was held back is shown."""
         self.finish_reason = "abort"

@@ -14,9 +14,9 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
-from nanovllm_cli.engine.runner import prompt_logprobs_of
+from nanovllm_cli.engine.runner import pooled_of, prompt_logprobs_of
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.engine.step_batch import build_batch, num_logit_rows
+from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ class CudaRunner:
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
         draws = [
-            (seq_id, first + num_logit_rows(share) - 1) for share, first in owners for seq_id in share.draws
+            (seq_id, first + len(share.wanted_rows) - 1) for share, first in owners for seq_id in share.draws
         ]
         here = [draw for draw in draws if draw[0] not in self.on_device]
         there = [draw for draw in draws if draw[0] in self.on_device]
@@ -96,6 +96,7 @@ class CudaRunner:
             for share, first in owners
             if share.prompt_logprobs is not None
         }
+        pooled = pooled_of(self.model, hidden, owners)
         logits = self._logits(hidden, here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
         drawn: list[Drawn] = []
@@ -109,7 +110,7 @@ class CudaRunner:
             read = self._read(seq_ids)
         if logits is not None:
             drawn += self.sampler.sample([seq_id for seq_id, _ in here], logits)
-        return lambda: StepOutput(drawn + read(), prompt_logprobs)
+        return lambda: StepOutput(drawn + read(), prompt_logprobs, pooled)
 
     def _logits(self, hidden: Hidden, draws: list[tuple[int, int]]) -> torch.Tensor:
         return self.model.logits(take_rows(hidden, [row for _, row in draws]))

@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import kv_file
-from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
+from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor, RunsAhead
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
@@ -124,10 +125,7 @@ class Engine:
         Raises UsageError for what has no meaning and PromptTooLongError for what can never run; nothing is queued
         then.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise UsageError("a request needs an id, which is a string")
-        if request_id in self._live:
-            raise UsageError(f"request id {request_id!r} is already in use", "wait until it is finished, or abort it")
+        self._check_id(request_id)
         if priority != 0 and self._config.policy != "priority":
             raise UsageError("this engine takes requests in order; priorities mean nothing", 'set policy "priority"')
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -149,13 +147,17 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
-        request.sequences = [
-            Sequence(next(self._seq_ids), request, index, _seed(params.seed, index), list(prompt))
-            for index in range(params.n)
-        ]
-        answers = [Answer(sequence, self._eos_ids, self._detokenizer(request)) for sequence in request.sequences]
-        self._scheduler.add(request)
-        self._live[request_id] = _Live(request, answers, [])
+        self._begin(request, self._detokenizer_factory)
+
+    def embed(self, request_id: str, prompt_ids: Iterable[int], pooling: Pooling, *, priority: int = 0) -> None:
+        """Queues a text whose hidden state is wanted: the `pooled` of its last output. Raises as `add` does."""
+        self._check_id(request_id)
+        prompt = self._checked_prompt(prompt_ids)
+        params = SamplingParams(max_tokens=1)
+        request = Request(
+            request_id, prompt, params, len(prompt) + 1, (), self._clock(), priority=priority, pooling=pooling
+        )
+        self._begin(request, None)
 
     def step(self) -> list[RequestOutput]:
         """Computes one step. Returns an output for every request that it moved on; empty where nothing is left to
@@ -168,10 +170,14 @@ class Engine:
         for sequence, drawn in results or ():
             live = self._live[sequence.request.request_id]
             touched[sequence.request.request_id] = live
+            answer = live.answers[sequence.index]
+            if drawn is not None:
+                answer.take(drawn)
+            elif live.request.pooling is not None and sequence.num_computed == len(live.request.prompt_ids):
+                answer.complete()
+                self._scheduler.finish(sequence)
             if drawn is None:
                 continue
-            answer = live.answers[sequence.index]
-            answer.take(drawn)
             self._generated_tokens += len(drawn.token_ids)
             if drawn.token_ids and not live.first_token:
                 live.first_token.append(self._clock())
@@ -200,6 +206,11 @@ class Engine:
         """See kv_file.load."""
         return kv_file.load(path, identity, expected_salt, self._blocks, self._executor)
 
+    @property
+    def context_len(self) -> int:
+        """Most tokens of prompt and answer together, in this model and this KV cache."""
+        return self._context_len
+
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
@@ -221,8 +232,24 @@ class Engine:
             generated_tokens=self._generated_tokens,
         )
 
-    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        return self._detokenizer_factory(request.params, request.prompt_ids) if self._detokenizer_factory else None
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise UsageError("a request needs an id, which is a string")
+        if request_id in self._live:
+            raise UsageError(f"request id {request_id!r} is already in use", "wait until it is finished, or abort it")
+
+    def _begin(self, request: Request, detokenizers: DetokenizerFactory | None) -> None:
+        params, prompt = request.params, request.prompt_ids
+        request.sequences = [
+            Sequence(next(self._seq_ids), request, index, _seed(params.seed, index), list(prompt))
+            for index in range(params.n)
+        ]
+        answers = [
+            Answer(sequence, self._eos_ids, detokenizers(params, prompt) if detokenizers else None)
+            for sequence in request.sequences
+        ]
+        self._scheduler.add(request)
+        self._live[request.request_id] = _Live(request, answers, [])
 
     def _checked_prompt(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
         try:
@@ -261,6 +288,7 @@ class Engine:
                 request.num_preemptions,
             ),
             None if prompt_logprobs is None else tuple(prompt_logprobs),
+            request.embedding if finished else None,
         )
 
 

@@ -57,7 +57,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request after a step in which something of it changed (a prefill chunk counts)."""
+    """A request after a step in which something of it changed (a prefill chunk counts).
+
+    pooled: [hidden] of a text that was embedded, with its last output; not normalised.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -65,3 +68,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    pooled: tuple[float, ...] | None = None

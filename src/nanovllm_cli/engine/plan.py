@@ -6,9 +6,14 @@ to another process as they are; logits never cross.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from nanovllm_cli.sampling_params import SamplingParams
+
+Pooling = Literal["mean", "last", "cls"]
+"""How the hidden rows of a text become one: their mean, the last, or the first."""
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
@@ -39,6 +44,7 @@ class Scheduled(NamedTuple):
         none.
     targets: the tokens that follow each row, known for prompt_logprobs (the last row of the prompt has no target).
     prompt_len: tokens of the whole prompt, which length-dependent rope scaling goes by.
+    pooling: what becomes of the hidden rows of a text that is embedded.
     """
 
     seq_id: int
@@ -49,6 +55,17 @@ class Scheduled(NamedTuple):
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
     prompt_len: int = 0
+    pooling: Pooling | None = None
+
+    @property
+    def wanted_rows(self) -> range:
+        """Rows of this share that are needed behind the last norm."""
+        count = len(self.token_ids)
+        if self.prompt_logprobs is not None or self.pooling == "mean":
+            return range(count)
+        if self.pooling == "cls":
+            return range(1 if self.start == 0 else 0)
+        return range(count - 1, count) if self.draws or self.pooling == "last" else range(0)
 
 
 class Plan(NamedTuple):
@@ -80,7 +97,9 @@ class Drawn(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets."""
+    """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets. pooled: seq id
+    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk."""
 
     drawn: list[Drawn]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    pooled: Mapping[int, list[float]] = MappingProxyType({})

@@ -9,7 +9,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.sampler import Sampler
-from nanovllm_cli.engine.step_batch import build_batch, num_logit_rows
+from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
 from nanovllm_cli.models.decoder import Decoder
 
@@ -39,8 +39,8 @@ class Runner:
         batch, owners = build_batch(plan.scheduled, self.block_size)
         inputs = self.model.prepare(batch)
         draws = [seq_id for share, _ in owners for seq_id in share.draws]
-        rows = [first + num_logit_rows(share) - 1 for share, first in owners for _ in share.draws]
-        if all(share.prompt_logprobs is None for share, _ in owners) and self.graphs.fits(batch):
+        rows = [first + len(share.wanted_rows) - 1 for share, first in owners for _ in share.draws]
+        if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
             return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})
         hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
@@ -48,9 +48,21 @@ class Runner:
             for share, first in owners
             if share.prompt_logprobs is not None
         }
+        pooled = pooled_of(self.model, hidden, owners)
         if not draws:
-            return StepOutput([], prompt_logprobs)
-        return StepOutput(self.sampler.sample(draws, self.model.logits(take_rows(hidden, rows))), prompt_logprobs)
+            return StepOutput([], prompt_logprobs, pooled)
+        drawn = self.sampler.sample(draws, self.model.logits(take_rows(hidden, rows)))
+        return StepOutput(drawn, prompt_logprobs, pooled)
+
+
+def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:
+    """What the shares that are embedded make of their hidden rows; sums in float64, so that chunks hardly matter."""
+    pooled: dict[int, list[float]] = {}
+    for share, first in owners:
+        if share.pooling is not None:
+            rows = model.normed(take_rows(hidden, slice(first, first + len(share.wanted_rows))))
+            pooled[share.seq_id] = rows.double().sum(0).tolist()
+    return pooled
 
 
 def prompt_logprobs_of(

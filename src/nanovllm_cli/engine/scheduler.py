@@ -242,7 +242,7 @@ class Scheduler:
                 self._schedule(sequence, self._budget - reserve)
 
     def _schedule(self, sequence: Sequence, limit: int) -> bool:
-        if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_prompt_logprobs:
+        if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_every_row:
             self._count_hits(sequence, self._blocks.adopt(sequence))
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
@@ -252,7 +252,7 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
-        self._add_share(sequence, fed, start, draws=end >= len(sequence.token_ids))
+        self._add_share(sequence, fed, start, draws=end >= len(sequence.token_ids) and sequence.request.pooling is None)
         self._budget -= len(fed)
         return True
 
@@ -269,6 +269,7 @@ class Scheduler:
                 num_logprobs,
                 targets,
                 len(sequence.request.prompt_ids),
+                sequence.request.pooling,
             )
         )
         self._shares.append(_Share(sequence, fed, draws))
@@ -315,7 +316,7 @@ class Scheduler:
         if self._is_refused(sequence):
             return False
         request, headroom = sequence.request, self._headroom(sequence)
-        if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_prompt_logprobs):
+        if not self._blocks.admit(sequence, headroom, use_cache=not request.wants_every_row):
             self._refused_at = (sequence, self._blocks.num_available - headroom)
             return False
         self._refused_at = None
@@ -375,6 +376,8 @@ class Scheduler:
         request.num_computed_prompt_tokens = max(request.num_computed_prompt_tokens, done)
         if request.wants_prompt_logprobs and request.prompt_logprobs is not None:
             request.prompt_logprobs.extend(output.prompt_logprobs.get(sequence.seq_id, ()))
+        if sequence.seq_id in output.pooled:
+            request.pool(output.pooled[sequence.seq_id])
 
     def _fork(self, parent: Sequence, drawn: list[Drawn]) -> list[Result]:
         """Sequences that shared the prompt go their own ways, each with its first token. Without a seat they wait."""
@@ -402,8 +405,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        if sequence.request.wants_prompt_logprobs:
-            sequence.request.prompt_logprobs = [None]
+        sequence.request.begin_again()
         insort(self.waiting, sequence, key=_rank)
 
     def _remove_waiting(self, sequence: Sequence) -> None:

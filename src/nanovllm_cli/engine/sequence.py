@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 
 
@@ -30,6 +30,7 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
+    pooling: for a text that is embedded, and draws nothing. pooled: what its chunks gave so far.
     runs_ahead: its tokens can be fed to the next step before they are read.
     The last four fields feed `RequestMetrics`.
     """
@@ -45,6 +46,8 @@ class Request:
     cache_salt: str | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooling: Pooling | None = None
+    pooled: list[float] | None = None
     runs_ahead: bool = False
     first_scheduled: float | None = None
     num_cached_tokens: int = 0
@@ -55,6 +58,32 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt tokens are left whose log-probabilities nobody has reported."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether its prompt must be computed from the beginning, whatever the prefix cache holds."""
+        return self.wants_prompt_logprobs or self.pooling is not None
+
+    def begin_again(self) -> None:
+        """Forgets what was collected of the prompt: it is computed anew."""
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs = [None]
+        self.pooled = None
+
+    @property
+    def embedding(self) -> tuple[float, ...] | None:
+        """Of the whole text, where it is embedded and computed."""
+        if self.pooled is None or self.num_computed_prompt_tokens < len(self.prompt_ids):
+            return None
+        count = len(self.prompt_ids) if self.pooling == "mean" else 1
+        return tuple([number / count for number in self.pooled])
+
+    def pool(self, chunk: list[float]) -> None:
+        """Adds what a chunk of the prompt gave."""
+        if self.pooled is None or self.pooling == "last":
+            self.pooled = chunk
+        elif self.pooling == "mean":
+            self.pooled = [a + b for a, b in zip(self.pooled, chunk, strict=True)]
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ MIN_TABLE = 8
 
 
 def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, list[tuple[Scheduled, int]]]:
-    """The step's tensors, and for each share that wants logits its first row among them."""
+    """The step's tensors, and for each share that wants rows behind the last norm its first one among them."""
     lens = np.array([len(share.token_ids) for share in scheduled], np.int32)
     starts = np.zeros(len(scheduled) + 1, np.int32)
     np.cumsum(lens, out=starts[1:])
@@ -30,11 +30,9 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
     logit_rows: list[int] = []
     owners: list[tuple[Scheduled, int]] = []
     for i, share in enumerate(scheduled):
-        count = num_logit_rows(share)
-        if count:
+        if wanted := share.wanted_rows:
             owners.append((share, len(logit_rows)))
-            begin = starts[i] if share.prompt_logprobs is not None else starts[i + 1] - 1
-            logit_rows += range(begin, begin + count)
+            logit_rows += [int(starts[i]) + row for row in wanted]
     token_ids = np.fromiter(
         itertools.chain.from_iterable(s.token_ids for s in scheduled), np.int64, int(starts[-1])
     )
@@ -51,10 +49,3 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
     ), owners
-
-
-def num_logit_rows(share: Scheduled) -> int:
-    """Rows whose logits this share wants: all of them for prompt logprobs, else the last one if somebody draws from it."""
-    if share.prompt_logprobs is not None:
-        return len(share.token_ids)
-    return 1 if share.draws else 0

@@ -95,6 +95,7 @@ class Stepper:
                 return StepOutput([], {}), {seq_id: _message(error)}
             logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
         drawn, prompt_logprobs, failures = [], {}, {}
+        pooled: dict[int, list[float]] = {}
         middle = len(plan.scheduled) // 2
         for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
             ids = {seq_id for each in scheduled for seq_id in each.draws}
@@ -109,8 +110,9 @@ class Stepper:
             )
             drawn.extend(half.drawn)
             prompt_logprobs.update(half.prompt_logprobs)
+            pooled.update(half.pooled)
             failures.update(failed)
-        return StepOutput(drawn, prompt_logprobs), failures
+        return StepOutput(drawn, prompt_logprobs, pooled), failures
 
 
 def _message(error: Exception) -> str:

@@ -9,7 +9,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.ops import Hidden, Normed
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
@@ -80,6 +80,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, kit: Kit) -> None:
         self.spec = spec
         self.dtype = kit.dtype
+        self.ops = kit.ops
         self.device = kit.ops.device
         self.backend = kit.backend
         self.head = Head(spec.vocab_size, spec.hidden_size, kit, spec.tied_head)
@@ -128,6 +129,12 @@ class Decoder:
         if rows.shape[0] == batch.num_tokens:
             return self.norm(x, residual)
         return self.norm(None if x is None else x[rows], residual[rows])
+
+    def normed(self, hidden: Hidden) -> torch.Tensor:
+        """What `run` gave, as plain numbers also where the next matmul was to normalise it."""
+        if isinstance(hidden, Normed):
+            return self.ops.rms_norm(hidden.rows, hidden.weight, hidden.eps, hidden.offset)
+        return hidden
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
         """hidden [R, hidden] -> logits [R, vocab] fp32."""

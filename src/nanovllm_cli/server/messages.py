@@ -6,17 +6,15 @@ Both sides are the same program on the same machine, over a socket pair that nob
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.outputs import FinishReason
-from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import LogitBias, SamplingParams
-
-Pooling = Literal["mean", "last", "cls"]
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30

@@ -1,0 +1,205 @@
+"""The process that holds a model: `python -m nanovllm_cli.server.engine_process FD`. FD is its end of a socket pair.
+
+It loads what the first message says, then steps while anything is unfinished, and tells after each step what the answers got.
+It knows nothing of HTTP, templates or tools. It ends when the other end of the pair does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from array import array
+from contextlib import AbstractContextManager, nullcontext
+
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.llm import LLM
+from nanovllm_cli.progress import Unit
+from nanovllm_cli.server.channel import Channel
+from nanovllm_cli.server.messages import (
+    Abort,
+    Alive,
+    Embed,
+    Embedded,
+    Facts,
+    Failed,
+    Loading,
+    Output,
+    Piece,
+    Ready,
+    Refused,
+    Start,
+    Step,
+    ToEngine,
+)
+
+IDLE_SECONDS = 1.0
+_PROMPT = -1  # among the answers whose end has been told: the prompt's log-probabilities
+
+logger = logging.getLogger(__name__)
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the server, which lets answers finish
+    channel = Channel(socket.socket(fileno=fd))
+    start = channel.receive()
+    assert isinstance(start, Start)
+    try:
+        llm = LLM(
+            start.model, config=start.config, offline=True, chat_template=start.chat_template, progress=_Progress(channel)
+        )
+    except NanovllmError as error:
+        channel.send(Failed(type(error).__name__, error.message, error.hint))
+        os._exit(1)
+    gc.collect()
+    gc.freeze()
+    channel.send(Ready(_facts(llm, start.config)))
+    Loop(llm, channel).run()
+
+
+class Loop:
+    """One turn: what came in, then a step."""
+
+    def __init__(self, llm: LLM, channel: Channel) -> None:
+        self._llm = llm
+        self._engine = llm.engine
+        self._channel = channel
+        self._told: dict[str, set[int]] = {}  # of running requests: whose end has been told
+
+    def run(self) -> None:
+        while True:
+            for message in self._channel.take(0 if self._engine.has_unfinished() else IDLE_SECONDS):
+                self._handle(message)
+            if not self._engine.has_unfinished():
+                self._channel.send(Alive(self._engine.stats()))
+                continue
+            outputs = [told for output in self._engine.step() if (told := self._tell(output)) is not None]
+            self._channel.send(Step(outputs, self._engine.stats()))
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, Start):
+            raise ValueError("a second start")
+        request_id = str(message.request_id)
+        if isinstance(message, Abort):
+            self._engine.abort(request_id)
+            self._told.pop(request_id, None)
+            return
+        try:
+            if isinstance(message, Embed):
+                self._engine.embed(request_id, message.prompt_ids, message.pooling)
+            else:
+                salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
+                self._engine.add(
+                    request_id, message.prompt_ids, message.params, priority=message.priority, cache_salt=salt
+                )
+            self._told[request_id] = set()
+        except NanovllmError as error:
+            self._refuse(message.request_id, error)
+
+    def _refuse(self, request_id: int, error: NanovllmError) -> None:
+        self._channel.send(Refused(request_id, type(error).__name__, error.message, error.hint))
+
+    def _tell(self, output: RequestOutput) -> Output | None:
+        told = self._told[output.request_id]
+        pieces = [_piece(answer) for answer in output.outputs if answer.index not in told and _says(answer)]
+        told.update(piece.index for piece in pieces if piece.finish_reason is not None)
+        if output.finished:
+            del self._told[output.request_id]
+        if output.pooled is not None:
+            self._channel.send(Embedded(int(output.request_id), array("f", output.pooled).tobytes()))
+            return None
+        if not pieces:
+            return None
+        prompt_logprobs = None
+        if output.prompt_logprobs is not None and _PROMPT not in told:
+            told.add(_PROMPT)
+            prompt_logprobs = list(output.prompt_logprobs)
+        return Output(
+            int(output.request_id),
+            pieces,
+            output.finished,
+            output.metrics.num_cached_tokens,
+            output.metrics.num_preemptions,
+            _times(output.metrics),
+            prompt_logprobs,
+        )
+
+
+def _says(answer: CompletionOutput) -> bool:
+    return bool(answer.delta_ids or answer.delta_text) or answer.finish_reason is not None
+
+
+def _piece(answer: CompletionOutput) -> Piece:
+    logprobs = answer.logprobs[len(answer.token_ids) - len(answer.delta_ids) :] if answer.logprobs is not None else None
+    return Piece(
+        answer.index,
+        answer.delta_text,
+        list(answer.delta_ids),
+        None if logprobs is None else list(logprobs),
+        answer.finish_reason,
+        answer.stop_reason,
+        answer.error,
+    )
+
+
+def _times(metrics: RequestMetrics) -> tuple[float | None, float | None, float | None]:
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else moment - metrics.arrival
+
+    return since(metrics.first_scheduled), since(metrics.first_token), since(metrics.finished)
+
+
+def _facts(llm: LLM, config: EngineConfig) -> Facts:
+    stats = llm.stats()
+    return Facts(
+        context_len=llm.context_len,
+        max_model_len=llm.max_model_len,
+        vocab_size=llm.spec.vocab_size,
+        hidden_size=llm.spec.hidden_size,
+        num_blocks=stats.free_blocks + stats.used_blocks + stats.cached_blocks,
+        block_size=config.block_size,
+        num_parameters=llm.num_parameters,
+        weight_bytes=llm.weight_bytes,
+        kv_bytes=llm.kv_bytes,
+        dtype=str(llm.dtype).removeprefix("torch."),
+        device="cpu" if llm.threads is not None else "cuda",
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+class _Progress:
+    """Tells the server how loading goes, a hundred times a stage at the most."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stage, self._total, self._unit = "", 0, ""
+        self._done = self._told = 0
+
+    def stage(self, name: str, total: int | None, unit: Unit) -> None:
+        self._stage, self._total, self._unit = name, total or 0, unit
+        self._done = self._told = 0
+        self._channel.send(Loading(name, 0, self._total, unit))
+
+    def advance(self, n: int) -> None:
+        self._done += n
+        if (self._done - self._told) * 100 >= self._total:
+            self._told = self._done
+            self._channel.send(Loading(self._stage, self._done, self._total, self._unit))
+
+    def done(self) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        logger.info("%s", message)
+
+    def starting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,97 @@
+"""One request's outputs on the event loop's side: fed by the engine's connection, read by a route."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.messages import Output, Piece
+
+
+class EngineStream:
+    """See ports.Stream. abort: tells the engine; called once, and only while the request is alive there."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._unread: Output | None = None
+        self._error: ApiError | None = None
+        self._ended = False  # nothing more will be fed
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def feed(self, output: Output) -> None:
+        if self._ended:
+            return
+        self._unread = output if self._unread is None else joined(self._unread, output)
+        self._ended = output.finished
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """What came before is still read."""
+        if not self._ended:
+            self._error, self._ended = error, True
+            self._wake()
+
+    def abort(self) -> None:
+        self._unread = None
+        if not self._ended:
+            self._ended = True
+            self._abort()
+            self._wake()
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._unread is None:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        output, self._unread = self._unread, None
+        return output
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def joined(first: Output, second: Output) -> Output:
+    """Two outputs of a request, one after the other, as one."""
+    pieces = {piece.index: piece for piece in first.pieces}
+    for piece in second.pieces:
+        before = pieces.get(piece.index)
+        pieces[piece.index] = piece if before is None else _joined(before, piece)
+    return Output(
+        second.request_id,
+        list(pieces.values()),
+        second.finished,
+        second.num_cached_tokens,
+        second.num_preemptions,
+        second.times,
+        second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
+    )
+
+
+def _joined(first: Piece, second: Piece) -> Piece:
+    logprobs = second.logprobs
+    if first.logprobs is not None:
+        logprobs = first.logprobs + (second.logprobs or [])
+    return Piece(
+        first.index,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        logprobs,
+        second.finish_reason,
+        second.stop_reason,
+        second.error,
+    )
