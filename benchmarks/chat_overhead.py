@@ -80,11 +80,11 @@ def measure(model: str, num_tokens: int, threads: int, rounds: int) -> list[dict
     """Tokens a second of each side, a dictionary a round. Runs on the terminal."""
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
     from nanovllm_cli.chat.keys import AnswerKeys
-    from nanovllm_cli.chat.prompt import Prompt
     from nanovllm_cli.chat.terminal import TerminalDisplay
     from nanovllm_cli.chat.turn import Turn
     from nanovllm_cli.cli import signals
-    from nanovllm_cli.cli.answer import TextPrinter, Transcript
+    from nanovllm_cli.cli.answer import TextPrinter
+    from nanovllm_cli.cli.local import LocalAnswering
     from nanovllm_cli.cli.output import console
 
     llm = LLM(model, config=EngineConfig(threads=threads, max_model_len=2048, enable_prefix_caching=False))
@@ -95,17 +95,17 @@ def measure(model: str, num_tokens: int, threads: int, rounds: int) -> list[dict
     assert screen.out.moves_cursor, "this side belongs on a terminal"
 
     def run() -> None:
-        transcript = Transcript(None)
-        printer = TextPrinter(screen, screen.answer, transcript, reasoning="auto", extract=False)
-        for output in scripted.stream(ids, params):
+        printer = TextPrinter(screen, screen.answer, reasoning="auto", extract=False)
+        for pieces in LocalAnswering(scripted, ids, params):
             signals.check()
-            printer.step(transcript.add(output))
+            printer.step(pieces)
         screen.end_answer()
 
     def chat(markdown: bool) -> None:
         keys = AnswerKeys(0)
         display = TerminalDisplay(screen, markdown=markdown, keys=keys)
-        turn = Turn(scripted, Prompt(ids, None), params, display, shows_reasoning=True, on_begin=lambda: None)
+        answering = LocalAnswering(scripted, ids, params)
+        turn = Turn(answering, display, shows_reasoning=True, limit=None, on_begin=lambda: None)
         turn.run()
         turn.flush()
         turn.end(None)

@@ -11,8 +11,9 @@ import pytest
 
 from nanovllm_cli.chat.commands import COMMANDS, complete
 from nanovllm_cli.chat.conversation import Conversation
+from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.loop import Chat
-from nanovllm_cli.chat.model import Model, Settings
+from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.session import Sessions
 from test_cli_driver import Result, nanovllm
 
@@ -245,7 +246,7 @@ def test_what_could_stand_in_place_of_the_last_word(tmp_path: Path, monkeypatch:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     nanovllm(tmp_path, "chat", "-q", "--session", "work", "tiny", stdin="say hi\n")
-    model = Model(None, Settings())  # type: ignore[arg-type]
+    model = LocalModel(None, Settings())  # type: ignore[arg-type]
     talk = Chat(model, Sessions(tmp_path / ".local/state/nanovllm/sessions"), None, interactive=True)  # type: ignore[arg-type]
 
     def words(text: str) -> list[str]:

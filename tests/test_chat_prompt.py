@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_cli import LLM
+from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.loop import Chat
-from nanovllm_cli.chat.model import Model, Settings
+from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.prompt import graft
 from nanovllm_cli.chat.session import Sessions
 from nanovllm_cli.cli.model import Loaded
@@ -133,9 +134,14 @@ def chat(llm: LLM, tmp_path: Path) -> Chat:
     return open_chat(llm, tmp_path)
 
 
+def local(chat: Chat) -> LocalModel:
+    assert isinstance(chat.model, LocalModel)
+    return chat.model
+
+
 def open_chat(llm: LLM, folder: Path, **more: object) -> Chat:
     given = {"max_tokens": 12, "seed": 5}
-    model = Model(lambda name: Loaded(llm, 0.0), Settings(given, **more))  # type: ignore[arg-type]
+    model = LocalModel(lambda name: Loaded(llm, 0.0), Settings(given, **more))  # type: ignore[arg-type]
     chat = Chat(model, Sessions(folder), Screen(), interactive=True)
     chat.model.open("tiny")
     return chat
@@ -166,7 +172,7 @@ def test_the_next_turn_reads_only_what_is_new(chat: Chat) -> None:
     new = prompt - before
     assert prompt > 4000
     assert (
-        new < len(chat.model.prompts.prompting.llm.tokenizer.encode(question)) + 16
+        new < len(local(chat).prompts.prompting.llm.tokenizer.encode(question)) + 16
     )  # the question in the template's words
     assert computed < new + BLOCK_SIZE + 1  # and the block that was not full, or whose last token was not fed
 
@@ -217,7 +223,7 @@ def test_the_text_is_what_the_template_makes_of_the_conversation(chat: Chat, llm
     history = [{"role": "system", "content": chat.conversation.system}]
     history += [message.for_template() for message in chat.conversation.messages[:-1]]
     expected = theirs.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
-    ids = chat.model.prompts.next(chat.conversation.system, chat.conversation.messages[:-1]).ids
+    ids = local(chat).prompts.next(chat.conversation.system, chat.conversation.messages[:-1]).ids
     shown = llm.tokenizer.decode(ids, skip_special_tokens=False)
     assert shown.replace("<think>\n\n</think>\n\n", "") == expected.replace("<think>\n\n</think>\n\n", "")
     control = [i for i in ids if i == llm.tokenizer.token_to_id("<|im_end|>")]
@@ -272,7 +278,7 @@ def test_shifting_drops_the_oldest_turns_and_says_so(small: LLM, tmp_path: Path)
     assert not [line for line in said if "of the conversation's beginning" in line]
     chat.ask(WORDS * 20)
     assert len([line for line in said if "of the conversation's beginning" in line]) == 1
-    next_one = chat.model.prompts.next(chat.conversation.system, chat.conversation.messages)
+    next_one = local(chat).prompts.next(chat.conversation.system, chat.conversation.messages)
     assert next_one.num_dropped > 0
     assert next_one.num_dropped % 2 == 0
     assert read(chat)[0] <= 1024 * 3 // 4
@@ -304,7 +310,7 @@ def test_reasoning_is_kept_apart_and_can_be_gone_on_with(llm: LLM, tmp_path: Pat
     assert chat.conversation.messages[-1].content == whole.content
     assert chat.conversation.messages[-1].reasoning == whole.reasoning
     chat.ask("And 3 + 3?")
-    ids = chat.model.prompts.next(None, chat.conversation.messages[:-1]).ids
+    ids = local(chat).prompts.next(None, chat.conversation.messages[:-1]).ids
     assert whole.reasoning not in llm.tokenizer.decode(ids)
 
 
@@ -319,7 +325,7 @@ def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LL
 
     llm.close, close = lambda: None, llm.close  # type: ignore[method-assign]
     try:
-        chat = Chat(Model(open_model, Settings({"max_tokens": 5})), Sessions(tmp_path), Screen(), interactive=True)
+        chat = Chat(LocalModel(open_model, Settings({"max_tokens": 5})), Sessions(tmp_path), Screen(), interactive=True)
         chat.model.open("one")
         chat.ask("hello")
         chat.switch_model("two")

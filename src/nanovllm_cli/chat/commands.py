@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 import shlex
@@ -90,24 +89,23 @@ def _set(chat: Chat, argument: str) -> None:
     chosen = sampling.setting(name)
     if value.strip():
         given = sampling.changed(chat.model.settings.given, chosen, value.strip())
-        dataclasses.replace(chat.model.llm.default_params, **given)  # refuses what does not go together
+        chat.model.check(given)
         chat.model.settings.given = given
-    chat.display.say(f"{chosen.name} = {sampling.shown(chat.model.params, chosen)}")
+    chat.display.say(f"{chosen.name} = {chat.model.shown(chosen)}")
 
 
 def _say_settings(chat: Chat) -> None:
-    values = sampling.fields_of(chat.model.params)
-    changed = {each.name for each in sampling.settings().values() if each.field in chat.model.settings.given}
+    settings = dict.fromkeys(sampling.settings().values())
+    values = {each.name: chat.model.shown(each) for each in settings}
+    changed = {each.name for each in settings if each.field in chat.model.settings.given}
     width = max(map(len, values))
     lines = [f"{name:{width}}  {value}{'  (set)' if name in changed else ''}" for name, value in values.items()]
     chat.display.say("\n".join(lines))
 
 
 def _show(chat: Chat, argument: str) -> None:
-    llm = chat.model.llm
     if argument in ("", "model"):
-        parameters = f"{llm.num_parameters:,} parameters"
-        chat.display.say(f"model: {llm.name}: {llm.resolved}, {parameters}, context {chat.model.prompts.limit} tokens")
+        chat.display.say(f"model: {chat.model.facts}")
     if argument in ("", "system"):
         chat.display.say(f"system: {chat.conversation.system or 'none'}")
     if argument in ("", "settings"):
@@ -115,8 +113,7 @@ def _show(chat: Chat, argument: str) -> None:
         chat.display.say(f"when the context is full: {'shift' if chat.model.settings.shifts else 'error'}")
         _say_settings(chat)
     if argument == "template":
-        assert llm.chat_template is not None
-        chat.display.say(llm.chat_template.source)
+        chat.display.say(chat.model.template)
     elif argument not in ("", "model", "system", "settings"):
         raise UsageError(f"/show {argument[:40]}?", "/show settings, template, system or model")
 
@@ -166,7 +163,7 @@ def _export(chat: Chat, argument: str) -> None:
     path = Path(target.strip() or f"{name}.{kind}").expanduser()
     if path.exists():
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
-    model = chat.model.llm.name
+    model = chat.model.name
     text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
     with WholeFile(path) as file:
         file.write(text)
@@ -213,12 +210,13 @@ def _file(chat: Chat, argument: str) -> None:
     if b"\0" in data:
         raise UsageError(f"{path} is no text")
     text = decode(data, str(path))
-    tokens = chat.model.prompts.tokens_of([text])
-    if tokens >= chat.model.prompts.limit:
-        raise UsageError(f"{path} has {tokens} tokens, the context holds {chat.model.prompts.limit}")
+    tokens, limit = chat.model.tokens_of([text]), chat.model.limit
+    if tokens is not None and limit is not None and tokens >= limit:
+        raise UsageError(f"{path} has {tokens} tokens, the context holds {limit}")
     fence = "`" * max(3, 1 + max((len(run) for run in _ticks(text)), default=0))
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
-    chat.display.say(f"{path} ({count(tokens, 'token')}) goes with the next message")
+    size = count(len(text), "character") if tokens is None else count(tokens, "token")
+    chat.display.say(f"{path} ({size}) goes with the next message")
 
 
 def _unquoted(path: str) -> str:
@@ -246,7 +244,7 @@ def _think(chat: Chat, argument: str) -> None:
 def _model(chat: Chat, argument: str) -> None:
     if argument:
         chat.switch_model(argument)
-    chat.display.say(f"model: {chat.model.llm.name}")
+    chat.display.say(f"model: {chat.model.name}")
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -260,17 +258,23 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _context(chat: Chat, argument: str) -> None:
-    used, size = chat.context_used, chat.model.prompts.limit
+    used, size = chat.context_used, chat.model.limit
+    if used is None or size is None:
+        limit = "" if size is None else f"; the context holds {size:,}"
+        chat.display.say("the server has not said how many tokens that is" if used is None else f"{used:,} tokens used{limit}")
+        return
     messages = chat.conversation.messages
-    parts = {
-        "system": chat.model.prompts.tokens_of([chat.conversation.system or ""]),
-        "you": chat.model.prompts.tokens_of(each.content for each in messages if each.role == "user"),
-        "answers": chat.model.prompts.tokens_of(each.content for each in messages if each.role == "assistant"),
+    texts: dict[str, list[str]] = {
+        "system": [chat.conversation.system or ""],
+        "you": [each.content for each in messages if each.role == "user"],
+        "answers": [each.content for each in messages if each.role == "assistant"],
     }
-    parts["template and reasoning"] = max(used - sum(parts.values()), 0)
-    if chat.attachments:
-        parts["files for the next message"] = chat.model.prompts.tokens_of(chat.attachments)
     lines = [f"{used:,} of {size:,} tokens used ({used / size:.0%}), {max(size - used, 0):,} left"]
+    parts = {name: tokens for name, text in texts.items() if (tokens := chat.model.tokens_of(text)) is not None}
+    if parts:
+        parts["template and reasoning"] = max(used - sum(parts.values()), 0)
+    if chat.attachments and (tokens := chat.model.tokens_of(chat.attachments)) is not None:
+        parts["files for the next message"] = tokens
     chat.display.say("\n".join([*lines, *(f"  {name:26} {tokens:8,}" for name, tokens in parts.items())]))
 
 
@@ -306,9 +310,7 @@ def _session_names(chat: Chat, begun: str) -> Candidates:
 
 
 def _model_names(chat: Chat, begun: str) -> Candidates:
-    from nanovllm_cli.cli.complete import models
-
-    return models()
+    return chat.model.names()
 
 
 def _paths(chat: Chat, begun: str) -> Candidates:

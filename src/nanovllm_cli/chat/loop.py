@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from nanovllm_cli.chat.conversation import Conversation, Event, Message
 from nanovllm_cli.chat.model import Model
-from nanovllm_cli.chat.prompt import OVERFLOW_HINT, Prompt
+from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.records import Statistics, peak_memory_bytes
+from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -219,25 +219,21 @@ class Chat:
             self._draft, self._edits_last = "", False
 
         messages = [*before, Message(0, None, "user", content)]
-        self._answer(lambda: self.model.prompts.next(self.conversation.system, messages), sent)
+        self._answer(messages, sent)
 
     def regenerate(self) -> None:
         """Another answer to the last message."""
         question = self._question()
         messages = self.conversation.messages
         messages = messages[: messages.index(question) + 1]
-        self._answer(
-            lambda: self.model.prompts.next(self.conversation.system, messages), self.conversation.back_to_question
-        )
+        self._answer(messages, self.conversation.back_to_question)
 
     def go_on(self) -> None:
         """More of the last answer."""
         last = self.conversation.last
         if last is None or last.role != "assistant":
             raise UsageError("there is no answer to go on with", "say something first")
-        messages = self.conversation.messages
-        prompt = lambda: self.model.prompts.going_on(self.conversation.system, messages)
-        self._answer(prompt, self.conversation.before_answer, begun=last)
+        self._answer(self.conversation.messages, self.conversation.before_answer, begun=last)
 
     def edit(self, text: str) -> None:
         """Replaces the last message: by `text`, or by what comes of offering it to be changed."""
@@ -266,35 +262,36 @@ class Chat:
     # ---- what is left of the context ----
 
     @property
-    def context_used(self) -> int:
-        """Tokens that the conversation has in the template's words."""
+    def context_used(self) -> int | None:
+        """Tokens that the conversation has in the template's words; None where a server has not said."""
         if self._used is None:
-            self._used = self.model.prompts.count(self.conversation.system, self.conversation.messages)
+            self._used = self.model.count(self.conversation.system, self.conversation.messages)
         return self._used
 
     def status(self) -> Status:
         return Status(
-            model=self.model.llm.name,
+            model=self.model.name,
             context_used=self.context_used,
-            context_size=self.model.prompts.limit,
+            context_size=self.model.limit,
             tokens_per_second=self.statistics.answer_tokens_per_second if self.statistics is not None else None,
-            memory_bytes=peak_memory_bytes(),
+            memory_bytes=self.model.memory_bytes,
             session=self.session.name if self.session is not None and self.session.exists else None,
         )
 
     # ---- inside ----
 
-    def _answer(self, make: Callable[[], Prompt], sent: Callable[[], object], begun: Message | None = None) -> None:
+    def _answer(
+        self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
+    ) -> None:
         """Streams an answer and keeps it. `sent` is called with its first token; where none comes, nothing has changed.
-        begun: the answer that this one goes on with."""
-        prompt = make()
-        self._say_what_was_dropped(prompt.num_dropped)
+        begun: the last message, an answer that this one goes on with."""
+        answering, num_dropped = self.model.answer(self.conversation.system, messages, goes_on=begun is not None)
+        self._say_what_was_dropped(num_dropped)
         turn = Turn(
-            self.model.llm,
-            prompt,
-            self.model.params,
+            answering,
             self.display,
             shows_reasoning=self.model.settings.shows_reasoning,
+            limit=self.model.limit,
             on_begin=sent,
         )
         try:
@@ -307,20 +304,19 @@ class Chat:
                         self._keep(turn, begun)
             finally:
                 turn.end(self._remark(turn))
-        if turn.error is not None:
-            raise RequestError(f"the answer failed: {turn.error}", "/regen asks for another one")
+        if turn.answer.error is not None:
+            raise RequestError(f"the answer failed: {turn.answer.error}", "/regen asks for another one")
         self._warn_when_nearly_full()
 
     def _keep(self, turn: Turn, begun: Message | None) -> None:
-        assert turn.output is not None
-        content, reasoning = turn.content, turn.reasoning
+        content, reasoning = turn.answer.content, turn.answer.reasoning
         if begun is not None:
             content, reasoning = begun.content + content, begun.reasoning + reasoning
-        self.model.kept = turn.ids
-        self._used = len(turn.ids)
-        self.statistics = Statistics.of(turn.output, self.model.llm, None, turn.ended)
+        self.model.keep(turn.answering)
+        self._used = turn.used
+        self.statistics = turn.answering.statistics(turn.ended)
         self.num_answers += 1
-        self.num_answer_tokens += self.statistics.answer_tokens
+        self.num_answer_tokens += self.statistics.answer_tokens or 0
         self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name)
         logger.info("%s", self.statistics.line())
 
@@ -329,11 +325,10 @@ class Chat:
         if turn.cut == "interrupted":
             return "stopped; /continue goes on" if turn.began else "stopped: the message was not sent"
         if turn.cut == "length":
-            return (
-                f"cut off at {self.model.params.max_tokens} tokens; /continue goes on, /set predict N changes the limit"
-            )
+            where = f"at {turn.answer.num_tokens} tokens" if turn.answer.num_tokens is not None else "by the limit"
+            return f"cut off {where}; /continue goes on, /set predict N changes the limit"
         if turn.cut == "context":
-            return f"cut off: the context of {self.model.prompts.limit} tokens is full"
+            return f"cut off: the context of {self.model.limit} tokens is full"
         return None
 
     def _say_what_was_dropped(self, num_dropped: int) -> None:
@@ -345,8 +340,8 @@ class Chat:
         self._num_dropped = num_dropped
 
     def _warn_when_nearly_full(self) -> None:
-        used, size = self.context_used, self.model.prompts.limit
-        if used < NEARLY_FULL * size:
+        used, size = self.context_used, self.model.limit
+        if used is None or size is None or used < NEARLY_FULL * size:
             self._has_warned = False
         elif not self._has_warned:
             self._has_warned = True
@@ -370,7 +365,7 @@ class Chat:
         """Other messages than a moment ago: what was known of them is to be found out again."""
         self._used, self._num_dropped, self._edits_last = None, 0, False
         if self.model.is_open:
-            self.model.prompts.start_over()
+            self.model.start_over()
 
 
 def count(number: int, thing: str) -> str:

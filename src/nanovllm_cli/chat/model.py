@@ -1,27 +1,18 @@
-"""The model that answers: loaded, exchanged for another one, asked to think or not, and what it has read last."""
+"""What a conversation needs of the model that answers: in this process (`local_model.py`) or on a server (`remote_model.py`)."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import logging
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nanovllm_cli.chat.prompt import Prompts
-from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.model import Prompting
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.cli.answering import Answering, Given
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.model import Loaded
+    from nanovllm_cli.chat.conversation import Message
+    from nanovllm_cli.chat.sampling import Setting
     from nanovllm_cli.cli.options import Choice
-    from nanovllm_cli.llm import LLM
-    from nanovllm_cli.sampling_params import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -36,101 +27,78 @@ class Settings:
     saves_kv: bool = False
 
 
-class Model:
-    """One model at a time. load: by name; it may raise any NanovllmError."""
+class Reply(NamedTuple):
+    """An answer on its way. num_dropped: messages at the beginning that found no room."""
 
-    def __init__(self, load: Callable[[str], Loaded], settings: Settings) -> None:
-        self.settings = settings
-        self._load = load
-        self._loaded: Loaded | None = None
-        self._prompts: Prompts | None = None
-        self._kept: tuple[int, ...] = ()
+    answering: Answering
+    num_dropped: int = 0
 
-    @property
-    def is_open(self) -> bool:
-        return self._loaded is not None
 
-    @property
-    def llm(self) -> LLM:
-        assert self._loaded is not None, "open comes first"
-        return self._loaded.llm
+class Model(Protocol):
+    """One model at a time. `open` comes first. Methods raise NanovllmError; counts are in tokens, None where nobody knows."""
+
+    settings: Settings
+    kept: tuple[int, ...]
+    """The tokens that it has read last, its answer included, where KV can be kept."""
 
     @property
-    def prompts(self) -> Prompts:
-        assert self._prompts is not None, "open comes first"
-        return self._prompts
+    def is_open(self) -> bool: ...
 
     @property
-    def params(self) -> SamplingParams:
-        return dataclasses.replace(self.llm.default_params, **self.settings.given)
+    def name(self) -> str: ...
 
     @property
     def lasting_name(self) -> str:
-        """What it can be loaded by again, from any folder."""
-        name = self.llm.name
-        return str(Path(name).absolute()) if Path(name).exists() else name
+        """What it can be opened by again, from any folder."""
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The tokens that it has read last, its answer included."""
-        return self._kept
+    def limit(self) -> int | None:
+        """Of prompt and answer together."""
 
-    @kept.setter
-    def kept(self, ids: tuple[int, ...]) -> None:
-        self._kept = ids
-        if self._prompts is not None:
-            self._prompts.kept = ids
+    @property
+    def memory_bytes(self) -> int | None:
+        """The most that it has taken."""
 
-    def open(self, name: str) -> None:
-        """Raises NanovllmError, and UsageError for one that cannot chat."""
-        loaded = self._load(name)
-        try:
-            self._prompts = self._prompts_for(loaded.llm, self.settings.think)
-        except BaseException:
-            loaded.llm.close()
-            raise
-        self._loaded = loaded
+    @property
+    def facts(self) -> str:
+        """What it is, in one line."""
+
+    @property
+    def template(self) -> str:
+        """The chat template's source."""
+
+    def open(self, name: str) -> None: ...
 
     def switch(self, name: str) -> None:
-        """Another one in its place. The old one goes first, and comes back where the new one fails."""
-        old = self.llm.name
-        self.close()
-        gc.unfreeze()  # what was loaded with the old one is not to outlive it
-        gc.collect()
-        try:
-            self.open(name)
-        except (Exception, KeyboardInterrupt):
-            signals.forgive()
-            self.open(old)
-            raise
+        """Another one in its place; where that fails, the old one stays."""
 
-    def think(self, choice: Choice) -> None:
-        """Raises UsageError where the template has no switch."""
-        self._prompts = self._prompts_for(self.llm, choice)
-        self.settings.think = choice
+    def think(self, choice: Choice) -> None: ...
 
-    def load_kv(self, path: Path) -> None:
-        """What it had read of a conversation, if that was kept."""
-        if path.is_file() and self._kept:
-            found = self.llm.load_kv(path)
-            logger.info("%d tokens of the conversation were read from %s", found, path)
+    def check(self, given: Given) -> None:
+        """Refuses settings that do not go together."""
 
-    def save_kv(self, path: Path) -> None:
-        """Keeps what it has read, which is `kept`. Raises OutputError and DoesNotFitError."""
-        with signals.held():
-            self.llm.save_kv(self._kept, path)
+    def shown(self, setting: Setting) -> str:
+        """The value of a setting that counts now."""
 
-    def close(self) -> None:
-        if self._loaded is not None:
-            self._loaded.llm.close()
-        self._loaded = self._prompts = None
-        self._kept = ()
+    def names(self) -> Iterable[tuple[str, str]]:
+        """Models that one could switch to, and what each is."""
 
-    def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
-        prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)
-        if not prompting.chats:
-            hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
-            raise UsageError(f"{llm.name} has no chat template", hint)
-        if think is not None and prompting.thinking_switch is None:
-            raise UsageError(f"the template of {llm.name} has no switch for thinking")
-        return Prompts(prompting, self.settings.shifts, self._kept)
+    def answer(self, system: str | None, messages: Sequence[Message], *, goes_on: bool = False) -> Reply:
+        """To the last message; or, with goes_on, more of it."""
+
+    def keep(self, answering: Answering) -> None:
+        """This answer is a part of the conversation."""
+
+    def start_over(self) -> None:
+        """Other messages than before: the first of them has room again."""
+
+    def count(self, system: str | None, messages: Sequence[Message]) -> int | None:
+        """What the conversation has now."""
+
+    def tokens_of(self, texts: Iterable[str]) -> int | None: ...
+
+    def load_kv(self, path: Path) -> None: ...
+
+    def save_kv(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...

@@ -80,11 +80,6 @@ def shown(params: object, chosen: Setting) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def fields_of(params: object) -> dict[str, str]:
-    """Every setting once, with its value."""
-    return {each.name: shown(params, each) for each in dict.fromkeys(settings().values())}
-
-
 def _kind(declared: Any) -> type:
     """bool, int, float or list, of a hint that may allow None."""
     choices = [each for each in get_args(declared) if each is not type(None)] or [declared]

@@ -12,13 +12,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the toolbar shows. Tokens, tokens a second of the last answer (None before one), bytes."""
+    """What the toolbar shows. Tokens, tokens a second of the last answer (None before one), bytes; None where it is not known."""
 
     model: str
-    context_used: int
-    context_size: int
+    context_used: int | None
+    context_size: int | None
     tokens_per_second: float | None
-    memory_bytes: int
+    memory_bytes: int | None
     session: str | None
 
 

@@ -17,19 +17,13 @@ Part = tuple[str, str]
 
 def toolbar(status: Status, columns: int) -> list[Part]:
     """The most important parts that fit; at the least the model's name, cut."""
-    share = status.context_used / max(status.context_size, 1)
-    style = "full" if share >= NEARLY_FULL else ""
-    filled = min(round(share * _BAR), _BAR)
-    left = max(status.context_size - status.context_used, 0)
     speed = f"{status.tokens_per_second:.1f} tok/s" if status.tokens_per_second is not None else ""
     # In the order in which they stand; the number says which go first where there is little room.
     parts = [
         (0, "", one_line(status.model)),
-        (1, style, f"context {share:.0%}"),
-        (4, style, "━" * filled + "─" * (_BAR - filled)),
-        (3, style, f"{left:,} of {status.context_size:,} tokens left"),
+        *_context(status),
         (2, "", speed),
-        (6, "", size(status.memory_bytes)),
+        (6, "", size(status.memory_bytes) if status.memory_bytes is not None else ""),
         (5, "", one_line(status.session or "")),
     ]
     parts = [part for part in parts if part[2]]
@@ -40,3 +34,17 @@ def toolbar(status: Status, columns: int) -> list[Part]:
     for part in others:
         shown += [("", _GAP), part]
     return shown
+
+
+def _context(status: Status) -> list[tuple[int, str, str]]:
+    used, limit = status.context_used, status.context_size
+    if used is None or limit is None:
+        return [(1, "", f"context {used:,} tokens" if used is not None else "")]
+    share = used / max(limit, 1)
+    style = "full" if share >= NEARLY_FULL else ""
+    filled = min(round(share * _BAR), _BAR)
+    return [
+        (1, style, f"context {share:.0%}"),
+        (4, style, "━" * filled + "─" * (_BAR - filled)),
+        (3, style, f"{max(limit - used, 0):,} of {limit:,} tokens left"),
+    ]

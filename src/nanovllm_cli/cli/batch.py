@@ -10,6 +10,7 @@ refused without --overwrite.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -23,15 +24,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
-from nanovllm_cli.cli.model import Loaded, Prompting, checked_messages
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.question import Question, checked_messages, new_question, with_system
 from nanovllm_cli.cli.results import Results
-from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
+from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+    from nanovllm_cli.cli.answering import Answerer, Result
 
 _PROMPT_KEYS = ("prompt", "messages", "id")
 _PARAM_KEYS = tuple(item.name for item in dataclasses.fields(SamplingParams))
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """given: fields of SamplingParams from the command line. settings: whatever else decides what an answer is."""
+    """given: fields of SamplingParams from the command line. settings: whatever else decides what an answer is, besides the
+    system prompt."""
 
     source: str
     output: Path | None
@@ -49,6 +51,7 @@ class BatchOptions:
     keeps_reasoning: bool
     stats: bool | None
     given: dict[str, Any]
+    system: str | None
     settings: dict[str, Any]
 
 
@@ -81,11 +84,11 @@ def open_results(options: BatchOptions, lines: list[Line], screen: Console) -> R
 
 
 def run_batch(
-    loaded: Loaded, prompting: Prompting, options: BatchOptions, lines: list[Line], results: Results, screen: Console
+    answerer: Answerer, options: BatchOptions, lines: list[Line], results: Results, screen: Console
 ) -> None:
     """Runs what has no result yet. Raises RequestError at the end if a line failed."""
     try:
-        _Run(loaded, prompting, options, results, screen).run(lines)
+        _Run(answerer, options, results, screen).run(lines)
     except BaseException:
         if kept_in := results.kept_in:
             screen.say(f"finished results are kept in {kept_in}; the same command goes on from there")
@@ -93,11 +96,8 @@ def run_batch(
 
 
 class _Run:
-    def __init__(
-        self, loaded: Loaded, prompting: Prompting, options: BatchOptions, results: Results, screen: Console
-    ) -> None:
-        self.llm = loaded.llm
-        self.prompting = prompting
+    def __init__(self, answerer: Answerer, options: BatchOptions, results: Results, screen: Console) -> None:
+        self.answerer = answerer
         self.options = options
         self.results = results
         self.screen = screen
@@ -105,93 +105,56 @@ class _Run:
         self.failed = 0
         self.prompt_tokens = 0
         self.answer_tokens = 0
-        self.running: dict[str, tuple[int, Line]] = {}  # in the order in which the engine took them
 
     def run(self, lines: list[Line]) -> None:
         began = time.monotonic()
-        settings = _digest({"model": self._model_identity(), "given": self.options.given} | self.options.settings)[:12]
+        asked = {"model": self.answerer.identity, "given": self.options.given, "system": self.options.system}
+        settings = _digest(asked | self.options.settings)[:12]
         keys = [f"{settings}-{line.digest}" for line in lines]
         kept = self.results.resume(keys)
         if kept:
             self.screen.say(f"{kept} of {len(lines)} results are there already")
         self.progress.stage("answering", len(lines), "lines")
         self.progress.advance(kept)
-        while True:
-            try:
-                for output in self.llm.generate_iter(self._requests(lines, keys)):
-                    signals.check()
-                    self._finish(output)
-                break
-            except (UsageError, DoesNotFitError) as failure:
-                if not self.running:
-                    raise
-                # The last one taken was refused at the engine's door; those inside came out with it and go in again.
-                self._fail(*self.running.popitem()[1], failure)
-                self.running.clear()
-        for position, line in self.running.values():
-            self._fail(position, line, RequestError("the engine gave no answer"))
+        with contextlib.closing(self.answerer.ask_all(self._questions(lines))) as found:
+            for position, result in found:
+                signals.check()
+                self._finish(position, lines[position], result, keys[position])
         self.progress.done()
         self.results.finish()
         self._tell(len(lines), kept, time.monotonic() - began)
         if self.failed:
             raise RequestError(f"{self.failed} of {len(lines)} lines failed", 'the "error" of each says why')
 
-    def _requests(self, lines: list[Line], keys: list[str]) -> Iterator[tuple[str, list[int], SamplingParams]]:
-        """What is left to run, encoded when the engine asks for it."""
-        for position, (line, key) in enumerate(zip(lines, keys, strict=True)):
+    def _questions(self, lines: list[Line]) -> Iterator[tuple[int, Question, dict[str, Any]]]:
+        """What is left to be asked, by its position."""
+        for position, line in enumerate(lines):
             if self.results.has(position):
                 continue
-            try:
-                ids, params = self._encode(line)
-            except Exception as failure:  # whatever is wrong with one line is that line's matter
-                if not isinstance(failure, NanovllmError):
-                    logger.warning("line %d failed", line.number, exc_info=failure)
-                self._fail(position, line, failure)
+            if line.broken is not None:
+                self._fail(position, line, line.broken)
                 continue
-            self.running[key + f"@{position}"] = (position, line)
-            yield key + f"@{position}", ids, params
-
-    def _encode(self, line: Line) -> tuple[list[int], SamplingParams]:
-        if line.broken is not None:
-            raise line.broken
-        content = line.content
-        if not self.prompting.chats:
+            content = line.content
+            given = self.options.given | {name: content[name] for name in _PARAM_KEYS if name in content}
             if "messages" in content:
-                raise UsageError("messages need a model with a chat template", "use prompt")
-            ids = self.prompting.encode_raw(content["prompt"])
-        elif "messages" in content:
-            ids = self.prompting.encode(self.prompting.with_system(content["messages"]))
-        else:
-            ids = self.prompting.encode(self.prompting.new_messages(content["prompt"]))
-        if len(ids) >= self.llm.max_model_len:
-            raise PromptTooLongError(len(ids), self.llm.max_model_len)
-        given = self.options.given | {name: content[name] for name in _PARAM_KEYS if name in content}
-        params = dataclasses.replace(self.llm.default_params, **given)
-        params.check_vocabulary(self.llm.spec.vocab_size)
-        return ids, params
+                yield position, Question(with_system(content["messages"], self.options.system)), given
+            else:
+                chats, system = self.answerer.chats, self.options.system
+                yield position, new_question(content["prompt"], chats=chats, system=system), given
 
-    def _finish(self, output: RequestOutput) -> None:
-        position, line = self.running.pop(output.request_id)
-        self.prompt_tokens += len(output.prompt_ids)
-        self.answer_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        errors = [answer.error or "aborted" for answer in output.outputs if answer.finish_reason in ("error", "abort")]
+    def _finish(self, position: int, line: Line, result: Result | Exception, key: str) -> None:
+        if isinstance(result, Exception):
+            self._fail(position, line, result)
+            return
+        self.prompt_tokens += result.usage.prompt_tokens or 0
+        self.answer_tokens += result.usage.answer_tokens or 0
+        errors = [each.error or "aborted" for each in result.answers if each.finish_reason in ("error", "abort")]
         record = {"id": line.id, "line": line.number}
         if errors:
             self.failed += 1
             record["error"] = records.error_record(RequestError(errors[0]))
-        answers = [self._answer(answer, output) for answer in output.outputs]
-        self._put(
-            position, record | records.result_record(output, answers, self.llm.name), output.request_id.split("@")[0]
-        )
-
-    def _answer(self, answer: CompletionOutput, output: RequestOutput) -> records.Record:
-        known = self.prompting.reasoning()
-        if known is None:
-            return records.answer_record(answer, answer.text, None, self.llm)
-        from nanovllm_cli.text.reasoning import split
-
-        reasoning, content = split(answer.text, known, self.prompting.tail(list(output.prompt_ids)))
-        return records.answer_record(answer, content, reasoning if self.options.keeps_reasoning else None, self.llm)
+        keeps = self.options.keeps_reasoning
+        self._put(position, record | records.result_record(result, self.answerer.name, keeps_reasoning=keeps), key)
 
     def _fail(self, position: int, line: Line, failure: Exception) -> None:
         self.failed += 1
@@ -200,10 +163,6 @@ class _Run:
     def _put(self, position: int, record: records.Record, key: str) -> None:
         self.results.put(position, records.dumps(record | {"key": key}))
         self.progress.advance(1)
-
-    def _model_identity(self) -> list[Any]:
-        resolved = self.llm.resolved
-        return [str(getattr(resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
 
     def _tell(self, total: int, kept: int, seconds: float) -> None:
         shows = self.options.stats if self.options.stats is not None else not self.screen.quiet

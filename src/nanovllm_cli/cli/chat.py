@@ -84,7 +84,8 @@ def _converse(
 ) -> None:
     from nanovllm_cli.chat import loop
     from nanovllm_cli.chat.commands import say_session
-    from nanovllm_cli.chat.model import Model, Settings
+    from nanovllm_cli.chat.local_model import LocalModel
+    from nanovllm_cli.chat.model import Settings
 
     resumed = _session_to_resume(sessions, saved)
     surface = _surface(talk, screen)
@@ -107,7 +108,7 @@ def _converse(
         return load(named, model if name == started_with else others, config, screen)
 
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chat = loop.Chat(Model(open_model, options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
+    chat = loop.Chat(LocalModel(open_model, options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.history import LastRun, Message
-from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.history import Message
+from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -132,20 +132,11 @@ class Prompting:
     def chats(self) -> bool:
         return self.llm.chat_template is not None and not self.raw
 
-    def new_messages(self, text: str) -> list[Message]:
-        return self.with_system([{"role": "user", "content": text}])
-
-    def with_system(self, messages: list[Message]) -> list[Message]:
-        """`messages`, with the system prompt of the command line where they have none of their own."""
-        if self.system is None or (messages and messages[0].get("role") == "system"):
-            return messages
-        return [{"role": "system", "content": self.system}, *messages]
-
-    def encode(self, messages: list[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins."""
         return self.llm.encode_chat(messages, template_kwargs=self._template_kwargs() or None)
 
-    def encode_unfinished(self, messages: list[Message]) -> list[int]:
+    def encode_unfinished(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation whose last message is an answer to be continued: no turn ends after it."""
         *before, last = messages
         ids = self.encode(before)
@@ -191,49 +182,3 @@ class Prompting:
         if switch is None:
             raise UsageError(f"--think has no meaning: the template of {self.llm.name} has no such switch")
         return {switch: self.think == "on"} | self.kwargs
-
-
-def continued(run: LastRun, prompting: Prompting, text: str) -> tuple[list[Message] | None, str]:
-    """The last run with a new prompt after it. In a chat: its messages; without a prompt the last is an answer to go
-    on with. Without a template: (None, the text so far and the new text right after it)."""
-    if prompting.chats:
-        if run.messages is None:
-            raise UsageError("the last run had no chat template, this one has", "continue it with --raw")
-        messages = run.messages
-        if prompting.system is not None:
-            messages = prompting.with_system([message for message in messages if message.get("role") != "system"])
-        if text:
-            return [*messages, {"role": "user", "content": text}], ""
-        if not messages or messages[-1].get("role") != "assistant":
-            raise UsageError("the last run has no answer to continue", "say something to answer")
-        return messages, ""
-    if run.text is None:
-        raise UsageError(
-            "the last run was a chat, this one has no chat template", "continue it without --raw, with a chat model"
-        )
-    return None, run.text + text
-
-
-def checked_messages(value: object) -> list[Message]:
-    """A conversation from a JSON line. Raises UsageError; what the roles mean is the template's business."""
-    if not isinstance(value, list) or not value:
-        raise UsageError("messages is not a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UsageError('a message is not an object with a "role"')
-        if not isinstance(message.get("content"), str | list | None):
-            raise UsageError('the "content" of a message is neither text nor a list of parts')
-        _check_unicode(message)
-    return value
-
-
-def _check_unicode(value: object) -> None:
-    if isinstance(value, str):
-        checked(value, "a message")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_unicode(key)
-            _check_unicode(item)
-    elif isinstance(value, list):
-        for item in value:
-            _check_unicode(item)

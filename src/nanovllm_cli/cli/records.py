@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from nanovllm_cli.errors import NanovllmError
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+    from nanovllm_cli.cli.answering import Answer, Result, Usage
+    from nanovllm_cli.engine.outputs import RequestOutput
     from nanovllm_cli.engine.plan import TokenLogprobs
     from nanovllm_cli.llm import LLM
 
@@ -32,26 +33,38 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a process that has loaded a model: the most that it has had, and what of it is for weights and the KV cache."""
+
+    peak_memory_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_dtypes: tuple[str, str]
+
+    def line(self) -> str:
+        kinds = " and ".join(dict.fromkeys(self.kv_dtypes))
+        cache = f"KV cache {size(self.kv_bytes)} of {kinds}"
+        return f"memory {size(self.peak_memory_bytes)} (weights {size(self.weight_bytes)}, {cache})"
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """How fast it went. Counts in tokens, times in seconds, rates in tokens a second; None where there was nothing to
-    measure.
+    measure, or where a server does not say.
 
     A prompt's rate counts what was computed, not what came from the prefix cache; an answer's rate leaves out its
     first token, which belongs to the prompt's time.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    answer_tokens: int | None
     prompt_tokens_per_second: float | None
     answer_tokens_per_second: float | None
     time_to_first_token: float | None
     seconds: float | None
-    load_seconds: float | None
-    peak_memory_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    kv_dtypes: tuple[str, str]
+    load_seconds: float | None = None
+    memory: Memory | None = None
 
     @classmethod
     def of(cls, output: RequestOutput, llm: LLM, load_seconds: float | None, now: float) -> Statistics:
@@ -72,26 +85,35 @@ class Statistics:
             time_to_first_token=_rounded(first - metrics.arrival if first is not None else None),
             seconds=_rounded(end - metrics.arrival),
             load_seconds=_rounded(load_seconds),
-            peak_memory_bytes=peak_memory_bytes(),
-            weight_bytes=llm.weight_bytes,
-            kv_bytes=llm.kv_bytes,
-            kv_dtypes=(_name(llm.kv_dtypes[0]), _name(llm.kv_dtypes[1])),
+            memory=Memory(
+                peak_memory_bytes(), llm.weight_bytes, llm.kv_bytes, (_name(llm.kv_dtypes[0]), _name(llm.kv_dtypes[1]))
+            ),
+        )
+
+    @classmethod
+    def of_server(cls, usage: Usage, num_answers: int, asked: float, first: float | None, end: float) -> Statistics:
+        """As a client sees it: times are those of the whole way there and back. asked, first, end: on one clock."""
+        later = None if usage.answer_tokens is None else usage.answer_tokens - num_answers
+        return cls(
+            *usage,
+            prompt_tokens_per_second=None,
+            answer_tokens_per_second=_rate(later, end - first) if later is not None and first is not None else None,
+            time_to_first_token=_rounded(first - asked if first is not None else None),
+            seconds=_rounded(end - asked),
         )
 
     def line(self) -> str:
         """For a person, on one line."""
-        prompt = f"prompt {self.prompt_tokens} tokens"
-        if self.cached_tokens:
-            prompt += f" ({self.cached_tokens} cached)"
-        parts = [
-            prompt + _per_second(self.prompt_tokens_per_second),
-            f"answer {self.answer_tokens} tokens" + _per_second(self.answer_tokens_per_second),
-        ]
+        parts = []
+        if self.prompt_tokens is not None:
+            cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+            parts.append(f"prompt {self.prompt_tokens} tokens{cached}" + _per_second(self.prompt_tokens_per_second))
+        if self.answer_tokens is not None:
+            parts.append(f"answer {self.answer_tokens} tokens" + _per_second(self.answer_tokens_per_second))
         if self.time_to_first_token is not None:
             parts.append(f"first token {self.time_to_first_token:.2f} s")
-        memory = f"memory {size(self.peak_memory_bytes)}"
-        kinds = " and ".join(dict.fromkeys(self.kv_dtypes))
-        parts.append(f"{memory} (weights {size(self.weight_bytes)}, KV cache {size(self.kv_bytes)} of {kinds})")
+        if self.memory is not None:
+            parts.append(self.memory.line())
         return " | ".join(parts)
 
 
@@ -110,33 +132,40 @@ def dumps(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
-def answer_record(answer: CompletionOutput, text: str, reasoning: str | None, llm: LLM) -> Record:
+def answer_record(answer: Answer, reasoning: str | None) -> Record:
     """One answer. `reasoning` is None for a model that has none, or where it is hidden."""
-    record: Record = {"index": answer.index, "text": text}
+    record: Record = {"index": answer.index, "text": answer.content}
     if reasoning is not None:
         record["reasoning"] = reasoning
-    record |= {
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "num_tokens": len(answer.token_ids),
-    }
+    record |= _how_it_ended(answer)
     if answer.logprobs is not None:
-        record["logprobs"] = logprob_records(answer.logprobs, llm)
+        record["logprobs"] = answer.logprobs
     if answer.error is not None:
         record["error"] = answer.error
     return record
 
 
-def result_record(output: RequestOutput, answers: Iterable[Record], model: str) -> Record:
-    """A request's whole result."""
+def result_record(result: Result, model: str, *, keeps_reasoning: bool) -> Record:
+    """A whole result."""
+    shows = result.splits and keeps_reasoning
+    answers = [answer_record(answer, answer.reasoning if shows else None) for answer in result.answers]
+    return {"model": model, "answers": answers, "usage": result.usage._asdict()}
+
+
+def end_record(result: Result, model: str) -> Record:
+    """A result without its texts."""
+    answers = [
+        {"index": answer.index, **_how_it_ended(answer)} | ({"error": answer.error} if answer.error is not None else {})
+        for answer in result.answers
+    ]
+    return {"model": model, "answers": answers, "usage": result.usage._asdict()}
+
+
+def _how_it_ended(answer: Answer) -> Record:
     return {
-        "model": model,
-        "answers": list(answers),
-        "usage": {
-            "prompt_tokens": len(output.prompt_ids),
-            "cached_tokens": output.metrics.num_cached_tokens,
-            "answer_tokens": sum(len(answer.token_ids) for answer in output.outputs),
-        },
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_tokens": answer.num_tokens,
     }
 
 
@@ -149,7 +178,12 @@ def error_record(error: Exception) -> Record:
 
 
 def statistics_record(statistics: Statistics) -> Record:
-    return asdict(statistics)
+    """Flat; without what is of a model in this process where there is none."""
+    fields = asdict(statistics)
+    memory = fields.pop("memory")
+    if memory is None:
+        del fields["load_seconds"]
+    return fields | (memory or {})
 
 
 def logprob_records(entries: Sequence[TokenLogprobs], llm: LLM) -> list[Record]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,8 @@ from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, log, signals
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.files import WholeFile
-from nanovllm_cli.cli.model import Loaded, Prompting, continued, load, name_and_words, named_model, template_kwargs
+from nanovllm_cli.cli.local import open_local
+from nanovllm_cli.cli.model import name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
     MessageOptions,
@@ -26,16 +27,12 @@ from nanovllm_cli.cli.options import (
 )
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.records import Statistics
+from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from nanovllm_cli.engine.outputs import RequestOutput
-    from nanovllm_cli.llm import LLM
-    from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.cli.answering import Answerer, Answering
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
 _PREFILL_WORTH_SHOWING = 256
@@ -73,64 +70,60 @@ def run(
     name = named_model(ctx.obj, name, model, EXAMPLE)
     given = sampling.given()
     _refuse_contradictions(prompt, output, sampling)
+    system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
+    kwargs = template_kwargs(prompt.chat_template_kwargs)
+    config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
+
+    def answerer() -> Answerer:
+        return open_local(name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs)
+
     asked = _Asked(
-        name=name,
+        answerer=answerer,
         words=[*([prompt.prompt] if prompt.prompt is not None else []), *spoken],
         given=given,
-        system=None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt"),
-        kwargs=template_kwargs(prompt.chat_template_kwargs),
+        system=system,
         path=_path(output.output),
     )
     if prompt.batch is not None:
-        _run_batch(prompt.batch, asked, model, prompt, engine, output, screen)
+        settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
+        _run_batch(prompt.batch, asked, settings, prompt, output, screen)
     else:
-        _run_one(asked, model, prompt, engine, output, screen)
+        _run_one(asked, prompt, output, screen)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the options come to, once they are checked. given: fields of SamplingParams."""
+    """What the options come to, once they are checked. answerer: opens whoever answers, which may take long. given: fields of
+    SamplingParams."""
 
-    name: str
+    answerer: Callable[[], Answerer]
     words: list[str]
     given: dict[str, Any]
     system: str | None
-    kwargs: dict[str, Any]
     path: Path | None
 
-    def prompting(self, llm: LLM, prompt: PromptOptions) -> Prompting:
-        return Prompting(llm, prompt.raw, self.system, prompt.think, self.kwargs)
 
-
-def _run_one(
-    asked: _Asked,
-    model: ModelOptions,
-    prompt: PromptOptions,
-    engine: EngineOptions,
-    output: OutputOptions,
-    screen: Console,
-) -> None:
-    config = engine.config(model, max_num_seqs=asked.given.get("n", 1))
+def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
     last = history.load() if prompt.continue_last else None
     text = inputs.assemble(asked.words, prompt.file or [], screen)
     if not text and last is None:
         raise UsageError("there is no prompt", EXAMPLE)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
-        loaded = load(asked.name, model, config, screen)
-        stack.enter_context(contextlib.closing(loaded.llm))
-        turn = _Turn(loaded, asked.prompting(loaded.llm, prompt), last, text)
-        params = dataclasses.replace(loaded.llm.default_params, **asked.given)
+        answerer = stack.enter_context(contextlib.closing(asked.answerer()))
+        if last is not None:
+            question = continued(last, text, chats=answerer.chats, system=asked.system)
+        else:
+            question = new_question(text, chats=answerer.chats, system=asked.system)
         screen.status("reading the prompt")
-        _answer(turn, params, output, screen, file, saves=not output.no_save, told="max_tokens" in asked.given)
+        _answer(answerer, question, asked.given, output, screen, file)
 
 
 def _run_batch(
     source: str,
     asked: _Asked,
-    model: ModelOptions,
+    settings: dict[str, Any],
     prompt: PromptOptions,
-    engine: EngineOptions,
     output: OutputOptions,
     screen: Console,
 ) -> None:
@@ -138,7 +131,6 @@ def _run_batch(
 
     if asked.words or prompt.file:
         raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
-    config = engine.config(model)
     options = batch.BatchOptions(
         source=source,
         output=asked.path,
@@ -146,19 +138,12 @@ def _run_batch(
         keeps_reasoning=output.reasoning != "hide",
         stats=output.stats,
         given=asked.given,
-        settings={
-            "raw": prompt.raw,
-            "system": asked.system,
-            "think": prompt.think,
-            "kwargs": asked.kwargs,
-            "chat_template": model.chat_template,
-        },
+        system=asked.system,
+        settings=settings,
     )
     lines = batch.read_lines(source, screen)
-    with batch.open_results(options, lines, screen) as results:
-        loaded = load(asked.name, model, config, screen)
-        with contextlib.closing(loaded.llm):
-            batch.run_batch(loaded, asked.prompting(loaded.llm, prompt), options, lines, results, screen)
+    with batch.open_results(options, lines, screen) as results, contextlib.closing(asked.answerer()) as answerer:
+        batch.run_batch(answerer, options, lines, results, screen)
 
 
 def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, sampling: SamplingOptions) -> None:
@@ -172,85 +157,59 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, samplin
         raise UsageError("--overwrite has no meaning without --batch and -o")
 
 
-class _Turn:
-    """One prompt on its way to the model, and what is kept of it."""
-
-    def __init__(self, loaded: Loaded, prompting: Prompting, last: history.LastRun | None, text: str) -> None:
-        self.loaded = loaded
-        self.prompting = prompting
-        self.messages: list[history.Message] | None = None
-        self.prefix = ""  # the part of the last message that an earlier run has said
-        self.text = text
-        if last is not None:
-            self.messages, self.text = continued(last, prompting, text)
-        elif prompting.chats:
-            self.messages = prompting.new_messages(text)
-        if self.messages is None:
-            self.ids = prompting.encode_raw(self.text)
-        elif self.messages[-1]["role"] == "assistant":
-            self.ids = prompting.encode_unfinished(self.messages)
-            self.prefix = str(self.messages[-1].get("content") or "")
-            self.messages = self.messages[:-1]
-        else:
-            self.ids = prompting.encode(self.messages)
-
-    def save(self, content: str) -> None:
-        name = self.loaded.llm.name
-        if self.messages is None:
-            history.save(history.LastRun(name, text=self.text + content))
-        elif self.prefix + content:
-            answer = {"role": "assistant", "content": self.prefix + content}
-            history.save(history.LastRun(name, messages=[*self.messages, answer]))
+def _save(name: str, question: Question, content: str) -> None:
+    """Keeps what was said for --continue."""
+    if question.messages is None:
+        history.save(history.LastRun(name, text=question.text + content))
+        return
+    messages = list(question.messages)
+    before = str(messages.pop().get("content") or "") if question.goes_on else ""
+    if before + content:
+        answer = {"role": "assistant", "content": before + content}
+        history.save(history.LastRun(name, messages=[*messages, answer]))
 
 
 def _answer(
-    turn: _Turn,
-    params: SamplingParams,
+    answerer: Answerer,
+    question: Question,
+    given: dict[str, Any],
     options: OutputOptions,
     screen: Console,
     file: WholeFile | None,
-    *,
-    saves: bool,
-    told: bool,
 ) -> None:
-    """Streams the answer to where it belongs. `told`: the user has set a limit, and need not hear that it was
-    reached."""
-    llm = turn.loaded.llm
-    transcript = answers.Transcript(turn.prompting.parser_for(turn.ids))
-    write = file.write if file is not None else screen.answer
-    printer = _printer(options, screen, write, transcript, turn)
-    status = _Status(
-        screen, len(turn.ids), hidden=file is not None or options.json or options.extract or not screen.out.is_terminal
-    )
-    output: RequestOutput | None = None
+    """Streams the answer to where it belongs."""
+    answering = answerer.ask(question, given)
+    printer = _printer(options, screen, file.write if file is not None else screen.answer, answerer.name, answering)
+    status = _Status(screen, hidden=file is not None or options.json or options.extract or not screen.out.is_terminal)
+    has_stepped = False
     try:
-        steps = cast("Generator[RequestOutput, None, None]", llm.stream(turn.ids, params))
-        with contextlib.closing(steps):
-            for output in steps:
+        with contextlib.closing(answering):
+            for pieces in answering:
+                has_stepped = True
                 signals.check()
-                status.show(output)
-                printer.step(transcript.add(output))
+                status.show(answering)
+                printer.step(pieces)
     finally:
-        whole = output is not None and output.finished
-        if not whole:
-            printer.cut()
+        if not answering.finished:
+            printer.cut(answering.flush())
             screen.end_answer()
-        if saves and output is not None:
-            turn.save(transcript.contents.get(0, ""))
-    if output is None or not output.finished:
+        if has_stepped and not options.no_save:
+            _save(answerer.name, question, answering.answers.first.content)
+    if not answering.finished:
         raise RequestError("the engine gave no answer", "run it again with --debug")
-    statistics = Statistics.of(output, llm, turn.loaded.seconds, time.monotonic())
+    statistics = answering.statistics(time.monotonic())
     try:
-        printer.finish(output, statistics)
+        printer.finish(answering.result, statistics)
     finally:
         screen.end_answer()
     if file is not None:
         file.commit()
-    for answer in output.outputs:
+    answers = answering.result.answers
+    for answer in answers:
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")
-    if not told and any(answer.finish_reason == "length" for answer in output.outputs):
-        screen.say(f"cut off: {_limit(params, llm.max_model_len)}", "dim")
+    if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
+        screen.say(f"cut off: {answerer.limit(given)}", "dim")
     logger.info("%s", statistics.line())
     shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
     if shows:
@@ -258,38 +217,38 @@ def _answer(
 
 
 def _printer(
-    options: OutputOptions, screen: Console, write: answers.Write, transcript: answers.Transcript, turn: _Turn
+    options: OutputOptions, screen: Console, write: answers.Write, name: str, answering: Answering
 ) -> answers.Printer:
     if options.json:
-        return answers.JsonPrinter(write, transcript, turn.loaded.llm, reasoning=options.reasoning)
+        return answers.JsonPrinter(write, name, reasoning=options.reasoning)
     if options.jsonl:
-        return answers.JsonLinesPrinter(write, transcript, turn.loaded.llm, reasoning=options.reasoning)
-    return answers.TextPrinter(screen, write, transcript, reasoning=options.reasoning, extract=options.extract)
+        splits = answering.result.splits
+        return answers.JsonLinesPrinter(write, name, splits=splits, reasoning=options.reasoning)
+    return answers.TextPrinter(screen, write, reasoning=options.reasoning, extract=options.extract)
 
 
 class _Status:
     """The status line while the model reads and, where the answer is not on the screen, while it writes."""
 
-    def __init__(self, screen: Console, prompt_len: int, *, hidden: bool) -> None:
+    def __init__(self, screen: Console, *, hidden: bool) -> None:
         self._screen = screen
         self._hidden = hidden
-        self._prompt_len = prompt_len
         self._progress = ProgressLine(screen)
         self._read = 0
         self._drawn = 0.0
 
-    def show(self, output: RequestOutput) -> None:
-        metrics = output.metrics
-        if metrics.first_token is None:
-            if self._prompt_len < _PREFILL_WORTH_SHOWING:
+    def show(self, answering: Answering) -> None:
+        if not answering.began:
+            prompt_len = answering.prompt_len
+            if prompt_len is None or prompt_len < _PREFILL_WORTH_SHOWING:
                 return
             if self._read == 0:
-                self._progress.stage("reading the prompt", self._prompt_len, "tokens")
-            self._progress.advance(max(metrics.num_computed_prompt_tokens - self._read, 0))
-            self._read = max(metrics.num_computed_prompt_tokens, 1)
+                self._progress.stage("reading the prompt", prompt_len, "tokens")
+            self._progress.advance(max(answering.num_read - self._read, 0))
+            self._read = max(answering.num_read, 1)
         elif self._hidden and time.monotonic() - self._drawn >= _STATUS_SECONDS:
             self._drawn = time.monotonic()
-            count = sum(len(answer.token_ids) for answer in output.outputs)
+            count = sum(answer.num_tokens or 0 for answer in answering.answers.in_order())
             self._screen.status(f"writing  {count:,} tokens")
 
 
@@ -297,9 +256,3 @@ def _path(output: str | None) -> Path | None:
     if output == "":
         raise UsageError("-o needs the name of a file")
     return None if output is None or output == "-" else Path(output)
-
-
-def _limit(params: SamplingParams, max_model_len: int) -> str:
-    if params.max_tokens is not None:
-        return f"the model's own limit is {params.max_tokens} tokens; -n raises it"
-    return f"the context of {max_model_len} tokens is full"

@@ -1,0 +1,184 @@
+"""A model in this process that answers: loaded, exchanged for another one, asked to think or not, and what it has read last."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm_cli.chat.model import Reply, Settings
+from nanovllm_cli.chat.prompt import Prompts
+from nanovllm_cli.chat.sampling import shown
+from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.local import LocalAnswering
+from nanovllm_cli.cli.model import Prompting
+from nanovllm_cli.cli.records import peak_memory_bytes
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.chat.conversation import Message
+    from nanovllm_cli.chat.sampling import Setting
+    from nanovllm_cli.cli.answering import Answering, Given
+    from nanovllm_cli.cli.model import Loaded
+    from nanovllm_cli.cli.options import Choice
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class LocalModel:
+    """One model at a time. load: by name; it may raise any NanovllmError."""
+
+    def __init__(self, load: Callable[[str], Loaded], settings: Settings) -> None:
+        self.settings = settings
+        self._load = load
+        self._loaded: Loaded | None = None
+        self._prompts: Prompts | None = None
+        self._kept: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        return self._loaded is not None
+
+    @property
+    def llm(self) -> LLM:
+        assert self._loaded is not None, "open comes first"
+        return self._loaded.llm
+
+    @property
+    def prompts(self) -> Prompts:
+        assert self._prompts is not None, "open comes first"
+        return self._prompts
+
+    @property
+    def name(self) -> str:
+        return self.llm.name
+
+    @property
+    def limit(self) -> int:
+        return self.prompts.limit
+
+    @property
+    def memory_bytes(self) -> int:
+        return peak_memory_bytes()
+
+    @property
+    def facts(self) -> str:
+        llm = self.llm
+        return f"{llm.name}: {llm.resolved}, {llm.num_parameters:,} parameters, context {self.limit} tokens"
+
+    @property
+    def template(self) -> str:
+        assert self.llm.chat_template is not None, "it can chat"
+        return self.llm.chat_template.source
+
+    @property
+    def lasting_name(self) -> str:
+        """What it can be loaded by again, from any folder."""
+        name = self.llm.name
+        return str(Path(name).absolute()) if Path(name).exists() else name
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The tokens that it has read last, its answer included."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, ids: tuple[int, ...]) -> None:
+        self._kept = ids
+        if self._prompts is not None:
+            self._prompts.kept = ids
+
+    def open(self, name: str) -> None:
+        """Raises NanovllmError, and UsageError for one that cannot chat."""
+        loaded = self._load(name)
+        try:
+            self._prompts = self._prompts_for(loaded.llm, self.settings.think)
+        except BaseException:
+            loaded.llm.close()
+            raise
+        self._loaded = loaded
+
+    def switch(self, name: str) -> None:
+        """Another one in its place. The old one goes first, and comes back where the new one fails."""
+        old = self.llm.name
+        self.close()
+        gc.unfreeze()  # what was loaded with the old one is not to outlive it
+        gc.collect()
+        try:
+            self.open(name)
+        except (Exception, KeyboardInterrupt):
+            signals.forgive()
+            self.open(old)
+            raise
+
+    def think(self, choice: Choice) -> None:
+        """Raises UsageError where the template has no switch."""
+        self._prompts = self._prompts_for(self.llm, choice)
+        self.settings.think = choice
+
+    def check(self, given: Given) -> None:
+        self._params(given)
+
+    def shown(self, setting: Setting) -> str:
+        return shown(self._params(self.settings.given), setting)
+
+    def names(self) -> Iterable[tuple[str, str]]:
+        from nanovllm_cli.cli.complete import models
+
+        return models()
+
+    # ---- answering ----
+
+    def answer(self, system: str | None, messages: Sequence[Message], *, goes_on: bool = False) -> Reply:
+        prompt = self.prompts.going_on(system, messages) if goes_on else self.prompts.next(system, messages)
+        params = self._params(self.settings.given)
+        return Reply(LocalAnswering(self.llm, prompt.ids, params, prompt.splitter), prompt.num_dropped)
+
+    def keep(self, answering: Answering) -> None:
+        assert isinstance(answering, LocalAnswering)
+        self.kept = answering.ids
+
+    def start_over(self) -> None:
+        self.prompts.start_over()
+
+    def count(self, system: str | None, messages: Sequence[Message]) -> int:
+        return self.prompts.count(system, messages)
+
+    def tokens_of(self, texts: Iterable[str]) -> int:
+        return self.prompts.tokens_of(texts)
+
+    # ---- what it has read ----
+
+    def load_kv(self, path: Path) -> None:
+        """What it had read of a conversation, if that was kept."""
+        if path.is_file() and self._kept:
+            found = self.llm.load_kv(path)
+            logger.info("%d tokens of the conversation were read from %s", found, path)
+
+    def save_kv(self, path: Path) -> None:
+        """Keeps what it has read, which is `kept`. Raises OutputError and DoesNotFitError."""
+        with signals.held():
+            self.llm.save_kv(self._kept, path)
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded.llm.close()
+        self._loaded = self._prompts = None
+        self._kept = ()
+
+    def _params(self, given: Given) -> SamplingParams:
+        return dataclasses.replace(self.llm.default_params, **given)
+
+    def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
+        prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)
+        if not prompting.chats:
+            hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
+            raise UsageError(f"{llm.name} has no chat template", hint)
+        if think is not None and prompting.thinking_switch is None:
+            raise UsageError(f"the template of {llm.name} has no switch for thinking")
+        return Prompts(prompting, self.settings.shifts, self._kept)

@@ -1,0 +1,148 @@
+"""What `run` and `chat` see of whoever answers: a model in this process (`local.py`), or a server (`remote.py`).
+
+An `Answerer` is asked a `Question` and gives an `Answering`: pieces while they come, then a `Result`. What a side does not know
+is None, and is left out of what is shown. Nothing here knows an engine or a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.question import Question
+    from nanovllm_cli.cli.records import Record, Statistics
+
+Given = Mapping[str, Any]
+"""Fields of SamplingParams that were asked for; the rest is the model's own."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of the answers to a question, as far as it has come.
+
+    logprobs: records of its tokens, None where they were not asked for. error: what failed, with finish_reason "error".
+    """
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    num_tokens: int | None = None
+    logprobs: list[Record] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+class Piece(NamedTuple):
+    """What one step added to one answer. logprobs: of these tokens."""
+
+    answer: Answer
+    reasoning: str
+    content: str
+    token_ids: tuple[int, ...] | None
+    logprobs: list[Record] | None
+
+
+class Usage(NamedTuple):
+    """Tokens of one question and all its answers."""
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    answer_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a question. splits: reasoning is told apart from content, where there is any."""
+
+    answers: list[Answer]
+    usage: Usage
+    splits: bool
+
+
+@dataclass
+class Answers:
+    """Answers that grow: the part of an `Answering` that both sides share."""
+
+    all: dict[int, Answer] = field(default_factory=dict)
+
+    def at(self, index: int) -> Answer:
+        return self.all.setdefault(index, Answer(index))
+
+    @property
+    def first(self) -> Answer:
+        """The one that is on the screen."""
+        return self.at(0)
+
+    def in_order(self) -> list[Answer]:
+        return [self.all[index] for index in sorted(self.all)]
+
+
+Results = Generator[tuple[int, "Result | Exception"], None, None]
+
+
+class Answering(Protocol):
+    """A question on its way. Iterate over it: pieces, step by step; none in a step where something else happened, or where
+    nothing did for a while. Close it in any case, which breaks off what is not finished. Iterating raises NanovllmError."""
+
+    @property
+    def answers(self) -> Answers: ...
+
+    @property
+    def began(self) -> bool:
+        """The first token is there."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def prompt_len(self) -> int | None:
+        """Tokens of the prompt."""
+
+    @property
+    def num_read(self) -> int:
+        """How many of them have been read."""
+
+    @property
+    def result(self) -> Result:
+        """As far as it has come."""
+
+    def __iter__(self) -> Iterator[list[Piece]]: ...
+
+    def __next__(self) -> list[Piece]: ...
+
+    def flush(self) -> str:
+        """Content of the first answer that was held back: no more comes, so it is text."""
+
+    def statistics(self, now: float) -> Statistics:
+        """now: of time.monotonic's clock."""
+
+    def close(self) -> None: ...
+
+
+class Answerer(Protocol):
+    """Who is asked. Methods raise NanovllmError."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def chats(self) -> bool:
+        """It takes conversations; else plain text."""
+
+    @property
+    def identity(self) -> list[str]:
+        """What an answer depends on besides the question: results of another one are other results."""
+
+    def ask(self, question: Question, given: Given) -> Answering: ...
+
+    def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
+        """Results in the order in which they come, each under the key of its question; questions are taken as room appears. What
+        is wrong with one of them is its result. Closing the iterator breaks off what is not finished."""
+
+    def limit(self, given: Given) -> str:
+        """Where an answer ended that had reached a limit that nobody gave."""
+
+    def close(self) -> None: ...

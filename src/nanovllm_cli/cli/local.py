@@ -1,0 +1,268 @@
+"""A model in this process as `run` and `chat` see it: questions become token ids, steps of the engine become pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from nanovllm_cli.cli import records
+from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Usage
+from nanovllm_cli.cli.model import Loaded, Prompting, load
+from nanovllm_cli.cli.question import Question
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.options import Choice, ModelOptions
+    from nanovllm_cli.cli.output import Console
+    from nanovllm_cli.config import EngineConfig
+    from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.text.reasoning import ReasoningSplitter
+
+MakeSplitter = Callable[[], "ReasoningSplitter"]
+Encoded = tuple[list[int], "SamplingParams"]
+
+logger = logging.getLogger(__name__)
+
+
+class LocalAnswering:
+    """One request in the engine. make_splitter: None for text that has no reasoning in it."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        ids: Sequence[int],
+        params: SamplingParams,
+        make_splitter: MakeSplitter | None = None,
+        load_seconds: float | None = None,
+    ) -> None:
+        self.answers = Answers()
+        self._llm = llm
+        self._prompt_ids = ids
+        self._load_seconds = load_seconds
+        self._make_splitter = make_splitter
+        self._splitters: dict[int, ReasoningSplitter] = {}
+        self._output: RequestOutput | None = None
+        self._steps = cast("Generator[RequestOutput, None, None]", llm.stream(ids, params))
+
+    @property
+    def began(self) -> bool:
+        return bool(self.answers.first.num_tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self._output is not None and self._output.finished
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self._prompt_ids)
+
+    @property
+    def num_read(self) -> int:
+        return self._output.metrics.num_computed_prompt_tokens if self._output is not None else 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What the engine has read and drawn."""
+        drawn = self._output.outputs[0].token_ids if self._output is not None else ()
+        return (*self._prompt_ids, *drawn)
+
+    @property
+    def result(self) -> Result:
+        cached = self._output.metrics.num_cached_tokens if self._output is not None else 0
+        answers = self.answers.in_order()
+        usage = Usage(self.prompt_len, cached, sum(answer.num_tokens or 0 for answer in answers))
+        return Result(answers, usage, self._make_splitter is not None)
+
+    def __iter__(self) -> Iterator[list[Piece]]:
+        return self
+
+    def __next__(self) -> list[Piece]:
+        self._output = next(self._steps)
+        return [piece for output in self._output.outputs if (piece := self._take(output)) is not None]
+
+    def flush(self) -> str:
+        first = self.answers.first
+        splitter = self._splitters.get(0)
+        if splitter is None or first.finish_reason is not None:
+            return ""
+        content = splitter.finish().content
+        first.content += content
+        return content
+
+    def statistics(self, now: float) -> records.Statistics:
+        assert self._output is not None, "there has been a step"
+        return records.Statistics.of(self._output, self._llm, self._load_seconds, now)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def _take(self, output: CompletionOutput) -> Piece | None:
+        """What is new of one answer, if anything is."""
+        answer = self.answers.at(output.index)
+        ends = output.finish_reason is not None and answer.finish_reason is None
+        if not (output.delta_text or output.delta_ids or ends):
+            return None
+        reasoning, content = self._split(output, ends)
+        answer.reasoning += reasoning
+        answer.content += content
+        answer.num_tokens = len(output.token_ids)
+        answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
+        new = None
+        if output.logprobs is not None:
+            new = records.logprob_records(output.logprobs[len(output.logprobs) - len(output.delta_ids) :], self._llm)
+            answer.logprobs = answer.logprobs or []
+            answer.logprobs += new
+        return Piece(answer, reasoning, content, output.delta_ids, new)
+
+    def _split(self, output: CompletionOutput, ends: bool) -> tuple[str, str]:
+        if self._make_splitter is None:
+            return "", output.delta_text
+        splitter = self._splitters.get(output.index)
+        if splitter is None:
+            splitter = self._splitters[output.index] = self._make_splitter()
+        reasoning, content = splitter.push(output.delta_text)
+        if ends:
+            last = splitter.finish()
+            reasoning, content = reasoning + last.reasoning, content + last.content
+        return reasoning, content
+
+
+def open_local(
+    name: str,
+    options: ModelOptions,
+    config: EngineConfig,
+    screen: Console,
+    *,
+    raw: bool,
+    system: str | None,
+    think: Choice | None,
+    kwargs: dict[str, Any],
+) -> LocalAnswerer:
+    """Loads a model. Raises NanovllmError, and UsageError where something was asked for that only a template could give."""
+    loaded = load(name, options, config, screen)
+    try:
+        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs))
+    except BaseException:
+        loaded.llm.close()
+        raise
+
+
+class LocalAnswerer:
+    """A loaded model with the prompts that options ask for."""
+
+    def __init__(self, loaded: Loaded, prompting: Prompting) -> None:
+        self._llm = loaded.llm
+        self._seconds = loaded.seconds
+        self._prompting = prompting
+
+    @property
+    def name(self) -> str:
+        return self._llm.name
+
+    @property
+    def chats(self) -> bool:
+        return self._prompting.chats
+
+    @property
+    def identity(self) -> list[str]:
+        return [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+
+    def ask(self, question: Question, given: Given) -> Answering:
+        ids, params = self._encode(question, given)
+        return LocalAnswering(self._llm, ids, params, self._prompting.parser_for(ids), self._seconds)
+
+    def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
+        waiting = iter(questions)
+        again: deque[tuple[int, Encoded]] = deque()
+        running: dict[int, Encoded] = {}  # in the order in which the engine took them
+        failed: list[tuple[int, Exception]] = []
+
+        def requests() -> Iterator[tuple[str, list[int], SamplingParams]]:
+            """What is left to run, encoded when the engine asks for it."""
+            while again:
+                key, encoded = again.popleft()
+                running[key] = encoded
+                yield str(key), *encoded
+            for key, question, given in waiting:
+                try:
+                    encoded = self._checked(question, given)
+                except Exception as failure:  # whatever is wrong with one question is that question's matter
+                    failed.append((key, failure))
+                    continue
+                running[key] = encoded
+                yield str(key), *encoded
+
+        while True:
+            try:
+                for output in self._llm.generate_iter(requests()):
+                    yield from failed
+                    failed.clear()
+                    key = int(output.request_id)
+                    del running[key]
+                    yield key, self._result(output)
+                break
+            except (UsageError, DoesNotFitError) as failure:
+                if not running:
+                    raise
+                # The last one taken was refused at the engine's door; those inside came out with it and go in again.
+                failed.append((running.popitem()[0], failure))
+                again.extend(running.items())
+                running.clear()
+        yield from failed
+        for key in running:
+            yield key, RequestError("the engine gave no answer")
+
+    def limit(self, given: Given) -> str:
+        most = dataclasses.replace(self._llm.default_params, **given).max_tokens
+        if most is not None:
+            return f"the model's own limit is {most} tokens; -n raises it"
+        return f"the context of {self._llm.max_model_len} tokens is full"
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _encode(self, question: Question, given: Given) -> Encoded:
+        params = dataclasses.replace(self._llm.default_params, **given)
+        if question.messages is None:
+            return self._prompting.encode_raw(question.text), params
+        if question.goes_on:
+            return self._prompting.encode_unfinished(question.messages), params
+        return self._prompting.encode(question.messages), params
+
+    def _checked(self, question: Question, given: Given) -> Encoded:
+        """The same, refused here where the engine would refuse it."""
+        if not self.chats and question.messages is not None:
+            raise UsageError("messages need a model with a chat template", "use prompt")
+        try:
+            ids, params = self._encode(question, given)
+        except NanovllmError:
+            raise
+        except Exception:
+            logger.warning("a question failed", exc_info=True)
+            raise
+        if len(ids) >= self._llm.max_model_len:
+            raise PromptTooLongError(len(ids), self._llm.max_model_len)
+        params.check_vocabulary(self._llm.spec.vocab_size)
+        return ids, params
+
+    def _result(self, output: RequestOutput) -> Result:
+        """Of a finished request. A splitter that sees the whole text does better than one that sees pieces."""
+        known = self._prompting.reasoning()
+        answers = []
+        for each in output.outputs:
+            reasoning, content = "", each.text
+            if known is not None:
+                from nanovllm_cli.text.reasoning import split
+
+                reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_ids)))
+            logprobs = None if each.logprobs is None else records.logprob_records(each.logprobs, self._llm)
+            reasons = each.finish_reason, each.stop_reason, each.error
+            answers.append(Answer(each.index, content, reasoning, len(each.token_ids), logprobs, *reasons))
+        total = sum(len(each.token_ids) for each in output.outputs)
+        usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)
+        return Result(answers, usage, known is not None)

@@ -1,0 +1,82 @@
+"""What is asked: a conversation or a text, new or as a continuation of the last run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm_cli.cli.history import LastRun, Message
+from nanovllm_cli.cli.inputs import checked
+from nanovllm_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """messages: a conversation whose last message is to be answered, or is an answer to go on with. None: plain `text`, to be
+    gone on with as it is."""
+
+    messages: Sequence[Message] | None = None
+    text: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.messages) and self.messages[-1].get("role") == "assistant"  # type: ignore[index]
+
+
+def new_question(text: str, *, chats: bool, system: str | None) -> Question:
+    if not chats:
+        return Question(text=text)
+    return Question(with_system([{"role": "user", "content": text}], system))
+
+
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """`messages`, with the system prompt of the command line where they have none of their own."""
+    if system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def continued(run: LastRun, text: str, *, chats: bool, system: str | None) -> Question:
+    """The last run with a new prompt after it. In a chat: its messages; without a prompt the last is an answer to go
+    on with. Without a template: the text so far and the new text right after it."""
+    if chats:
+        if run.messages is None:
+            raise UsageError("the last run had no chat template, this one has", "continue it with --raw")
+        messages = run.messages
+        if system is not None:
+            messages = with_system([message for message in messages if message.get("role") != "system"], system)
+        if text:
+            return Question([*messages, {"role": "user", "content": text}])
+        if not messages or messages[-1].get("role") != "assistant":
+            raise UsageError("the last run has no answer to continue", "say something to answer")
+        return Question(messages)
+    if run.text is None:
+        raise UsageError(
+            "the last run was a chat, this one has no chat template", "continue it without --raw, with a chat model"
+        )
+    return Question(text=run.text + text)
+
+
+def checked_messages(value: object) -> list[Message]:
+    """A conversation from a JSON line. Raises UsageError; what the roles mean is the template's business."""
+    if not isinstance(value, list) or not value:
+        raise UsageError("messages is not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UsageError('a message is not an object with a "role"')
+        if not isinstance(message.get("content"), str | list | None):
+            raise UsageError('the "content" of a message is neither text nor a list of parts')
+        _check_unicode(message)
+    return value
+
+
+def _check_unicode(value: object) -> None:
+    if isinstance(value, str):
+        checked(value, "a message")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_unicode(key)
+            _check_unicode(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_unicode(item)
