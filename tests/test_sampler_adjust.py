@@ -39,7 +39,7 @@ def adjusted(
     stop_ids: tuple[int, ...] = (),
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    state = SequenceState(NewSequence(0, list(prompt), params, 0, stop_ids), len(logits), bad_words, None)
+    state = SequenceState(NewSequence(0, list(prompt), params, 0, stop_ids), len(logits), bad_words, None, None)
     for token_id in output:
         state.append(token_id)
     result = adjusted_row(logits, state)

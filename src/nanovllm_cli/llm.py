@@ -93,7 +93,7 @@ class LLM:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
-            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, progress)
+            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, self._control_ids(), progress)
             generation_config = dict(checkpoint.generation_config)
         self.chat_template = self._choose_template(chat_template)
         self.default_params = SamplingParams.from_generation_config(generation_config)
@@ -105,6 +105,7 @@ class LLM:
             max_model_len=self._worker.max_model_len,
             num_blocks=self._worker.num_blocks,
             ahead=self._worker.ahead,
+            prepare=self._worker.prepare,
             eos_ids=_end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self._max_num_seqs = config.max_num_seqs
@@ -209,7 +210,9 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request."""
-        request_id = self._add(self._ids(prompt), params or self.default_params)
+        params = params or self.default_params
+        self._check_constraints([params])
+        request_id = self._add(self._ids(prompt), params)
         try:
             finished = False
             while not finished:
@@ -311,6 +314,7 @@ class LLM:
 
     def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
         each = _params_for(self.default_params if params is None else params, len(prompts))
+        self._check_constraints(each)
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
@@ -328,6 +332,12 @@ class LLM:
                 if request_id not in done:
                     self._abort(request_id)
         return [done[request_id] for request_id in ids]
+
+    def _check_constraints(self, each: Sequence[SamplingParams]) -> None:
+        """Waits until they are compiled: a constraint that can't be had is refused before anything runs."""
+        for future in [self._worker.prepare(params) for params in each]:
+            if future is not None:
+                future.result()
 
     def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
         request_id = f"request-{next(self._request_ids)}"
@@ -380,6 +390,9 @@ class LLM:
         form = reasoning_format(self.chat_template.source) if self.chat_template is not None else None
         found = (self.tokenizer.token_to_id(tag) for tag in form.visible) if form is not None else ()
         return [token_id for token_id in found if token_id is not None]
+
+    def _control_ids(self) -> frozenset[int]:
+        return self.tokenizer.special_ids | frozenset(self.tokenizer.control_tokens.values())
 
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]

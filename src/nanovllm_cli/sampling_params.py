@@ -197,6 +197,11 @@ class SamplingParams:
     def has_xtc(self) -> bool:
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether what was drawn decides what may be drawn next: a constraint, or a budget for reasoning."""
+        return self.constraint is not None or (self.reasoning is not None and self.reasoning.budget is not None)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise UsageError if an id lies outside a vocabulary of `vocab_size` tokens."""
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):

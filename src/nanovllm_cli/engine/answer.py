@@ -6,6 +6,7 @@ Rules, in the order in which they are looked at for every token:
   the text; with include_stop_str_in_output a stop_token_id (not the model's end) is part of the text too.
 - A stop string ends it with "stop"; the ids that were drawn stay, the text is cut.
 - `max_tokens`, the context or the KV cache end it with "length".
+- A constraint that is fulfilled, where nothing can follow, ends it with "stop", whatever `min_tokens` says.
 
 The first two wait until more than `min_tokens` tokens are there.
 """
@@ -97,6 +98,10 @@ class Answer:
                 self._add(token_id)
                 if self.finish_reason is not None:
                     break
+            if drawn.ends and self.finish_reason in (None, "length"):
+                if self.finish_reason is None:
+                    self._flush()
+                self.finish_reason = "stop"
         except Exception:
             logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
             self.fail("the text of the answer could not be decoded")

@@ -90,6 +90,7 @@ class CudaRunner:
         parts = [there[first : first + most] for first in range(0, len(there), most)]
         if parts:
             self._seat(parts[0])  # its copies wait for the device, which has nothing to do yet
+        self.sampler.start_masks([seq_id for seq_id, _ in here])
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {
             share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)

@@ -25,9 +25,10 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.executor import Executor, RunsAhead
+from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
@@ -72,6 +73,7 @@ class Engine:
     vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
     `tokenizer`. Without both, texts are empty and stop strings find nothing. ahead: where the executor can run a step ahead.
+    prepare: what a request waits for, beside the others, before it is scheduled.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine:
         detokenizer_factory: DetokenizerFactory | None = None,
         strategy: Strategy | None = None,
         ahead: RunsAhead | None = None,
+        prepare: Prepare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -106,6 +109,8 @@ class Engine:
         )
         self._scheduler = Scheduler(config, self._blocks, strategy or Standard(), clock)
         self._stepper = Stepper(executor, self._scheduler, ahead)
+        self._prepare = prepare
+        self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._seq_ids = itertools.count()
         self._generated_tokens = 0
@@ -161,8 +166,9 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Computes one step. Returns an output for every request that it moved on; empty where nothing is left to
-        do.
+        do, or nothing yet.
         """
+        failed = self._schedule_prepared()
         results = self._stepper.step()
         while results is not None and not results:  # a step ahead, for sequences that had ended
             results = self._stepper.step()
@@ -183,7 +189,7 @@ class Engine:
                 live.first_token.append(self._clock())
             if answer.finish_reason is not None:
                 self._scheduler.finish(sequence)
-        return [self._output(live) for live in touched.values()]
+        return [self._output(live) for live in (*failed, *touched.values())]
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """Ends a request, or one of its answers, now, and returns its output (no step will). None if it is not
@@ -195,7 +201,8 @@ class Engine:
         for answer in live.answers if index is None else live.answers[index : index + 1]:
             if answer.finish_reason is None:
                 answer.abort()
-                self._scheduler.finish(answer.sequence)
+                if not self._preparing.drop(answer.sequence):
+                    self._scheduler.finish(answer.sequence)
         return self._output(live)
 
     def save_kv(self, path: Path, token_ids: list[int], salt: str | None, identity: str) -> int:
@@ -221,7 +228,7 @@ class Engine:
         scheduler, blocks = self._scheduler, self._blocks
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self._preparing),
             free_blocks=blocks.num_available - blocks.num_cached,
             used_blocks=blocks.num_used,
             cached_blocks=blocks.num_cached,
@@ -248,8 +255,26 @@ class Engine:
             Answer(sequence, self._eos_ids, detokenizers(params, prompt) if detokenizers else None)
             for sequence in request.sequences
         ]
-        self._scheduler.add(request)
+        request.prepared = self._prepare(params) if self._prepare is not None else None
+        if request.prepared is None:
+            self._scheduler.add(request)
+        else:
+            self._preparing.add(request, request.prepared)
         self._live[request.request_id] = _Live(request, answers, [])
+
+    def _schedule_prepared(self) -> list[_Live]:
+        """Schedules the requests that wait for nothing more; those that waited in vain are over."""
+        failed = []
+        for request, error in self._preparing.ready(is_idle=not (self._scheduler.running or self._scheduler.waiting)):
+            if error is None:
+                self._scheduler.add(request)
+                continue
+            live = self._live[request.request_id]
+            for answer in live.answers:
+                if answer.finish_reason is None:
+                    answer.fail(error)
+            failed.append(live)
+        return failed
 
     def _checked_prompt(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.sampling_params import SamplingParams
@@ -43,6 +44,11 @@ class RunsAhead(Protocol):
 
         What can be refused is refused here, before anything is drawn; an exception of the result means that the device is lost.
         """
+
+
+Prepare = Callable[[SamplingParams], "Future[Any] | None"]
+"""What must be there before a request's first draw and takes its time (a constraint that is compiled); None for nothing. An
+exception of the future is the request's own; whoever waits for the draw holds on to the future."""
 
 
 class InProcessExecutor:

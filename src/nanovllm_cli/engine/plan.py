@@ -88,12 +88,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What one sequence drew in this step. `error` ends that sequence alone; its token_ids are then empty."""
+    """What one sequence drew in this step. `error` ends that sequence alone; its token_ids are then empty. `ends`: its constraint
+    is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty then, too."""
 
     seq_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    ends: bool = False
 
 
 class StepOutput(NamedTuple):

@@ -39,6 +39,7 @@ class Runner:
         batch, owners = build_batch(plan.scheduled, self.block_size)
         inputs = self.model.prepare(batch)
         draws = [seq_id for share, _ in owners for seq_id in share.draws]
+        self.sampler.start_masks(draws)
         rows = [first + len(share.wanted_rows) - 1 for share, first in owners for _ in share.draws]
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
             return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})

@@ -34,11 +34,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nanovllm_cli.constrain.compiler import Compiler
+from nanovllm_cli.constrain.masks import MaskThread
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
-from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import (
     MAX_VOCABULARY,
     Edits,
@@ -55,6 +57,8 @@ from nanovllm_cli.kernels.cpu_sampling import (
 )
 from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, TEMPERATURE, UNIFORM, XTC_THRESHOLD
 
+Mask = torch.Tensor | Words | None
+
 _NOT_FINITE = "the model's logits are not finite: NaN or infinity"
 _NOTHING_LEFT = "no token is left to draw: every one is banned"
 
@@ -63,7 +67,7 @@ class Sampler:
     """Draws one token for each sequence it is asked for.
 
     encode: text to ids, without special tokens; bad_words and DRY's breakers need it. token_bytes: the bytes of every
-    token, by id; DRY's breakers need it, and it is called once, when the first of them comes.
+    token, by id; DRY's breakers need it, and it is called once, when the first of them comes. compiler: of constraints.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Sampler:
         *,
         encode: Callable[[str], list[int]] | None = None,
         token_bytes: Callable[[], Sequence[bytes]] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         if vocab_size > MAX_VOCABULARY:
             raise UsageError(f"a vocabulary of {vocab_size} tokens; the sampler goes up to {MAX_VOCABULARY}")
@@ -80,6 +85,8 @@ class Sampler:
         self._breaker_vocabulary = (
             BreakerVocabulary(vocab_size, encode, token_bytes) if encode and token_bytes else None
         )
+        self._compiler = compiler
+        self._mask_thread = MaskThread()
         self._states: dict[int, SequenceState] = {}
         self._refused: dict[int, str] = {}
         self._scratch = np.empty((0, vocab_size), dtype=np.float32)
@@ -116,35 +123,48 @@ class Sampler:
                 raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
             else:
                 dry_breakers = no_breakers(vocab_size)
-        return SequenceState(new, vocab_size, bad_words, dry_breakers)
+        guide = None
+        if params.is_guided:
+            if self._compiler is None:
+                raise UsageError("a constraint needs a tokenizer, and this engine runs without one")
+            guide = self._compiler.guide(params, new.stop_ids)
+        return SequenceState(new, vocab_size, bad_words, dry_breakers, guide)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; one that was never registered is no matter."""
         self._states.pop(seq_id, None)
         self._refused.pop(seq_id, None)
 
+    def start_masks(self, seq_ids: Sequence[int]) -> None:
+        """Begins to compute what constraints allow these sequences; before the model runs, so that it costs no time."""
+        guides = {seq_id: state.guide for seq_id in seq_ids if (state := self._states.get(seq_id)) and state.guide}
+        if guides:
+            self._mask_thread.start(guides)
+
     def sample(
         self,
         seq_ids: Sequence[int],
         logits: torch.Tensor,
         rows: Sequence[int] | None = None,
-        masks: Sequence[torch.Tensor | None] | None = None,
+        masks: Sequence[Mask] | None = None,
     ) -> list[Drawn]:
         """One token for each of seq_ids, in their order.
 
         logits: [R, V] float32, not changed. rows: which row of logits each sequence draws from; by default each its
         own, in order. masks: for each sequence the tokens it may draw, as bool or packed bits
-        (`kernels.cpu_sampling.mask_words`), or None for all of them.
+        (`kernels.cpu_sampling.mask_words`), or None for all of them; by default what its constraint allows.
         """
         rows = range(len(seq_ids)) if rows is None else rows
-        masks = [None] * len(seq_ids) if masks is None else masks
-        wanted = [index for index, seq_id in enumerate(seq_ids) if seq_id not in self._refused]
-        if len(wanted) < len(seq_ids):
+        settled = {seq_id: Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids if seq_id in self._refused}
+        if masks is None:
+            masks = self._masks(seq_ids, settled)
+        if settled:
+            wanted = [index for index, seq_id in enumerate(seq_ids) if seq_id not in settled]
             drawn = self.sample(
                 [seq_ids[i] for i in wanted], logits, [rows[i] for i in wanted], [masks[i] for i in wanted]
             )
-            by_id = {entry.seq_id: entry for entry in drawn}
-            return [by_id.get(seq_id) or Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids]
+            settled |= {entry.seq_id: entry for entry in drawn}
+            return [settled[seq_id] for seq_id in seq_ids]
         states = [self._states[seq_id] for seq_id in seq_ids]
         if all(state.takes_the_largest for state in states) and all(mask is None for mask in masks):
             ids, values = largest(logits)
@@ -169,9 +189,24 @@ class Sampler:
             if index in errors:
                 drawn.append(Drawn(seq_id, [], error=errors[index]))
                 continue
-            state.append(token_id)
-            drawn.append(Drawn(seq_id, [token_id], found.get(index)))
+            drawn.append(_taken(seq_id, state, token_id, found.get(index)))
         return drawn
+
+    def _masks(self, seq_ids: Sequence[int], settled: dict[int, Drawn]) -> list[Mask]:
+        """What constraints allow, in order of seq_ids. Who draws nothing, being at its end or in error, goes into `settled`."""
+        masks: list[Mask] = [None] * len(seq_ids)
+        for index, seq_id in enumerate(seq_ids):
+            state = self._states.get(seq_id)
+            if state is None or state.guide is None:
+                continue
+            try:
+                masks[index] = self._mask_thread.mask(seq_id, state.guide)
+            except Exception as error:  # whatever it is, the other sequences go on
+                settled[seq_id] = Drawn(seq_id, [], error=_reason(error))
+                continue
+            if state.guide.is_complete:
+                settled[seq_id] = Drawn(seq_id, [], ends=True)
+        return masks
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
@@ -188,11 +223,10 @@ class Sampler:
     def _take_largest(self, seq_id: int, state: SequenceState, token_id: int, logit: float) -> Drawn:
         if not np.isfinite(logit):
             return Drawn(seq_id, [], error=_NOTHING_LEFT if logit == -np.inf else _NOT_FINITE)
-        state.append(token_id)
-        return Drawn(seq_id, [token_id])
+        return _taken(seq_id, state, token_id)
 
     def _adjusted(
-        self, states: Sequence[SequenceState], rows: Ids, masks: Sequence[torch.Tensor | None]
+        self, states: Sequence[SequenceState], rows: Ids, masks: Sequence[Mask]
     ) -> tuple[Ids, dict[int, str]]:
         """The rows as they are drawn from: at their own addresses where nothing changes them, else copies in this sampler's
         scratch; and by index in the batch what went wrong."""
@@ -229,17 +263,25 @@ class Sampler:
         return [[_token_logprobs(token_id, entry)] for token_id, entry in zip(token_ids, found, strict=True)]
 
 
+def _taken(seq_id: int, state: SequenceState, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> Drawn:
+    try:
+        state.append(token_id)
+    except RequestError as error:
+        return Drawn(seq_id, [], error=error.message)
+    return Drawn(seq_id, [token_id], logprobs, ends=state.guide is not None and state.guide.is_complete)
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, NanovllmError):
         return error.message
     return f"sampling failed: {type(error).__name__}: {error}"
 
 
-def _allowed(state: SequenceState, mask: torch.Tensor | None) -> Words | None:
+def _allowed(state: SequenceState, mask: Mask) -> Words | None:
     """The ids that both a sequence's parameters and its mask allow; None for all."""
     if mask is None:
         return state.allowed
-    words = mask_words(mask)
+    words = mask if isinstance(mask, np.ndarray) else mask_words(mask)
     if state.allowed is None:
         return words
     both = min(len(words), len(state.allowed))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_dry import DryBreakers, DryHistory
 from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, no_change, packed_bits
@@ -23,13 +24,19 @@ BadWord = tuple[int, ...]
 class SequenceState:
     """One registered sequence.
 
-    bad_words: token sequences that must not be completed. dry_breakers: None without DRY.
+    bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
     """
 
     def __init__(
-        self, new: NewSequence, vocab_size: int, bad_words: Sequence[BadWord], dry_breakers: DryBreakers | None
+        self,
+        new: NewSequence,
+        vocab_size: int,
+        bad_words: Sequence[BadWord],
+        dry_breakers: DryBreakers | None,
+        guide: Guide | None,
     ) -> None:
         params = new.params
+        self.guide = guide
         self.params = params
         self.seed = new.seed
         self.draw_settings = draw_settings(params)
@@ -74,11 +81,14 @@ class SequenceState:
         return self.position < self.params.min_tokens and len(self._stop_bans) > 0
 
     def append(self, token_id: int) -> None:
+        """What was drawn. Raises RequestError where its guide can't follow."""
         self.output_ids.append(token_id)
         if self._counts is not None:
             self._counts.append(token_id)
         if self._dry is not None:
             self._dry.append(token_id)
+        if self.guide is not None:
+            self.guide.accept(token_id)
 
     def edits(self) -> list[Edits]:
         """What changes the next draw's logits, in this order, after what is not `allowed` has been banned."""

@@ -425,6 +425,6 @@ def _group(sequence: Sequence) -> list[Sequence]:
 
 def _sound(drawn: Drawn | None, sequence: Sequence) -> Drawn:
     """A draw that moves its sequence on, or says why not."""
-    if drawn is not None and (drawn.error is not None or drawn.token_ids):
+    if drawn is not None and (drawn.error is not None or drawn.token_ids or drawn.ends):
         return drawn
     return Drawn(sequence.seq_id, [], None, "the sampler drew nothing")

@@ -6,8 +6,10 @@ them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
@@ -31,7 +33,7 @@ class Request:
     last; lower is more urgent. It never changes.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     pooling: for a text that is embedded, and draws nothing. pooled: what its chunks gave so far.
-    runs_ahead: its tokens can be fed to the next step before they are read.
+    runs_ahead: its tokens can be fed to the next step before they are read. prepared: what had to be made for it, kept alive.
     The last four fields feed `RequestMetrics`.
     """
 
@@ -49,6 +51,7 @@ class Request:
     pooling: Pooling | None = None
     pooled: list[float] | None = None
     runs_ahead: bool = False
+    prepared: Future[Any] | None = None
     first_scheduled: float | None = None
     num_cached_tokens: int = 0
     num_computed_prompt_tokens: int = 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache, block_bytes
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.executor import RunsAhead
@@ -39,8 +42,9 @@ TokenBytes = Callable[[], Sequence[bytes]]
 class Worker:
     """Loads a checkpoint and executes plans.
 
-    encode: text -> ids without special tokens, token_bytes: the bytes of every token, for sampling parameters that are given
-    as text (bad_words, DRY's breakers). platform: where; by default what `config.device` says.
+    encode: text -> ids without special tokens, token_bytes: the bytes of every token, control_ids: tokens that no text spells;
+    for sampling parameters that are given as text (bad_words, DRY's breakers, constraints).
+    platform: where; by default what `config.device` says.
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
     are multiplied as whole numbers, int8 by int8.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
@@ -52,6 +56,7 @@ class Worker:
         config: EngineConfig,
         encode: EncodeText | None = None,
         token_bytes: TokenBytes | None = None,
+        control_ids: Collection[int] = (),
         progress: LoadProgress | None = None,
         platform: Platform | None = None,
     ) -> None:
@@ -78,7 +83,10 @@ class Worker:
             config, self.spec.max_position, self.block_bytes, platform.cache_budget(self.model)
         )
         cache = KVCache(self.num_blocks, heads, backend)
-        sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes)
+        self._compiler: Compiler | None = None
+        if encode is not None and token_bytes is not None:
+            self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
+        sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
         recordable = all(storage.recordable for storage in self._storages)
         self.runner = platform.make_runner(self.model, cache, sampler, recordable)
 
@@ -102,6 +110,10 @@ class Worker:
         """This worker as one that starts a step before the last one's tokens are read, where its platform can."""
         runner = self.platform.runs_ahead(self.runner)
         return None if runner is None else _Ahead(self.platform, weakref.proxy(runner))
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """See Prepare."""
+        return self._compiler.prepare(params) if self._compiler is not None else None
 
     def execute(self, plan: Plan) -> StepOutput:
         """See PlanRunner.run. May be called from any one thread at a time."""
@@ -137,6 +149,8 @@ class Worker:
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""
         self._storages = []
+        if self._compiler is not None:
+            self._compiler.close()
         del self.model, self.runner
 
     def _make_storage(self, parts: dict[str, int], width: int) -> WeightStorage:

@@ -4,8 +4,8 @@ A sequence has a slot in the table from its first draw to its last. The host wri
 position and its token counts by themselves, so that a replayed graph goes on without the host. What a step says anew is `rows`:
 the slot of each row of logits. Addresses never change.
 
-Not here: typical_p, XTC, DRY, bad_words, penalties over a window and more than 20 logprobs, which the CPU's sampler does
-(`on_device` tells).
+Not here: typical_p, XTC, DRY, bad_words, penalties over a window, more than 20 logprobs and constraints, which the CPU's sampler
+does (`on_device` tells).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SLICE_STEP = 128  # slices begin at whole words of a mask and whole cache lines
 def on_device(params: SamplingParams, stop_ids: Sequence[int]) -> bool:
     """Whether the kernels know everything that this request asks for."""
     has_window = params.has_penalties and params.penalty_last_n >= 0
-    others = params.typical_p < 1.0 or params.has_xtc or params.has_dry or params.bad_words or has_window
+    others = params.typical_p < 1.0 or params.has_xtc or params.has_dry or params.bad_words or has_window or params.is_guided
     too_many = (params.logprobs or 0) > MAX_LOGPROBS or (params.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS)
     return not others and not too_many
 

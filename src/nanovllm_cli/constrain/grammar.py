@@ -1,0 +1,158 @@
+"""From a `Constraint` to the grammar that llguidance compiles, and the limits on the way.
+
+Whoever asks is not trusted: size and nesting are counted in one pass before any parser sees the text, llguidance's own limits
+bound what compiling and a step may cost, and what it cannot enforce is refused by name. Every refusal is a UsageError.
+White space between the parts of JSON is one space, or a line break with up to 40 blanks: a weak model would go on with blanks
+for as long as it may.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import llguidance
+
+from nanovllm_cli.constrain.gbnf import lark_of_gbnf
+from nanovllm_cli.constrain.vocabulary import Vocabulary
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UsageError
+
+MAX_DEPTH = 100
+"""Nesting of brackets; llguidance's own parsers go a little further."""
+MAX_CHOICES = 10_000
+MAX_PROPERTIES = 2_000
+"""Of one object of a schema: compiling takes time that grows with their square."""
+MAX_VALUES = 50_000
+"""Of a schema's JSON text, nested ones included."""
+_WHITE_SPACE = r" |\n[ \t]{0,40}"
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_NAMES = {
+    "json_object": "the JSON grammar",
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "choice": "the list of choices",
+    "lark": "the grammar",
+    "gbnf": "the grammar",
+}
+# Brackets that open or close something: not behind a backslash, in a string, or (in an expression) in a set.
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_BRACKETS = re.compile(rf"\\.|{_STRING}|[\[\](){{}}]")
+_REGEX_BRACKETS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\\[]|\\.)*\]|[\[\](){}]")
+_MAX_REASON = 200
+
+
+def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+    """At its beginning, and never to be moved on: who follows it takes a `deep_copy`.
+
+    Raises UsageError for what is malformed, too large, cannot be enforced, or can never be met.
+    """
+    name = _NAMES[constraint.kind]
+    matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        first = matcher.deep_copy()
+        mask = first.compute_bitmask()
+        if first.is_error() or not any(mask):
+            raise UsageError(f"nothing can match {name}")
+    if matcher.is_error():
+        raise UsageError(f"{name} can't be used: {_reason(matcher.get_error())}", _hint(constraint))
+    return matcher
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """llguidance's text for it. Raises UsageError for what is malformed or too large."""
+    text, name = constraint.text, _NAMES[constraint.kind]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} holds a lone surrogate", "send valid Unicode") from None
+    _check_depth(text, name, _REGEX_BRACKETS if constraint.kind == "regex" else _BRACKETS)
+    match constraint.kind:
+        case "json_object":
+            return _json_grammar({"type": "object"})
+        case "json_schema":
+            return _json_grammar(_schema(text))
+        case "choice":
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, choices_of(text))))
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        case "gbnf":
+            return lark_of_gbnf(text)
+        case "lark":
+            return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def choices_of(text: str) -> list[str]:
+    """The strings of a constraint of kind "choice"."""
+    found = _json(text, "the list of choices")
+    if not isinstance(found, list) or not found or not all(isinstance(each, str) for each in found):
+        raise UsageError("choices are a list of strings, at least one")
+    if len(found) > MAX_CHOICES:
+        raise UsageError(f"{len(found)} choices; {MAX_CHOICES} are the most")
+    return found
+
+
+def _json_grammar(schema: Any) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False}
+    )
+
+
+def _schema(text: str) -> Any:
+    schema = _json(text, "the JSON schema")
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise UsageError("a JSON schema is an object")
+    waiting, seen = [schema], 0
+    while waiting:
+        value = waiting.pop()
+        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        seen += len(inside)
+        if isinstance(value, dict) and len(inside) > MAX_PROPERTIES:
+            raise UsageError(f"an object of the JSON schema has {len(inside)} members; {MAX_PROPERTIES} are the most")
+        if seen > MAX_VALUES:
+            raise UsageError(f"the JSON schema has more than {MAX_VALUES} values")
+        waiting += inside
+    return schema
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is not JSON: {str(error)[:_MAX_REASON]}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_depth(text: str, name: str, brackets: re.Pattern[str]) -> None:
+    depth = deepest = 0
+    for match in brackets.finditer(text):
+        if match.group() in ("[", "(", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif match.group() in ("]", ")", "}"):
+            depth = max(0, depth - 1)
+    if deepest > MAX_DEPTH:
+        raise UsageError(f"{name} is nested {deepest} deep; {MAX_DEPTH} is the limit")
+
+
+def _reason(message: str) -> str:
+    """One short line of llguidance's several, without what it knows of this process."""
+    if message.startswith("panic"):
+        return "it is too large or too involved"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    named = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+    reason = (named or lines or ["it does not compile"])[0]
+    reason = re.sub(r"^at (\d+)\((\d+)\):", r"line \1, column \2:", reason).partition("; following special")[0]
+    return reason if len(reason) <= _MAX_REASON else reason[:_MAX_REASON] + " …"
+
+
+def _hint(constraint: Constraint) -> str | None:
+    if constraint.kind == "json_schema":
+        return "a keyword that can't be enforced is refused rather than ignored: leave it out"
+    return None

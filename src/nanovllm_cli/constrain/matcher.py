@@ -1,0 +1,61 @@
+"""One answer's place in a grammar: which tokens may come, and moving on by one, or back."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import llguidance
+import numpy as np
+
+from nanovllm_cli.constrain.vocabulary import Vocabulary, Words
+from nanovllm_cli.errors import RequestError
+
+_REASONS = {
+    "ParserTooComplex": "the text so far can be read in too many ways",
+    "LexerTooComplex": "its expressions are too involved",
+}
+
+
+class Matcher:
+    """At a grammar's beginning. Raises RequestError where llguidance can't go on; it then never can.
+
+    Not thread-safe: one thread at a time, though not always the same.
+    """
+
+    def __init__(self, inner: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self.inner = inner
+        self._vocabulary = vocabulary
+
+    def allowed_mask(self) -> Words:
+        """The tokens that may come next; bit `vocabulary.end_id` where the grammar may end."""
+        words = np.zeros(self._vocabulary.num_words, dtype=np.uint32)
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.check()
+        return words
+
+    def accept(self, token_id: int) -> None:
+        if not self.inner.consume_token(token_id):
+            self.check()
+
+    def try_accept(self, token_id: int) -> bool:
+        """Moves on if the grammar allows it, and else stays where it is."""
+        return self.inner.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens that were accepted."""
+        if num_tokens and not self.inner.rollback(num_tokens):
+            self.check()
+
+    def copy(self) -> Self:
+        return type(self)(self.inner.deep_copy(), self._vocabulary)
+
+    @property
+    def is_complete(self) -> bool:
+        """The grammar is fulfilled, and nothing can follow."""
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    def check(self) -> None:
+        """Raises RequestError if llguidance gave up."""
+        if self.inner.is_error():
+            reason = _REASONS.get(self.inner.stop_reason(), "llguidance gave up")
+            raise RequestError(f"the answer could not be held to its constraint: {reason}")

@@ -1,0 +1,114 @@
+"""A model's tokens as llguidance reads them.
+
+llguidance's vocabulary is the model's and one token behind it, `end_id`, which stands for the end of an answer: whether a grammar
+may end is a bit of every mask, and which of the model's tokens end an answer is each request's own matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from threading import Lock
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint32]
+"""A mask: token 32 * i + j is bit j of word i."""
+
+_GUARD = "\n"
+_END_NAME = b"<end of the answer>"
+
+
+class Vocabulary:
+    """tokens: the bytes of every token by id, empty for what is no token. special_ids: tokens that no text spells; a grammar
+    names them (`<|name|>`, `<[id]>`). encode: text to ids, special tokens in it as text.
+    """
+
+    def __init__(
+        self, tokens: Sequence[bytes], special_ids: Collection[int], encode: Callable[[str], list[int]]
+    ) -> None:
+        self.tokens = tokens
+        self.special_ids = frozenset(special_ids)
+        self.encode = encode
+        self.end_id = len(tokens)
+        self.num_words = len(tokens) // 32 + 1
+        self._lock = Lock()
+        self._towards: dict[bytes, Words] = {}
+
+    @property
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """Built when it is first needed: half a second for 150,000 tokens, in which no other Python code runs."""
+        with self._lock:
+            return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Wrapped(self)))
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a tag: the token that is called so, or else its text's."""
+        name = text.encode()
+        if name in self._by_name:
+            return [self._by_name[name]]
+        return self.encode(text)
+
+    def bytewise(self, data: bytes) -> list[int]:
+        """Tokens that spell these bytes; which, is no matter to a grammar."""
+        return self.tokenizer.tokenize_bytes(data)
+
+    def towards(self, text: bytes) -> Words:
+        """The tokens with which `text` may begin: beginnings of it, and what begins with it."""
+        with self._lock:
+            if text not in self._towards:
+                ids = [i for i, token in enumerate(self.tokens) if token and text.startswith(token)]
+                ids += [i for i, token in enumerate(self.tokens) if token.startswith(text)]
+                self._towards[text] = self.mask(ids)
+            return self._towards[text]
+
+    def mask(self, token_ids: Collection[int]) -> Words:
+        """Of these tokens and no other; ids outside the vocabulary are nothing."""
+        bits = np.zeros(self.num_words * 32, dtype=np.bool_)
+        bits[[i for i in token_ids if 0 <= i < len(self.tokens)]] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def everything(self) -> Words:
+        """All tokens, but not the ids that are none."""
+        return self.mask([i for i, token in enumerate(self.tokens) if token])
+
+    @cached_property
+    def _by_name(self) -> dict[bytes, int]:
+        """Tokens that a person sees as a tag; of equal ones the last, as added tokens come last."""
+        return {token: i for i, token in enumerate(self.tokens) if token[:1] in b"<[" and token[-1:] in b">]" and len(token) > 2}
+
+
+class _Wrapped:
+    """What `llguidance.TokenizerWrapper` asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.end_id
+        self.tokens = [*vocabulary.tokens, _END_NAME]
+        self.special_token_ids = [*sorted(vocabulary.special_ids), vocabulary.end_id]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens that spell exactly this text: SentencePiece would put a space before it."""
+        text = text.decode() if isinstance(text, bytes) else text
+        data, ids = text.encode(), self._encode(text)
+        if self._spelt(ids) != data:
+            ids = self._encode(_GUARD + text)
+            while ids and self._spelt(ids) != data:
+                del ids[0]
+        return ids
+
+    def _spelt(self, ids: list[int]) -> bytes:
+        return b"".join([self.tokens[i] for i in ids])
+
+
+def byte_vocabulary() -> Vocabulary:
+    """A token for every byte: enough to see whether a grammar compiles, where no model is at hand."""
+    return Vocabulary([bytes([i]) for i in range(256)], (), lambda text: list(text.encode()))
