@@ -93,7 +93,7 @@ class LLM:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
-            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, self._control_ids(), progress)
+            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
         self.chat_template = self._choose_template(chat_template)
         self.default_params = SamplingParams.from_generation_config(generation_config)
@@ -390,9 +390,6 @@ class LLM:
         form = reasoning_format(self.chat_template.source) if self.chat_template is not None else None
         found = (self.tokenizer.token_to_id(tag) for tag in form.visible) if form is not None else ()
         return [token_id for token_id in found if token_id is not None]
-
-    def _control_ids(self) -> frozenset[int]:
-        return self.tokenizer.special_ids | frozenset(self.tokenizer.control_tokens.values())
 
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]

@@ -163,6 +163,11 @@ class Tokenizer:
         """Texts that `parse_special` turns into control ids; a user's text must not be read for these."""
         return self._control
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that no plain text is made of: control tokens, and others that are flagged special."""
+        return self.special_ids | frozenset(self._control.values())
+
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(filter(None, self._control), key=len, reverse=True)
