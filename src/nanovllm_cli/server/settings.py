@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from nanovllm_cli.errors import UsageError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,6 @@ class ServeSettings:
     request_seconds: float | None = None
     drain_seconds: float = 30.0
     ping_seconds: float = 15.0
-    log_format: LogFormat = "text"
-    access_log: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -69,3 +64,8 @@ class ServeSettings:
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
         return self.unix_socket is not None or self.host in LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def max_connections(self) -> int:
+        """More are closed at once: many times what can be under way, since clients keep connections for later."""
+        return max(1024, 4 * self.max_requests)

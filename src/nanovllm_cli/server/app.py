@@ -1,0 +1,95 @@
+"""create_app: the routes, and what every request passes before it reaches one.
+
+The OpenAPI description at /openapi.json is what is true of the server: bodies, answers and every status that is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from nanovllm_cli import __version__
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.server import routes_metrics, routes_own
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import as_api_error, error_response
+from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
+from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.logs import log_exchange
+from nanovllm_cli.server.middleware import PUBLIC, Doors, Exchanges
+
+ROUTERS = (routes_own.router, routes_metrics.router)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """The application. `state.gate` says what is under way, and lets nobody new in once it is told to drain."""
+    settings, gate = context.settings, Gate()
+    middleware = [Middleware(Exchanges, settings=settings, observer=context.observer, ended=log_exchange)]
+    if settings.cors_origins:
+        middleware.append(_cors(settings.cors_origins))
+    middleware.append(Middleware(Doors, settings=settings, gate=gate))
+    app = FastAPI(
+        title="nanovllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=middleware,
+        exception_handlers=dict.fromkeys((ApiError, NanovllmError, HTTPException, RequestValidationError), _tell),
+    )
+    app.state.settings, app.state.gate = settings, gate
+    for router in ROUTERS:
+        app.include_router(router(context))
+    app.openapi = lambda: _description(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _tell(request: Request, failure: Exception) -> Response:
+    exchange: Exchange = request.scope[SCOPE_KEY]
+    error = as_api_error(failure)
+    exchange.error = error.code or error.type
+    response = error_response(error, request.url.path, exchange.request_id)
+    allowed = getattr(failure, "headers", None) or {}
+    if "Allow" in allowed:  # of a 405
+        response.headers["allow"] = allowed["Allow"]
+    return response
+
+
+def _cors(origins: tuple[str, ...]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+        max_age=600,
+    )
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI, once: with the ways to give a key, and without the 422 that FastAPI adds and this server never sends."""
+    if app.openapi_schema is None:
+        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path, operations in described["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if path in PUBLIC:
+                    operation["security"] = []
+        components = described.setdefault("components", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            components.get("schemas", {}).pop(name, None)
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        described["security"] = [{"bearer": []}, {"x-api-key": []}]
+        app.openapi_schema = described
+    return app.openapi_schema

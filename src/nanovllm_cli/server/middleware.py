@@ -1,0 +1,214 @@
+"""What every request passes on its way to a route, as plain ASGI: a stream costs one more call for each piece.
+
+    Exchanges   gives it an id, tells logs and observers of it, and answers for whatever nobody else answered for
+    (CORS)      only where it was asked for
+    Doors       Host, draining, API key, how many are under way: refused here, before a byte of the body is read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.errors import as_api_error, error_response
+from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
+from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.observer import Observer
+from nanovllm_cli.server.settings import ServeSettings
+
+PUBLIC = {"/health", "/", "/status"}
+"""Answered without a key, to GET and HEAD: the health of the server, and pages that hold no secret and ask for the key."""
+
+UNCOUNTED = {"/health", "/metrics"}
+"""Answered however much is under way."""
+
+CLIENT_LEFT = 499
+REFUSED = "nanovllm.refused"
+"""In a scope: the ApiError by which the protocol has already refused it."""
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_LONGEST_PATH = 256
+
+logger = logging.getLogger(__name__)
+
+
+class Exchanges:
+    """The outermost. ended: told of every exchange when it is over, for the log."""
+
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, observer: Observer, ended: Callable[[Exchange], None]
+    ) -> None:
+        self._app, self._settings, self._observer, self._ended = app, settings, observer, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(_request_id(scope), scope["method"], _shown_path(scope))
+        scope[SCOPE_KEY] = exchange
+        id_header = (b"x-request-id", exchange.request_id.encode())
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+            elif exchange.first_byte is None and message.get("body"):
+                exchange.first_byte = time.monotonic()
+            await send(message)
+
+        self._observer.http_started()
+        try:
+            async with asyncio.timeout(self._settings.request_seconds) as limit:
+                await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            exchange.status = exchange.status or CLIENT_LEFT
+        except Exception as failure:
+            error = self._error_of(failure, exchange, limit.expired())
+            if exchange.status is None:
+                await error_response(error, scope["path"], exchange.request_id)(scope, receive, watched)
+        finally:
+            exchange.ended = time.monotonic()
+            exchange.route = getattr(scope.get("route"), "path", None)
+            exchange.status = exchange.status or CLIENT_LEFT
+            self._observer.http_ended(
+                exchange.method, exchange.route, exchange.status, exchange.ended - exchange.started
+            )
+            self._ended(exchange)
+
+    def _error_of(self, failure: Exception, exchange: Exchange, timed_out: bool) -> ApiError:
+        if timed_out:
+            exchange.error = "timeout"
+            return ApiError(503, f"not answered within {self._settings.request_seconds:g} seconds", code="timeout")
+        error = as_api_error(failure)
+        exchange.error = error.code or error.type
+        if error.status >= 500 and not isinstance(failure, ApiError):
+            logger.error("request %s failed: %s", exchange.request_id, type(failure).__name__, exc_info=failure)
+        return error
+
+
+class Doors:
+    """Who gets in. What does counts as under way in `gate`."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, gate: Gate) -> None:
+        self._app, self._settings, self._gate = app, settings, gate
+        self._tenants = {key.encode(): _tenant(key) for key in settings.api_keys}
+        self._hosts = {name.lower() for name in settings.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange: Exchange = scope[SCOPE_KEY]
+        try:
+            counts = self._admit(scope, exchange)
+        except ApiError as error:
+            exchange.error = error.code or error.type
+            await error_response(error, scope["path"], exchange.request_id)(scope, receive, send)
+            return
+        with self._gate.passing() if counts else nullcontext():
+            await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, exchange: Exchange) -> bool:
+        """Whether it counts as under way. Raises ApiError for one that does not get in."""
+        if REFUSED in scope:
+            raise scope[REFUSED]
+        self._check_host(scope)
+        exchange.tenant = self._tenant_of(scope)
+        if scope["path"] in UNCOUNTED:
+            return False
+        if self._gate.draining:
+            raise ApiError(503, "the server is about to end", code="draining", retry_after=5)
+        if self._gate.in_flight >= self._settings.max_requests:
+            raise ApiError(429, "too many requests are under way", code="too_many_requests", retry_after=1)
+        return True
+
+    def _check_host(self, scope: Scope) -> None:
+        """A page of another site can reach this machine under a name of its own that it lets point here (DNS rebinding): names
+        must be known. Addresses cannot be lent like that, and with keys such a page has none."""
+        if self._settings.unix_socket is not None:
+            return
+        named = [value for name, value in scope["headers"] if name == b"host"]
+        if len(named) > 1 or (not named and scope["http_version"] != "1.0"):
+            raise ApiError(400, "there must be one Host header", code="invalid_host")
+        if not named or (self._settings.api_keys and not self._hosts):
+            return
+        host = _host_name(named[0])
+        if not (host in self._hosts or "*" in self._hosts or host == self._settings.host.lower() or _is_own(host)):
+            raise ApiError(403, "this Host is not served here; start with --allowed-host NAME", code="host_not_allowed")
+
+    def _tenant_of(self, scope: Scope) -> str | None:
+        """Whose key it is. Raises ApiError 401, for paths that do not exist as well."""
+        if not self._tenants or (scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")):
+            return None
+        given = _key(scope)
+        tenant = None
+        for key, its_tenant in self._tenants.items():
+            if hmac.compare_digest(given, key):
+                tenant = its_tenant
+        if tenant is None:
+            text = "the API key is not known here" if given else "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, text, code="invalid_api_key")
+        return tenant
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if _SANE_ID.fullmatch(text) else _new_id()
+    return _new_id()
+
+
+def _new_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
+
+
+def _shown_path(scope: Scope) -> str:
+    """As it came, percent signs and all: so no line break gets into a log. Without the query, where people put keys."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    text = raw.decode("ascii", "replace")[:_LONGEST_PATH]
+    return text if text.isprintable() else ascii(text)
+
+
+def _key(scope: Scope) -> bytes:
+    """What was given as a key; empty for none. `x-api-key` is Anthropic's header."""
+    for name, value in scope["headers"]:
+        header: bytes = value
+        if name == b"authorization" and header[:7].lower() == b"bearer ":
+            return header[7:].strip()
+        if name == b"x-api-key":
+            return header.strip()
+    return b""
+
+
+def _tenant(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=16, person=b"nanovllm tenant").hexdigest()
+
+
+def _host_name(header: bytes) -> str:
+    """`Host` without its port, lower case; empty for nonsense."""
+    text = header.decode("latin-1").lower()
+    matched = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]/@\s]+)(?::[0-9]*)?", text)
+    return matched[1].strip("[]").rstrip(".") if matched else ""
+
+
+def _is_own(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

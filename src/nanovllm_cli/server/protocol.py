@@ -1,0 +1,146 @@
+"""GuardedProtocol: uvicorn's HTTP over httptools, with the limits that it leaves to a proxy in front.
+
+    the head        its bytes (431) and how long it takes (408), on new and on idle connections
+    the body        what chunks cost beside their content, trailers, and what still comes when the answer is already out
+    the answer      a client that stops reading the end of it
+
+How long a body may take and how large it may be is known where it is read (routing.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.errors import openai_form
+from nanovllm_cli.server.middleware import REFUSED
+from nanovllm_cli.server.settings import ServeSettings
+
+LINGER_SECONDS = 2.0
+"""How long a refused client is listened to, so that it reads why before its connection is reset."""
+
+_CHUNK_ALLOWANCE = 16
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+def protocol_for(settings: ServeSettings) -> type[GuardedProtocol]:
+    return type("Protocol", (GuardedProtocol,), {"settings": settings})
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    settings: ServeSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = self.settings.idle_seconds  # type: ignore[assignment]
+        self._timer: asyncio.TimerHandle | None = None
+        self._overhead = 0
+        self._in_head = False
+        self._refused = False
+        self._unsent: int | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer(self.settings.header_seconds, self._head_is_late)
+        if len(self.connections) > self.settings.max_connections:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_timer(None)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._overhead += len(data)
+        super().data_received(data)
+        if self._overhead > self.settings.max_header_bytes and not self._refused and not self.transport.is_closing():
+            self._refuse(self._too_large() if self._in_head else ApiError(400, "the body is mostly not its content"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._overhead, self._in_head = 0, True
+        if self._timer is None:
+            self._set_timer(self.settings.header_seconds, self._head_is_late)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            raise ValueError("trailers")  # the parser makes a 400 of it
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._set_timer(None)
+        self._overhead, self._in_head = 0, False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.settings.max_header_bytes:
+            cast(dict[str, Any], self.scope)[REFUSED] = self._too_large()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead -= len(body) + _CHUNK_ALLOWANCE
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._overhead = 0
+        if self.cycle.response_complete:
+            self._set_timer(None)
+            self._wait_idle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._set_timer(LINGER_SECONDS, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left and (self._unsent is None or left < self._unsent):
+            self._unsent = left
+            self._wait_idle()
+        elif left:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not HTTP as the server knows it", code="invalid_http"))
+
+    def _wait_idle(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.settings.idle_seconds, self.timeout_keep_alive_handler)
+
+    def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._set_timer(self.settings.header_seconds, self._head_is_late)
+        elif self._in_head:
+            self._refuse(ApiError(408, f"the head did not arrive within {self.settings.header_seconds:g} seconds"))
+        else:
+            self.transport.close()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(431, f"the headers have more than {self.settings.max_header_bytes} bytes", code="headers_too_large")
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers from below ASGI, where no request has come to be; then only listens until the client is gone."""
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = msgspec.json.encode(openai_form(error, ""))
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+            % (error.status, _REASONS[error.status], len(body), body)
+        )
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_timer(LINGER_SECONDS, self.transport.abort)
+
+    def _set_timer(self, seconds: float | None, then: Any = None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, then)

@@ -1,0 +1,192 @@
+"""The server's own endpoints: what it is, how it does, and its tokenizer and template by themselves.
+
+`/health` is the only one that needs no key. Tokenizing and templates run in threads, so that nobody waits for a long text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli import __version__
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse, error_body
+from nanovllm_cli.server.exchange import CurrentExchange
+from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_own import (
+    ApplyTemplateAnswer,
+    ApplyTemplateRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    Healthy,
+    ModelAnswer,
+    ModelsAnswer,
+    PropsAnswer,
+    TokenizeAnswer,
+    TokenizeRequest,
+    Unhealthy,
+    VersionAnswer,
+)
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+_UNHEALTHY = {
+    "loading": "a model is being loaded",
+    "restarting": "the engine is being started again",
+    "stuck": "the engine stands still",
+    "failed": "no model can be loaded",
+    "stopped": "the engine has ended",
+    "draining": "the server is about to end",
+}
+_UNSET = SamplingParams()
+_TAKEN = inspect.signature(ChatTemplate.render).parameters.keys()
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router()
+
+    unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": Unhealthy}}
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health", responses=answers(Healthy) | unhealthy)
+    async def health(request: Request) -> Response:
+        gate: Gate = request.app.state.gate
+        status = "draining" if gate.draining else _health(context.models.cards())
+        if status == "ok":
+            return JsonResponse({"status": status})
+        error = ApiError(503, _UNHEALTHY[status], code=status)
+        return JsonResponse({"status": status} | error_body(error, "/health", ""), 503, {"retry-after": "1"})
+
+    @routes.get("/version", responses=answers(VersionAnswer))
+    async def version() -> Response:
+        return JsonResponse({"version": __version__})
+
+    @routes.get("/v1/models", responses=answers(ModelsAnswer))
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [_card(card) for card in context.models.cards()]})
+
+    @routes.get("/v1/models/{model:path}", responses=answers(ModelAnswer))
+    async def model(model: str) -> Response:
+        for card in context.models.cards():
+            if card.id == model:
+                return JsonResponse(_card(card))
+        raise ApiError(404, "no such model is served here; /v1/models lists them", code="model_not_found", param="model")
+
+    @routes.get("/props", responses=answers(PropsAnswer))
+    async def props(model: str | None = None) -> Response:
+        async with context.models.use(model) as served:
+            return JsonResponse(_props(served))
+
+    @routes.post("/tokenize", responses=answers(TokenizeAnswer))
+    async def tokenize(body: TokenizeRequest, exchange: CurrentExchange) -> Response:
+        given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise ApiError(400, "give one of content, prompt and messages", param=given[1] if given else "content")
+        async with context.models.use(body.model) as served:
+            ids = await _token_ids(context, served, body)
+            exchange.count(served.id, len(ids))
+            return JsonResponse(await asyncio.to_thread(_tokenized, served, body, ids))
+
+    @routes.post("/detokenize", responses=answers(DetokenizeAnswer))
+    async def detokenize(body: DetokenizeRequest, exchange: CurrentExchange) -> Response:
+        async with context.models.use(body.model) as served:
+            if max(body.tokens, default=0) >= served.facts.vocab_size:
+                raise ApiError(400, f"the vocabulary has {served.facts.vocab_size} tokens", param="tokens")
+            text = await asyncio.to_thread(served.tokenizer.decode, body.tokens, skip_special_tokens=False)
+            exchange.count(served.id, len(body.tokens))
+            return JsonResponse({"content": text, "prompt": text})
+
+    @routes.post("/apply-template", responses=answers(ApplyTemplateAnswer))
+    async def apply_template(body: ApplyTemplateRequest) -> Response:
+        async with context.models.use(body.model) as served:
+            return JsonResponse({"prompt": await asyncio.to_thread(_rendered, served, body)})
+
+    return routes
+
+
+def _health(cards: Sequence[ModelCard]) -> str:
+    """A stuck engine is told of whatever the others do; else one model that can answer is enough."""
+    states = {card.state for card in cards}
+    if EngineState.STUCK in states:
+        return "stuck"
+    if states & {EngineState.READY, EngineState.ASLEEP}:
+        return "ok"
+    order = (EngineState.LOADING, EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED)
+    return next((state.value for state in order if state in states), "failed")
+
+
+def _card(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "nanovllm",
+        "max_model_len": card.context_len,
+        "state": card.state.value,
+    }
+
+
+def _props(served: ServedModel) -> dict[str, Any]:
+    params = dataclasses.asdict(dataclasses.replace(served.default_params, logit_bias=None))
+    kept = {name: value for name, value in params.items() if name not in ("constraint", "reasoning", "logit_bias")}
+    return {
+        "default_generation_settings": {"n_ctx": served.facts.context_len, "params": kept},
+        "total_slots": served.facts.max_num_seqs,
+        "model_alias": served.id,
+        "chat_template": None if served.chat_template is None else served.chat_template.source,
+        "bos_token": served.tokenizer.bos_token,
+        "eos_token": served.tokenizer.eos_token,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"nanovllm {__version__}",
+    }
+
+
+async def _token_ids(context: ServerContext, served: ServedModel, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        asked = ChatAsked(messages=body.messages, params=_UNSET, tools=body.tools or ())
+        return await context.generates.encode_chat(served.id, asked)
+    text = body.content if body.content is not None else body.prompt or ""
+    special = next((flag for flag in (body.add_special, body.add_special_tokens) if flag is not None), None)
+    return await asyncio.to_thread(
+        served.tokenizer.encode,
+        text,
+        add_special_tokens=body.content is None if special is None else special,
+        parse_special=body.parse_special,
+    )
+
+
+def _tokenized(served: ServedModel, body: TokenizeRequest, ids: list[int]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.facts.context_len}
+    if body.with_pieces:
+        answer["tokens"] = [{"id": each, "piece": _piece(served.tokenizer, each)} for each in ids]
+    if body.return_token_strs:
+        answer["token_strs"] = [served.tokenizer.id_to_token(each) or "" for each in ids]
+    return answer
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    raw = tokenizer.id_to_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
+    if served.chat_template is None:
+        raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
+    variables = body.chat_template_kwargs or {}
+    if taken := _TAKEN & variables.keys():
+        raise ApiError(400, f"{min(taken)} is no variable of a template's own", param="chat_template_kwargs")
+    render = served.chat_template.render
+    return render(body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt, **variables)

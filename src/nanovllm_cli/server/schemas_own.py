@@ -1,0 +1,119 @@
+"""Bodies of the server's own endpoints. Where llama-server or vLLM has the endpoint, its fields have the same names here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, StrictBool, StrictInt
+
+from nanovllm_cli.sampling_params import MAX_TOKEN_ID
+from nanovllm_cli.server.routing import ErrorAnswer
+
+ModelName = Annotated[str, Field(max_length=512)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
+AnyMessage = dict[str, Any]
+MAX_MESSAGES = 10_000
+
+
+class TokenizeRequest(BaseModel):
+    """One of: content (as llama-server has it), prompt, messages (both as vLLM has them).
+
+    add_special: the tokens that the model begins a text with; by default only for a prompt. parse_special: control tokens in the
+    text count as such; in messages they never do.
+    """
+
+    model: ModelName | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    add_special: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
+    parse_special: StrictBool = True
+    with_pieces: StrictBool = False
+    return_token_strs: StrictBool = False
+
+
+class Piece(BaseModel):
+    """piece: text, or bytes where a token is not whole characters."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeAnswer(BaseModel):
+    tokens: list[int] | list[Piece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text, under the names that llama-server and vLLM have for it."""
+
+    content: str
+    prompt: str
+
+
+class ApplyTemplateRequest(BaseModel):
+    model: ModelName | None = None
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    add_generation_prompt: StrictBool = True
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class ApplyTemplateAnswer(BaseModel):
+    prompt: str
+
+
+class ModelAnswer(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    state: str
+
+
+class ModelsAnswer(BaseModel):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class Healthy(BaseModel):
+    status: Literal["ok"]
+
+
+class Unhealthy(ErrorAnswer):
+    status: Literal["loading", "restarting", "stuck", "failed", "stopped", "draining"]
+
+
+class VersionAnswer(BaseModel):
+    version: str
+
+
+class GenerationSettings(BaseModel):
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class Modalities(BaseModel):
+    vision: bool
+    audio: bool
+
+
+class PropsAnswer(BaseModel):
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str | None
+    bos_token: str
+    eos_token: str
+    modalities: Modalities
+    build_info: str
