@@ -65,7 +65,7 @@ def router(context: ServerContext) -> APIRouter:
         if status == "ok":
             return JsonResponse({"status": status})
         error = ApiError(503, _UNHEALTHY[status], code=status)
-        return JsonResponse({"status": status} | error_body(error, "/health", ""), 503, {"retry-after": "1"})
+        return JsonResponse({"status": status, **error_body(error, "/health", "")}, 503, {"retry-after": "1"})
 
     @routes.get("/version", responses=answers(VersionAnswer))
     async def version() -> Response:
