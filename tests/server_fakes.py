@@ -21,7 +21,6 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.messages import Facts, Pooling
 from nanovllm_cli.server.ports import (
-    CallDelta,
     Caller,
     ChatAsked,
     EngineState,
@@ -35,6 +34,7 @@ from nanovllm_cli.server.ports import (
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 MODEL = "fake"
 CONTEXT_LEN = 4096
@@ -47,7 +47,7 @@ def event(
     index: int = 0,
     reasoning: str = "",
     text: str | None = None,
-    calls: Sequence[CallDelta] = (),
+    calls: Sequence[ToolCallDelta] = (),
     token_ids: Sequence[int] | None = None,
     logprobs: Sequence[TokenLogprobs] | None = None,
     finish: Any = None,

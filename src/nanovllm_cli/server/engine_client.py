@@ -58,17 +58,25 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """One model's engine. See ports.EnginePort.
 
-    stuck_seconds: how long a step may take before the engine counts as stuck. on_loading: told how loading goes.
+    stuck_seconds: how long a step may take before the engine counts as stuck. on_loading: told how loading goes. on_restart:
+    called when the process has died, and another is to take its place.
     """
 
     def __init__(
-        self, name: str, start: Start, *, stuck_seconds: float = 120.0, on_loading: OnLoading | None = None
+        self,
+        name: str,
+        start: Start,
+        *,
+        stuck_seconds: float = 120.0,
+        on_loading: OnLoading | None = None,
+        on_restart: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.num_restarts = 0
         self._start = start
         self._stuck_seconds = stuck_seconds
         self._on_loading = on_loading
+        self._on_restart = on_restart
         self._state = EngineState.ASLEEP
         self._facts: Facts | None = None
         self._stats: EngineStats | None = None
@@ -111,7 +119,7 @@ class EngineClient:
 
     async def load(self) -> Facts:
         """Starts the process, and waits until the model is there. Raises what loading raised."""
-        if self._keeper is None:
+        if self._keeper is None or self._keeper.done():
             self._state = EngineState.LOADING
             self._ready = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._ready), name=f"engine {self.name}")
@@ -148,6 +156,8 @@ class EngineClient:
             if loop.time() - began > STABLE_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             self.num_restarts += 1
+            if self._on_restart is not None:
+                self._on_restart()
             self._state = EngineState.RESTARTING
             logger.error("the engine of %s ended (%s); starting it again in %.1f s", self.name, reason, pause)
             await asyncio.sleep(pause)

@@ -28,11 +28,13 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Start(Message):
-    """The first message: what to load. model: a path on this machine."""
+    """The first message: what to load. model: a path on this machine. The last three count instead of what the model says."""
 
     model: str
     config: EngineConfig
     chat_template: str | None = None
+    tool_format: str | None = None
+    reasoning_format: str | None = None
 
 
 class Generate(Message):

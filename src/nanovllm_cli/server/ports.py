@@ -18,8 +18,10 @@ from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.messages import Facts, Output
+from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 Message = Mapping[str, Any]
 ToolChoice = Literal["none", "auto", "required"] | str
@@ -73,7 +75,8 @@ class EnginePort(Protocol):
 class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
-    thinking_switch: the template's variable that turns reasoning on and off, if it has one.
+    thinking_switch: the template's variable that turns reasoning on and off, if it has one. format: how it writes reasoning and
+    calls; None where it has no template.
     """
 
     id: str
@@ -84,6 +87,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     default_params: SamplingParams
     thinking_switch: str | None = None
+    format: AnswerFormat | None = None
 
 
 class ModelCard(NamedTuple):
@@ -157,14 +161,7 @@ class TextAsked:
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a tool call. id and name: on its first piece. arguments: a piece of JSON text."""
-
-    index: int
-    id: str | None
-    name: str | None
-    arguments: str
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +176,10 @@ class Event:
     text: str
     reasoning: str
     content: str
-    calls: tuple[CallDelta, ...]
+    calls: tuple[ToolCallDelta, ...]
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None
 
 

@@ -1,0 +1,320 @@
+"""What routes ask for, whatever API they speak: from messages or a text to events, through one model's engine.
+
+Templates and tokenizing run in threads. A constraint is tried out in the pool before the engine sees it. What is here knows
+nothing of HTTP but the status of a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from nanovllm_cli.constraint import Constraint, ReasoningPhase
+from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
+from nanovllm_cli.errors import NanovllmError, TemplateError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.messages import Output, Piece
+from nanovllm_cli.server.observer import Observer, Operation, Watch
+from nanovllm_cli.server.ports import Caller, ChatAsked, Event, FinishReason, Models, ServedModel, Stream, TextAsked, Usage
+from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
+from nanovllm_cli.text.chat_template import encode_chat
+from nanovllm_cli.text.reasoning import prompt_opens_reasoning
+from nanovllm_cli.text.tool_calls import Tool, tools_of
+
+TAIL_TOKENS = 64
+"""The end of a prompt, in which it shows whether the answer begins inside reasoning."""
+
+
+class Checks(Protocol):
+    """See context.ConstraintPool."""
+
+    async def check(self, constraint: Constraint) -> None: ...
+
+
+class Generator:
+    """See ports.Generates."""
+
+    def __init__(self, models: Models, checks: Checks, observer: Observer | None = None) -> None:
+        self._models = models
+        self._checks = checks
+        self._observer = observer or Observer()
+
+    async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
+        async with self._using(model) as work:
+            prompt_ids = await asyncio.to_thread(partial(chat_ids, work.model, asked))
+            tail = work.model.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+            tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
+            params = dataclasses.replace(
+                asked.params,
+                constraint=_constraint(work.model, asked, tools),
+                reasoning=_reasoning(work.model, asked, tail),
+            )
+            known = work.model.format
+            assert known is not None, "a model that chats has a format"
+            parser = partial(
+                known.parser, tail, tools, parallel=asked.parallel, splits_reasoning=asked.splits_reasoning
+            )
+            return await self._begin(work, prompt_ids, params, asked, caller, "chat", [parser() for _ in range(params.n)])
+
+    async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> LiveGeneration:
+        async with self._using(model) as work:
+            prompt_ids = await asyncio.to_thread(_text_ids, work.model, asked.prompt)
+            params = dataclasses.replace(asked.params, constraint=asked.form)
+            plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
+            return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
+
+    async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
+        async with self._using(model) as work:
+            return await asyncio.to_thread(partial(chat_ids, work.model, asked))
+
+    async def embed(
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+    ) -> tuple[list[Sequence[float]], int]:
+        async with self._using(model) as work:
+            each = await asyncio.to_thread(lambda: [_text_ids(work.model, text) for text in texts])
+            for ids in each:
+                _check_fits(ids, work.model, "input")
+            watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(work.model.engine.embed(ids, pooling)) for ids in each]
+            except* ApiError as failed:
+                error = failed.exceptions[0]
+                assert isinstance(error, ApiError)
+                for watch in watches:
+                    watch.end(error)
+                raise error from None
+            for watch in watches:
+                watch.end()
+            return [_unit(task.result()) for task in tasks], sum(map(len, each))
+
+    def _using(self, model: str | None) -> _Work:
+        return _Work(self._models, model, self._observer)
+
+    async def _begin(
+        self,
+        work: _Work,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        asked: ChatAsked | TextAsked,
+        caller: Caller,
+        operation: Operation,
+        parsers: Sequence[AnswerParser],
+    ) -> LiveGeneration:
+        _check_fits(prompt_ids, work.model, "messages" if operation == "chat" else "prompt")
+        if params.constraint is not None:
+            await self._checks.check(params.constraint)
+        salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
+        stream = work.model.engine.generate(
+            prompt_ids, params, priority=asked.priority, cache_salt=":".join(salts) if salts else None
+        )
+        watch = self._observer.accepted(work.model.id, operation, len(prompt_ids), params, caller)
+        return LiveGeneration(work.model, prompt_ids, stream, parsers, watch, work.keep())
+
+
+class _Work:
+    """A model in use until `async with` ends, or until the generation is closed that took it over by `keep`. Typed errors become
+    ApiErrors, and are told to the observer."""
+
+    def __init__(self, models: Models, name: str | None, observer: Observer) -> None:
+        self._models, self._name, self._observer = models, name, observer
+        self._stack = AsyncExitStack()
+        self._model: ServedModel | None = None
+
+    @property
+    def model(self) -> ServedModel:
+        assert self._model is not None
+        return self._model
+
+    def keep(self) -> AsyncExitStack:
+        return self._stack.pop_all()
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._model = await self._stack.enter_async_context(self._models.use(self._name))
+        except ApiError as error:
+            self._observer.refused(None, error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+        if isinstance(error, NanovllmError):
+            told = ApiError.of(error)
+            self._observer.refused(self.model.id, told)
+            raise told from error
+        if isinstance(error, ApiError):
+            self._observer.refused(self.model.id, error)
+
+
+@dataclass
+class _Counts:
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+
+class LiveGeneration:
+    """See ports.Generation."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompt_ids: Sequence[int],
+        stream: Stream,
+        parsers: Sequence[AnswerParser],
+        watch: Watch,
+        held: AsyncExitStack,
+    ) -> None:
+        self.model = model
+        self.prompt_ids = prompt_ids
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+        self._stream = stream
+        self._parsers = parsers
+        self._watch: Watch | None = watch
+        self._held = held
+        self._counts = _Counts()
+
+    @property
+    def usage(self) -> Usage:
+        counts = self._counts
+        return Usage(len(self.prompt_ids), counts.cached, counts.completion, counts.reasoning)
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        try:
+            async for output in self._stream:
+                if self._watch is not None:
+                    self._watch.output(output)
+                yield self._events(output)
+        except ApiError as error:
+            self._end(error)
+            raise
+
+    async def aclose(self) -> None:
+        self._stream.abort()
+        self._end(None)
+        await self._held.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _end(self, error: ApiError | None) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end(error)
+
+    def _events(self, output: Output) -> list[Event]:
+        self._counts.cached = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        return [self._event(piece) for piece in output.pieces]
+
+    def _event(self, piece: Piece) -> Event:
+        if piece.error is not None:
+            raise ApiError(500, f"the answer failed: {piece.error}", code="generation_failed")
+        parser = self._parsers[piece.index]
+        reasoning, content, calls = parser.push(piece.text)
+        finish: FinishReason | None = None
+        if piece.finish_reason is not None:
+            last = parser.finish()
+            reasoning, content, calls = reasoning + last.reasoning, content + last.content, calls + last.calls
+            finish = "length" if piece.finish_reason == "length" else "tool_calls" if parser.saw_calls else "stop"
+        self._counts.completion += len(piece.token_ids)
+        if reasoning and not content and not calls:
+            self._counts.reasoning += len(piece.token_ids)
+        return Event(
+            piece.index,
+            piece.text,
+            reasoning,
+            content,
+            calls,
+            piece.token_ids,
+            piece.logprobs,
+            finish,
+            piece.stop_reason,
+        )
+
+
+class _Plain:
+    """Of a text that goes on: all is content."""
+
+    saw_calls = False
+
+    def push(self, text: str) -> AnswerDelta:
+        return AnswerDelta("", text, ())
+
+    def finish(self) -> AnswerDelta:
+        return AnswerDelta("", "", ())
+
+
+def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
+    """The prompt of a conversation. Raises UsageError, and ApiError where the template refuses the messages."""
+    if model.chat_template is None:
+        raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
+    kwargs: dict[str, Any] = dict(asked.template_kwargs)
+    if asked.thinking is not None:
+        if model.thinking_switch is not None:
+            kwargs.setdefault(model.thinking_switch, asked.thinking)
+        elif asked.thinking and (model.format is None or model.format.reasoning is None):
+            raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
+    try:
+        return encode_chat(
+            model.tokenizer,
+            model.chat_template,
+            asked.messages,
+            tools=list(asked.tools) if asked.tools and asked.tool_choice != "none" else None,
+            add_generation_prompt=not asked.continues,
+            continue_final_message=asked.continues,
+            **kwargs,
+        )
+    except TemplateError as error:
+        raise ApiError(400, error.message, param="messages") from error
+    except TypeError as error:  # a variable that is a parameter of encode_chat
+        raise ApiError(400, "chat_template_kwargs has a reserved name", param="chat_template_kwargs") from error
+
+
+def _text_ids(model: ServedModel, prompt: str | Sequence[int]) -> list[int]:
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise ApiError(400, "the text is empty", param="prompt")
+    if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
+        raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param="prompt")
+    return ids
+
+
+def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    limit = model.facts.context_len
+    if len(ids) >= limit:
+        message = f"this model's context holds {limit} tokens, and the prompt has {len(ids)}"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
+    """What the answer's form must be: the one asked for, or that of the tools that must or may be called."""
+    return asked.form
+
+
+def _reasoning(model: ServedModel, asked: ChatAsked, tail: str) -> ReasoningPhase | None:
+    known = model.format.reasoning if model.format is not None else None
+    if known is None:
+        return None
+    return ReasoningPhase(known.open, known.close, prompt_opens_reasoning(tail, known), asked.reasoning_budget)
+
+
+def _unit(vector: Sequence[float]) -> list[float]:
+    """The same direction, of length 1."""
+    length = math.sqrt(math.fsum(number * number for number in vector))
+    return [number / length for number in vector] if length else list(vector)
