@@ -23,7 +23,17 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
-from nanovllm_cli.server.ports import Caller, ChatAsked, Event, FinishReason, Models, ServedModel, Stream, TextAsked, Usage
+from nanovllm_cli.server.ports import (
+    Caller,
+    ChatAsked,
+    Event,
+    FinishReason,
+    Models,
+    ServedModel,
+    Stream,
+    TextAsked,
+    Usage,
+)
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat
 from nanovllm_cli.text.reasoning import prompt_opens_reasoning
