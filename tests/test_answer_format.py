@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -83,7 +82,11 @@ def decoded(answer: Answer) -> tuple[str, str, list[tuple[str, Any]]]:
 
 
 def test_hermes() -> None:
-    text = '<think>hm <tool_call>{}</tool_call></think>\n\nOne moment.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln }"}}\n</tool_call>\n<tool_call>{"arguments":{"a":[1,{"b":null}]},"name":"now"}</tool_call>'
+    text = (
+        "<think>hm <tool_call>{}</tool_call></think>\n\nOne moment.\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln }"}}\n</tool_call>\n'
+        '<tool_call>{"arguments":{"a":[1,{"b":null}]},"name":"now"}</tool_call>'
+    )
     assert decoded(answers(known("hermes", "think"), text)) == (
         "hm <tool_call>{}</tool_call>",
         "One moment.",

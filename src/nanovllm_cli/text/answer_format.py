@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.reasoning import (
     FORMATS,
@@ -28,8 +29,9 @@ from nanovllm_cli.text.reasoning import (
     reasoning_format,
 )
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, joined_calls
+from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
 from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
+from nanovllm_cli.text.tool_grammar import calls_constraint
 from nanovllm_cli.text.tool_harmony import HarmonyCalls
 from nanovllm_cli.text.tool_stream import CallStream
 
@@ -104,6 +106,23 @@ class AnswerFormat:
         return SplittingParser(
             known.parser(prompt_tail) if known is not None and splits_reasoning else None,
             CallStream(read, whole=whole_calls, single=not parallel, hidden=hidden, id_chars=self.tools.id_chars),
+        )
+
+    def constraint(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
+        """What an answer must match behind its reasoning, so that `choice` and strict tools hold; None where anything will do.
+
+        required: calls, and nothing else; a name: one call of that tool; auto with a strict tool: any text, in which a call that
+        has begun is one of the tools', and a strict tool's arguments match its schema. Raises UsageError where no tool can answer
+        the choice, UnsupportedError for a strict tool that this format can't be held to.
+        """
+        return calls_constraint(
+            self.tools.grammar,
+            self.tools.openers,
+            tools,
+            choice,
+            parallel=parallel,
+            reasons=self.reasoning is not None,
+            special_tokens=self.special_tokens,
         )
 
 

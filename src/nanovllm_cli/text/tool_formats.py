@@ -11,6 +11,15 @@ from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_grammar import (
+    CallGrammar,
+    HarmonyGrammar,
+    json_call,
+    kimi_call,
+    named_call,
+    python_call,
+    tagged_call,
+)
 from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call
 from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
 from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reader, Reading
@@ -26,8 +35,8 @@ ReadSection = Callable[[CallStream, str, Tools], Reading[None]]
 class ToolFormat:
     """One way to write calls. openers: what begins a call; tags: everything that must stay in the text for the reader.
 
-    signs: a chat template with all of one of these writes it. bare: calls may stand without a tag, at the beginning.
-    id_chars: of an id's letters.
+    signs: a chat template with all of one of these writes it. section: reads what follows an opener. grammar: of calls that
+    must come. bare: calls may stand without a tag, at the beginning. id_chars: of an id's letters.
     """
 
     name: str
@@ -35,6 +44,7 @@ class ToolFormat:
     openers: tuple[str, ...]
     closers: tuple[str, ...]
     section: ReadSection
+    grammar: CallGrammar | HarmonyGrammar
     bare: bool = False
     id_chars: int = 24
 
@@ -126,6 +136,10 @@ def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     else:
         yield from read_call(stream)
     yield from _close(stream, "</tool_call>", "<|/tool_call|>")
+
+
+def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    yield from read_calls(stream)
 
 
 def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -228,8 +242,17 @@ def _further_calls(stream: CallStream, names: Names) -> Reading[None]:
 DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 KIMI_BEGIN, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 
-HARMONY = ToolFormat("harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare)
-JSON = ToolFormat("json", (), (), (), _read_bare, bare=True)
+KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END = (
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+HARMONY = ToolFormat(
+    "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare, HarmonyGrammar()
+)
+JSON = ToolFormat("json", (), (), (), _read_bare, CallGrammar(json_call(), between=("\n",)), bare=True)
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
     ToolFormat(
@@ -238,35 +261,136 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("<tool_call>",),
         ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         read_glm_call,
+        CallGrammar(
+            tagged_call(
+                ("", "\n"),
+                ("<arg_key>", "</arg_key>", "\n", "<arg_value>"),
+                ("</arg_value>", "\n"),
+                ("</tool_call>",),
+            ),
+            "<tool_call>",
+            between=("\n", "<tool_call>"),
+        ),
     ),
     ToolFormat(
-        "qwen3_coder", (("<function=", "<parameter="),), ("<tool_call>", "<function="), ("</tool_call>",), read_xml_call
+        "qwen3_coder",
+        (("<function=", "<parameter="),),
+        ("<tool_call>", "<function="),
+        ("</tool_call>",),
+        read_xml_call,
+        CallGrammar(
+            tagged_call(
+                ("\n<function=", ">\n"),
+                ("<parameter=", ">\n"),
+                ("\n</parameter>\n",),
+                ("</function>\n", "</tool_call>"),
+            ),
+            "<tool_call>",
+            between=("\n", "<tool_call>"),
+        ),
     ),
     ToolFormat(
         "kimi",
         ((KIMI_BEGIN,),),
         (KIMI_BEGIN, KIMI_CALL),
-        ("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
         _read_kimi,
+        CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
+    ),
+    ToolFormat(
+        "deepseek_r1",
+        ((DEEPSEEK_BEGIN, "```json"),),
+        (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
+        (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
+        _read_deepseek,
+        CallGrammar(
+            named_call(("function", DEEPSEEK_NAME), ("\n```json\n",), ("\n```", DEEPSEEK_CALL_END)),
+            DEEPSEEK_BEGIN,
+            (DEEPSEEK_CALL,),
+            ("\n", DEEPSEEK_CALL),
+            (DEEPSEEK_END,),
+        ),
     ),
     ToolFormat(
         "deepseek",
         ((DEEPSEEK_BEGIN,),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
-        ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
         _read_deepseek,
+        CallGrammar(
+            named_call((), (DEEPSEEK_NAME,), (DEEPSEEK_CALL_END,)),
+            DEEPSEEK_BEGIN,
+            (DEEPSEEK_CALL,),
+            (DEEPSEEK_CALL,),
+            (DEEPSEEK_END,),
+        ),
     ),
-    ToolFormat("mistral", (("[TOOL_CALLS]",),), ("[TOOL_CALLS]",), ("[ARGS]", "[CALL_ID]"), _read_mistral, id_chars=9),
-    ToolFormat("hermes", (("<tool_call>",),), ("<tool_call>",), ("</tool_call>",), _read_json),
-    ToolFormat("granite", (("<|tool_call|>",),), ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>",), _read_json),
-    ToolFormat("phi", (("functools",),), ("functools",), (), _read_json),
-    ToolFormat("pythonic", (("func_name1(",),), ("<|python_start|>",), ("<|python_end|>",), _read_llama, bare=True),
+    ToolFormat(
+        "mistral",
+        (("[TOOL_CALLS]", "[ARGS]"),),
+        ("[TOOL_CALLS]",),
+        ("[ARGS]", "[CALL_ID]"),
+        _read_mistral,
+        CallGrammar(named_call((), ("[ARGS]",)), "[TOOL_CALLS]", between=("[TOOL_CALLS]",)),
+        id_chars=9,
+    ),
+    ToolFormat(
+        "mistral_list",
+        (("[TOOL_CALLS]",),),
+        ("[TOOL_CALLS]",),
+        ("[ARGS]", "[CALL_ID]"),
+        _read_mistral,
+        CallGrammar(json_call(), "[TOOL_CALLS]", ("[",), (", ",), ("]",)),
+        id_chars=9,
+    ),
+    ToolFormat(
+        "hermes",
+        (("<tool_call>",),),
+        ("<tool_call>",),
+        ("</tool_call>",),
+        _read_json,
+        CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=("\n", "<tool_call>")),
+    ),
+    ToolFormat(
+        "phi4",
+        (("<|/tool_call|>",),),
+        ("<|tool_call|>",),
+        ("<|/tool_call|>",),
+        _read_json,
+        CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]", "<|/tool_call|>")),
+    ),
+    ToolFormat(
+        "granite",
+        (("<|tool_call|>",),),
+        ("<|tool_call|>", "<tool_call>"),
+        ("<|/tool_call|>",),
+        _read_json,
+        CallGrammar(json_call(), "<|tool_call|>", ("[",), (", ",), ("]",)),
+    ),
+    ToolFormat(
+        "phi",
+        (("functools",),),
+        ("functools[",),
+        (),
+        _read_json_list,
+        CallGrammar(json_call(), "functools[", between=(", ",), after=("]",)),
+    ),
+    ToolFormat(
+        "pythonic",
+        (("func_name1(",),),
+        ("<|python_start|>",),
+        ("<|python_end|>",),
+        _read_llama,
+        CallGrammar(python_call, before=("[",), between=(", ",), after=("]",)),
+        bare=True,
+    ),
     ToolFormat(
         "llama",
         (("<|start_header_id|>",), ("<|python_tag|>",)),
         ("<|python_tag|>", "<function="),
         (),
         _read_llama,
+        CallGrammar(json_call("parameters"), between=("; ",)),
         bare=True,
     ),
     JSON,

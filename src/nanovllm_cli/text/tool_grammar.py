@@ -1,0 +1,319 @@
+"""Tool calls as grammars: what `tool_choice` and strict tools mean, in llguidance's dialect of Lark.
+
+A special token of the vocabulary matches as that token (`<[id]>`), a tag that is ordinary text matches as text. White space
+inside arguments is bounded, as `constrain/grammar.py` has it. Where arguments stand between tags (Qwen3-Coder, GLM) or have names
+(Python), they come in the order of the schema, first those that must be there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.text.tool_calls import Tool, ToolChoice
+
+_WHITE_SPACE = r" |\n[ \t]{0,40}"
+_ANYTHING = "(?s:.*)"
+_COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
+_TEXT_KEYWORDS = frozenset(
+    ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
+)
+
+
+class Writer:
+    """Expressions of one grammar, and the rules that they need."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        self._numbers = count()
+        self.rules: list[str] = []
+
+    def is_token(self, text: str) -> bool:
+        return text in self._special
+
+    def sequence(self, *parts: str) -> str:
+        """Tags and other fixed text behind each other."""
+        return " ".join(self._part(part) for part in parts if part)
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        return self._add(f"r{next(self._numbers)}", options, body)
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal: regular expressions, and what combines them."""
+        return self._add(f"T{next(self._numbers)}", "", body)
+
+    def text_before(self, tag: str, pattern: str = _ANYTHING) -> str:
+        """Text that matches a pattern, up to where `tag` stands first; the tag is included."""
+        if self.is_token(tag):
+            return f"{self.terminal(f'/{pattern}/')}? {self.sequence(tag)}"
+        return self.rule(f"/{pattern}/", f"[suffix={_quoted(tag)}]")
+
+    def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
+        """A value of this schema. strict: keywords that can't be held to are an error."""
+        options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
+        return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+    def _add(self, name: str, options: str, body: str) -> str:
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _part(self, part: str) -> str:
+        return f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+
+
+class Bound(NamedTuple):
+    """A tool as a grammar is to hold an answer to it. schema: of all its arguments. strict: what can't be held to is an error,
+    and not just left to the model."""
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool
+
+    def arguments(self, writer: Writer) -> str:
+        """All arguments as an object."""
+        return writer.json(self.schema, strict=self.strict)
+
+    def argument(self, writer: Writer, schema: Mapping[str, Any]) -> str:
+        """A single one, of this schema, as JSON."""
+        definitions = {key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema}
+        return writer.json({**definitions, **schema}, strict=self.strict)
+
+
+WriteCall = Callable[[Writer, Bound], str]
+"""An expression for one call."""
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """How calls stand in an answer: trigger before call (between call)* after.
+
+    trigger: what begins a call in the middle of a text. Without one, calls are the whole answer, known by its first character.
+    """
+
+    call: WriteCall
+    trigger: str = ""
+    before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    def section(self, writer: Writer, call: str, *, parallel: bool) -> str:
+        """What follows the trigger."""
+        further = f"({writer.sequence(*self.between)} {call})*" if parallel and self.between else ""
+        return f"{writer.sequence(*self.before)} {call} {further} {writer.sequence(*self.after)}"
+
+    def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
+        """An answer that is calls. reasons: line breaks may come first, behind the reasoning."""
+        lead = writer.terminal(r"/[ \n]{1,4}/") + "? " if reasons else ""
+        return f"{lead}{writer.sequence(self.trigger)} {self.section(writer, call, parallel=parallel)}"
+
+    def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
+        """Any text, in which a call, once begun, is a known one. openers: whatever else begins a call is not written."""
+        section = self.section(writer, call, parallel=parallel)
+        others = [tag for tag in openers if tag != self.trigger and not writer.is_token(tag)]
+        without = "".join(f" & ~/{_ANYTHING}{_escaped(tag)}{_ANYTHING}/" for tag in others)
+        if not self.trigger:
+            text = writer.terminal(rf"/\s*([^\s{{\[](?s:.*))?/{without}")
+            return f"{text}? | {section}"
+        text = writer.terminal(f"/{_ANYTHING}/{without}")
+        if writer.is_token(self.trigger):
+            head = f"{text}? {writer.sequence(self.trigger)}"
+        else:
+            head = writer.rule(f"{text} {_quoted(self.trigger)}", "[lazy]")
+        return f"({head} {section}){'*' if parallel else '?'} {text}?"
+
+
+class HarmonyGrammar:
+    """Of gpt-oss: a call is a message of its own, and ends the answer."""
+
+    def call(self, writer: Writer, tool: Bound) -> str:
+        kind = f"({_quoted(' ')} {writer.sequence('<|constrain|>', 'json')})?"
+        head = writer.sequence("<|channel|>", f"commentary to=functions.{tool.name}")
+        return f"{head} {kind} {writer.sequence('<|message|>')} {tool.arguments(writer)}"
+
+    def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
+        return f"({writer.sequence('<|start|>', 'assistant')})? {call}"
+
+    def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
+        begin = writer.sequence("<|start|>", "assistant")
+        head = (
+            f'{writer.sequence("<|channel|>")} ("analysis" | "commentary" | "final") {writer.sequence("<|message|>")}'
+        )
+        message = f"{head} {writer.text_before('<|end|>')} {begin}"
+        return f"({begin})? ({message})* ({head} {writer.terminal(f'/{_ANYTHING}/')}? | {call})"
+
+
+def calls_constraint(
+    grammar: CallGrammar | HarmonyGrammar,
+    openers: Sequence[str],
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    *,
+    parallel: bool,
+    reasons: bool,
+    special_tokens: Mapping[str, int],
+) -> Constraint | None:
+    """What an answer has to match, or None where anything will do.
+
+    openers: what begins a call in this format. reasons: reasoning may come before the answer. Raises UsageError where a call is
+    demanded that no tool can answer, UnsupportedError for a strict tool whose schema this format can't hold to.
+    """
+    if choice == "none" or (choice == "auto" and not any(tool.strict for tool in tools)):
+        return None
+    if not tools:
+        raise UsageError(f"tool_choice is {choice!r}, and there are no tools")
+    if choice not in ("auto", "required"):
+        tools, parallel = [tool for tool in tools if tool.name == choice], False
+        if not tools:
+            raise UsageError(f"tool_choice names {choice!r}, which is not among the tools")
+    writer = Writer(special_tokens)
+    calls = writer.rule(" | ".join(grammar.call(writer, _bound(tool, choice)) for tool in tools))
+    if choice == "auto":
+        start = grammar.free(writer, calls, openers, parallel=parallel)
+    else:
+        start = grammar.demanded(writer, calls, parallel=parallel, reasons=reasons)
+    return Constraint("lark", "\n".join(["%llguidance {}", f"start: {start}", *writer.rules]))
+
+
+def _bound(tool: Tool, choice: ToolChoice) -> Bound:
+    """Where the model is free to call or not, only strict tools are held to their schema. A tool without one takes nothing."""
+    if choice == "auto" and not tool.strict:
+        return Bound(tool.name, {"type": "object"}, False)
+    if not tool.parameters:
+        return Bound(tool.name, {"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
+    return Bound(tool.name, {"type": "object", **tool.parameters}, tool.strict)
+
+
+# ---- calls ----
+
+
+def json_call(key: str = "arguments", *, open: str = "", close: Sequence[str] = ()) -> WriteCall:
+    """{"name": …, "arguments": {…}}. open, close: what stands around it."""
+
+    def write(writer: Writer, tool: Bound) -> str:
+        head = f'{open}{{"name": {_quoted(tool.name)}, "{key}": '
+        return f"{writer.sequence(head)} {tool.arguments(writer)} {writer.sequence('}', *close)}"
+
+    return write
+
+
+def named_call(before: Sequence[str], between: Sequence[str], after: Sequence[str] = ()) -> WriteCall:
+    """A name and JSON, with fixed text around them."""
+
+    def write(writer: Writer, tool: Bound) -> str:
+        head = writer.sequence(*before, tool.name, *between)
+        return f"{head} {tool.arguments(writer)} {writer.sequence(*after)}"
+
+    return write
+
+
+def kimi_call(writer: Writer, tool: Bound) -> str:
+    """functions.NAME:NUMBER and JSON."""
+    number = writer.terminal("/[0-9]{1,4}/")
+    head = f"{writer.sequence(f'functions.{tool.name}:')} {number} {writer.sequence('<|tool_call_argument_begin|>')}"
+    return f"{head} {tool.arguments(writer)} {writer.sequence('<|tool_call_end|>')}"
+
+
+def python_call(writer: Writer, tool: Bound) -> str:
+    """name(argument=value, …), values as JSON writes them."""
+    required, optional = _parameters(tool)
+    pieces = {
+        name: f"{_quoted(name + '=')} {tool.argument(writer, schema)}" for name, schema in (required | optional).items()
+    }
+    comma = _quoted(", ")
+    if required:
+        body = f" {comma} ".join(pieces[name] for name in required)
+        body += "".join(f" ({comma} {pieces[name]})?" for name in optional)
+    else:
+        names = list(optional)
+        lists = [
+            pieces[name] + "".join(f" ({comma} {pieces[later]})?" for later in names[place + 1 :])
+            for place, name in enumerate(names)
+        ]
+        body = f"({' | '.join(lists)})?" if lists else ""
+    return f"{_quoted(tool.name + '(')} {body} {_quoted(')')}"
+
+
+def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
+    """Arguments between tags, in the order of the schema: first those that must be there.
+
+    head: around the call's name; key: around an argument's key; close: behind its value; end: behind the call.
+    """
+
+    def write(writer: Writer, tool: Bound) -> str:
+        required, optional = _parameters(tool)
+
+        def argument(name: str, schema: Mapping[str, Any]) -> str:
+            return f"{writer.sequence(key[0], name, *key[1:])} {_value(writer, tool, schema, close)}"
+
+        body = [argument(name, schema) for name, schema in required.items()]
+        body += [f"({argument(name, schema)})?" for name, schema in optional.items()]
+        if not body and tool.schema.get("additionalProperties") is not False:
+            any_key = writer.terminal("/[A-Za-z_][A-Za-z0-9_.-]*/")
+            opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
+            body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
+        return f"{writer.sequence(head[0] + tool.name + head[1])} {' '.join(body)} {writer.sequence(*end)}"
+
+    return write
+
+
+def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[str, ...]) -> str:
+    """An argument between tags, with what closes it: text as it is, anything else as JSON."""
+    if not _is_text(schema):
+        return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choices is not None:
+        shown = " | ".join(_quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
+        return f"({shown}) {writer.sequence(*close)}"
+    open_ended = sorted(set(schema) - _TEXT_KEYWORDS)
+    if open_ended and tool.strict:
+        raise UnsupportedError(
+            f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
+            "leave that keyword out, or leave strict out",
+        )
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    text = writer.text_before(close[0], f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else _ANYTHING)
+    return f"{text} {writer.sequence(*close[1:])}"
+
+
+def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schemas of the arguments that must be there, and of those that may."""
+    open_ended = sorted(_COMBINATIONS.intersection(tool.schema))
+    if open_ended and tool.strict:
+        raise UnsupportedError(
+            f"the strict tool {tool.name!r} combines schemas by {open_ended[0]!r}, which this model's calls can't be held to",
+            "give it plain properties, or leave strict out",
+        )
+    properties = tool.schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise UsageError(f"the properties of the tool {tool.name!r} are not an object")
+    schemas = {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
+    required = tool.schema.get("required", [])
+    return (
+        {name: schema for name, schema in schemas.items() if name in required},
+        {name: schema for name, schema in schemas.items() if name not in required},
+    )
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a value between tags is text without quotes."""
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return kinds == "string"
+    if isinstance(kinds, Sequence):
+        return "string" in kinds
+    return not _COMBINATIONS.intersection(schema)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Text as a regular expression between slashes."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
