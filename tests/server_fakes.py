@@ -129,7 +129,7 @@ class FakeGenerates:
         return await self._begin(model, asked, caller, await self.encode_chat(model, asked))
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> FakeGeneration:
-        ids = list(asked.prompt.encode()) if isinstance(asked.prompt, str) else list(asked.prompt)
+        ids = byte_tokenizer().encode(asked.prompt) if isinstance(asked.prompt, str) else list(asked.prompt)
         return await self._begin(model, asked, caller, ids)
 
     async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:

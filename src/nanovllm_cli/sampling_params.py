@@ -23,7 +23,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 
 # Inclusive bounds by field. Every number that a request can carry is in one of these two tables.
-_FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
+FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -36,7 +36,7 @@ _FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "xtc_probability": (0.0, 1.0),
     "xtc_threshold": (0.0, 1.0),
 }
-_INT_BOUNDS: dict[str, tuple[int, int]] = {
+INT_BOUNDS: dict[str, tuple[int, int]] = {
     "top_k": (-1, MAX_TOKEN_ID),
     "penalty_last_n": (-1, MAX_TOKENS),
     "dry_allowed_length": (0, MAX_TOKENS),
@@ -44,7 +44,7 @@ _INT_BOUNDS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_SEQUENCES),
     "min_tokens": (0, MAX_TOKENS),
 }
-_OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
+OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (-1, 2**64 - 1),
     "max_tokens": (1, MAX_TOKENS),
     "logprobs": (0, MAX_LOGPROBS),
@@ -52,13 +52,13 @@ _OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
 }
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 # Field -> most strings, most characters in each.
-_STRING_LISTS: dict[str, tuple[int, int]] = {
+STRING_LISTS: dict[str, tuple[int, int]] = {
     "stop": (64, 1024),
     "bad_words": (256, 256),
     "dry_sequence_breakers": (16, 40),
 }
 # Field -> most ids.
-_ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
+ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 
@@ -149,19 +149,19 @@ class SamplingParams:
     reasoning: ReasoningPhase | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _FLOAT_BOUNDS.items():
+        for name, (low, high) in FLOAT_BOUNDS.items():
             self._set(name, _number(name, getattr(self, name), low, high))
-        for name, bounds in _INT_BOUNDS.items():
+        for name, bounds in INT_BOUNDS.items():
             _check_int(name, getattr(self, name), *bounds)
-        for name, bounds in _OPTIONAL_INT_BOUNDS.items():
+        for name, bounds in OPTIONAL_INT_BOUNDS.items():
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), *bounds)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refused(name, getattr(self, name), "true or false")
-        for name, (most, longest) in _STRING_LISTS.items():
+        for name, (most, longest) in STRING_LISTS.items():
             self._set(name, _strings(name, getattr(self, name), most, longest))
-        for name, most in _ID_LISTS.items():
+        for name, most in ID_LISTS.items():
             if name != "allowed_token_ids" or self.allowed_token_ids is not None:
                 self._set(name, _ids(name, getattr(self, name), most))
         if self.allowed_token_ids == ():

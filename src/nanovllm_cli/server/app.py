@@ -17,7 +17,14 @@ from starlette.responses import Response
 
 from nanovllm_cli import __version__
 from nanovllm_cli.errors import NanovllmError
-from nanovllm_cli.server import routes_metrics, routes_own
+from nanovllm_cli.server import (
+    routes_chat,
+    routes_completions,
+    routes_embeddings,
+    routes_infill,
+    routes_metrics,
+    routes_own,
+)
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import as_api_error, error_response
@@ -26,7 +33,14 @@ from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.logs import log_exchange
 from nanovllm_cli.server.middleware import PUBLIC, Doors, Exchanges
 
-ROUTERS = (routes_own.router, routes_metrics.router)
+ROUTERS = (
+    routes_chat.router,
+    routes_completions.router,
+    routes_embeddings.router,
+    routes_infill.router,
+    routes_own.router,
+    routes_metrics.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:

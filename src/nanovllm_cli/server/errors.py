@@ -83,7 +83,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong: where, and in a few words what."""
     problems = error.errors()
     first = problems[0]
-    location = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    location = first["loc"][1:]  # behind "body", "query", "path" or "header"
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".") or None
     text = str(first["msg"]).removeprefix("Value error, ")
     message = f"{param}: {text}" if param else text

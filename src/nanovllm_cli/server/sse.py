@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -130,13 +130,13 @@ class EventStream(Response):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises; if the client leaves first, work is cancelled, and ApiError 499 raised to nobody."""
+    """What `work` returns or raises; if the client leaves first, work is cancelled, and ClientDisconnect raised."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_until_gone(request.receive))
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the client left")
+            raise ClientDisconnect
     finally:
         await _cancel(task, watcher)
     return task.result()

@@ -1,0 +1,106 @@
+"""Log-probabilities of a text's tokens, in the forms that OpenAI and vLLM give them.
+
+Reported are the tokens whose text is in the answer's text: joined they are the text. What an answer drew beyond it is left out:
+the token that ends it, and what a stop string cut off. A token that the cut goes through is reported whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.ports import Event
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""Instead of minus infinity, which JSON cannot say (OpenAI's)."""
+
+
+class TextTokens:
+    """The drawn tokens of one answer, handed out with the text that they belong to: a stop string that may be about to come
+    holds both back."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waiting: list[tuple[int, TokenLogprobs]] = []  # where in the text each begins, in characters
+        self._drawn_chars = self._shown_chars = 0
+
+    def take(self, event: Event) -> list[TokenLogprobs]:
+        """The tokens whose text this event completes or begins."""
+        self._shown_chars += len(event.text)
+        for entry in event.logprobs or ():
+            if entry.token_id not in self._skipped:
+                self._waiting.append((self._drawn_chars, entry))
+                self._drawn_chars += len(self._decoder.decode(self._tokenizer.id_to_bytes(entry.token_id)))
+        if event.finish_reason is None or isinstance(event.stop_reason, str):
+            return self._pop(sum(start < self._shown_chars for start, _ in self._waiting))
+        ended = bool(self._waiting) and event.finish_reason != "length" and self._waiting[-1][0] >= self._shown_chars
+        return self._pop(len(self._waiting) - ended)
+
+    def _pop(self, count: int) -> list[TokenLogprobs]:
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [entry for _, entry in ready]
+
+
+def chat_form(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[dict[str, Any]]:
+    """`logprobs.content` of chat completions."""
+    return [
+        {
+            **_named(tokenizer, entry.token_id, entry.logprob),
+            "top_logprobs": [_named(tokenizer, token_id, value) for token_id, value in entry.top[:num_top]],
+        }
+        for entry in entries
+    ]
+
+
+def text_form(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int], num_top: int, offset: int
+) -> dict[str, Any]:
+    """`logprobs` of completions. entries: None for a prompt's first token. offset: characters before them."""
+    tokens, offsets = [], []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token_id in token_ids:
+        token = tokenizer.id_to_bytes(token_id)
+        tokens.append(token.decode("utf-8", "replace"))
+        offsets.append(offset)
+        offset += len(decoder.decode(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if entry is None else max(LOWEST, entry.logprob) for entry in entries],
+        "top_logprobs": [None if entry is None else _most_likely(tokenizer, entry, num_top) for entry in entries],
+        "text_offset": offsets,
+    }
+
+
+def prompt_form(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, id -> logprob, rank and text; its own included."""
+    return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
+
+
+def _named(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    token = tokenizer.id_to_bytes(token_id)
+    return {"token": token.decode("utf-8", "replace"), "logprob": max(LOWEST, logprob), "bytes": list(token)}
+
+
+def _most_likely(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+    """The token itself is always among them."""
+    pairs = dict([*entry.top[:num_top], (entry.token_id, entry.logprob)])
+    return {tokenizer.id_to_bytes(i).decode("utf-8", "replace"): max(LOWEST, value) for i, value in pairs.items()}
+
+
+def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)} | {entry.token_id: entry.rank}
+    values = dict([*entry.top, (entry.token_id, entry.logprob)])
+    return {
+        str(token_id): {
+            "logprob": max(LOWEST, value),
+            "rank": ranks[token_id],
+            "decoded_token": tokenizer.id_to_bytes(token_id).decode("utf-8", "replace"),
+        }
+        for token_id, value in values.items()
+    }

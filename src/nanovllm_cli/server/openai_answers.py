@@ -1,0 +1,244 @@
+"""How OpenAI's answers are written, whole and as the frames of a stream: what all have in common, and chat.
+
+Frames are bytes put together: what stays the same in a stream is encoded once. `ChatFrames` takes the events of a step and gives
+the frames that they make. `gather` makes whole answers of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from nanovllm_cli import __version__
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.logprobs import TextTokens, chat_form, prompt_form
+from nanovllm_cli.server.ports import Event, Generation, ServedModel, Usage
+from nanovllm_cli.server.sse import DONE
+from nanovllm_cli.text.tool_calls import ToolCallDelta
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every part of one answer has in common."""
+
+    id: str
+    object: str
+    created: int
+    model: ServedModel
+
+    @classmethod
+    def new(cls, prefix: str, kind: str, model: ServedModel) -> Head:
+        return cls(prefix + secrets.token_hex(12), kind, int(time.time()), model)
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model.id,
+            "system_fingerprint": fingerprint(self.model),
+        }
+
+    def frame_start(self) -> bytes:
+        """A frame up to the index of its choice."""
+        return b"data: " + encode(self.fields())[:-1] + b',"choices":[{"index":'
+
+    def usage_frame(self, usage: Usage) -> bytes:
+        """The last frame of a stream whose client wants to know."""
+        return b"data: " + encode({**self.fields(), "choices": [], "usage": usage_fields(usage)}) + b"\n\n"
+
+
+def fingerprint(model: ServedModel) -> str:
+    """Equal where the same seed gives the same answer: this program's version, the model and how it computes."""
+    facts = f"{__version__}/{model.id}/{model.created}/{model.facts.dtype}/{model.facts.device}"
+    return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10]
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    return Usage(*(sum(column) for column in zip(*usages, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """What an answer shows besides its text. params.logprobs: None for no log-probabilities at all. usage: behind a stream;
+    usage_everywhere: on each of its frames."""
+
+    params: SamplingParams
+    usage: bool = False
+    usage_everywhere: bool = False
+
+    def tail(self, generation: Generation) -> bytes:
+        """The end of a frame, behind its choices."""
+        if self.usage_everywhere:
+            return b',"usage":' + encode(usage_fields(generation.usage)) + b"}\n\n"
+        return b',"usage":null}\n\n' if self.usage else b"}\n\n"
+
+
+# ---- chat ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatStyle(Style):
+    """reasoning: show it."""
+
+    reasoning: bool = True
+
+
+class ChatFrames:
+    """Events to frames. An answer's role comes first, alone; its finish reason last, alone."""
+
+    def __init__(self, generation: Generation, style: ChatStyle) -> None:
+        self._head = head = Head.new("chatcmpl-", "chat.completion.chunk", generation.model)
+        self._generation, self._style = generation, style
+        self._start = head.frame_start()
+        self._begun: set[int] = set()
+        self._tokens: dict[int, TextTokens] = {}
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        out: list[bytes] = []
+        tail = self._style.tail(self._generation)
+        for event in events:
+            start = self._start + b"%d" % event.index
+            if event.index not in self._begun:
+                self._begun.add(event.index)
+                out += [start, b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]', tail]
+            logprobs = b"null" if self._style.params.logprobs is None else self._logprobs(event)
+            delta = self._delta(event)
+            if delta or logprobs != b"null":
+                middle = (b',"delta":', delta or b"{}", b',"logprobs":', logprobs, b',"finish_reason":null}]')
+                out += [start, *middle, tail]
+            if event.finish_reason is not None:
+                reason, stop = encode(event.finish_reason), encode(event.stop_reason)
+                out += [start, b',"delta":{},"logprobs":null,"finish_reason":', reason, b',"stop_reason":', stop, b"}]", tail]
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        return (self._head.usage_frame(self._generation.usage) if self._style.usage else b"") + DONE
+
+    def _delta(self, event: Event) -> bytes | None:
+        reasoning = event.reasoning if self._style.reasoning else ""
+        if not event.calls and not reasoning:
+            return b'{"content":' + encode(event.content) + b"}" if event.content else None
+        delta: dict[str, Any] = {}
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if event.content:
+            delta["content"] = event.content
+        if event.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in event.calls]
+        return encode(delta)
+
+    def _logprobs(self, event: Event) -> bytes:
+        tokenizer, style = self._head.model.tokenizer, self._style
+        tokens = self._tokens.setdefault(event.index, TextTokens(tokenizer, style.params))
+        entries = tokens.take(event)
+        if not entries:
+            return b"null"
+        return encode({"content": chat_form(tokenizer, entries, style.params.logprobs or 0), "refusal": None})
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer of a request, gathered from its events. tokens: None where no log-probabilities are wanted."""
+
+    tokens: TextTokens | None
+    text: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    entries: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def take(self, event: Event) -> None:
+        self.text.append(event.text)
+        self.content.append(event.content)
+        self.reasoning.append(event.reasoning)
+        self.token_ids += event.token_ids
+        for call in event.calls:
+            entry = self.calls.setdefault(call.index, {"id": call.id, "name": call.name, "arguments": []})
+            entry["arguments"].append(call.arguments)
+        if self.tokens is not None:
+            self.entries += self.tokens.take(event)
+        if event.finish_reason is not None:
+            self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+
+
+async def gather(generation: Generation, params: SamplingParams) -> list[Answer]:
+    """All answers of a request, in their order."""
+    answers: dict[int, Answer] = {}
+    async for events in generation:
+        for event in events:
+            if event.index not in answers:
+                tokens = None if params.logprobs is None else TextTokens(generation.model.tokenizer, params)
+                answers[event.index] = Answer(tokens)
+            answers[event.index].take(event)
+    return [answers[index] for index in sorted(answers)]
+
+
+async def chat_answer(generation: Generation, style: ChatStyle) -> dict[str, Any]:
+    """The whole answer to a chat request."""
+    head = Head.new("chatcmpl-", "chat.completion", generation.model)
+    answers = await gather(generation, style.params)
+    answer = {
+        **head.fields(),
+        "choices": [_chat_choice(head, style, index, answer) for index, answer in enumerate(answers)],
+        "usage": usage_fields(generation.usage),
+    }
+    if generation.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_form(generation.model.tokenizer, generation.prompt_logprobs)
+    return answer
+
+
+def _chat_choice(head: Head, style: ChatStyle, index: int, answer: Answer) -> dict[str, Any]:
+    content, reasoning = "".join(answer.content), "".join(answer.reasoning)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning and style.reasoning:
+        message["reasoning_content"] = reasoning
+    if answer.calls:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
+            }
+            for _, call in sorted(answer.calls.items())
+        ]
+    logprobs = None
+    if style.params.logprobs is not None:
+        logprobs = {"content": chat_form(head.model.tokenizer, answer.entries, style.params.logprobs), "refusal": None}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }

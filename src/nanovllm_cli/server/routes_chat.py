@@ -1,0 +1,202 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.openai_answers import ChatFrames, ChatStyle, chat_answer
+from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, ToolChoice
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
+from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
+from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.server.sse import EventStream, while_connected
+
+# What `chat_template_kwargs` may not set: what the renderer itself is given.
+_RESERVED = {
+    *("messages", "tools", "documents", "tokenizer", "template", "now", "bos_token", "eos_token"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+_CHOICES = ("none", "auto", "required")
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router()
+
+    @routes.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=True))
+    async def chat_completions(body: ChatRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """The next turn of a conversation."""
+        check_streaming(body)
+        if body.stream:
+            return event_stream(context, _frames(context, body, exchange))
+        return await while_connected(request, _whole(context, body, exchange))
+
+    return routes
+
+
+async def _whole(context: ServerContext, body: ChatRequest, exchange: Exchange) -> Response:
+    async with _generation(context, body, exchange) as (generation, style):
+        return JsonResponse(await chat_answer(generation, style))
+
+
+async def _frames(context: ServerContext, body: ChatRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async with _generation(context, body, exchange) as (generation, style):
+        writer = ChatFrames(generation, style)
+        async for events in generation:
+            if frames := writer.frames(events):
+                yield frames
+        yield writer.end()
+
+
+@contextlib.asynccontextmanager
+async def _generation(
+    context: ServerContext, body: ChatRequest, exchange: Exchange
+) -> AsyncIterator[tuple[Generation, ChatStyle]]:
+    async with context.models.use(body.model) as model:
+        asked = await asked_of(body, model, context)
+        generation = await context.generates.chat(body.model, asked, exchange.caller)
+        async with contextlib.aclosing(generation):
+            exchange.follow(generation)
+            yield generation, ChatStyle(params=asked.params, reasoning=body.include_reasoning is not False, **usage_wanted(body))
+
+
+async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:
+    """What a request means with this model. Raises ApiError and UsageError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
+    tools, choice = _tools(body)
+    thinking, variables = _thinking(body, model)
+    budgets = (body.thinking_budget, body.reasoning_budget, body.thinking_token_budget)
+    budget = next((budget for budget in budgets if budget is not None), -1)
+    return ChatAsked(
+        messages=body.messages,
+        params=body.sampling(
+            model.default_params,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        tools=tools,
+        tool_choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        form=await checked_form(body, context),
+        template_kwargs={**variables, **_template_kwargs(body)},
+        thinking=thinking,
+        reasoning_budget=None if budget < 0 else budget,
+        continues=_continues(body),
+        splits_reasoning=body.reasoning_format != "none",
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _tools(body: ChatRequest) -> tuple[list[Any], ToolChoice]:
+    """The tools that may be called, and whether one must be."""
+    tools, choice = list(body.tools or ()), body.tool_choice or "auto"
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise _bad("two tools have the same name", "tools")
+    if isinstance(choice, str):
+        if choice == "required" and not tools:
+            raise _bad("tool_choice is only allowed when tools are given", "tool_choice")
+        return tools, choice
+    if choice["type"] == "function":
+        return tools, _known(choice["function"]["name"], names)
+    selection = choice["allowed_tools"]
+    allowed = {_known(tool["function"]["name"], names) for tool in selection["tools"]}
+    return [tool for tool in tools if tool["function"]["name"] in allowed], selection["mode"]
+
+
+def _known(name: str, names: list[str]) -> str:
+    if name not in names or name in _CHOICES:
+        raise _bad(f"there is no tool {name[:64]!r} to choose", "tool_choice")
+    return name
+
+
+def _thinking(body: ChatRequest, model: ServedModel) -> tuple[bool | None, dict[str, Any]]:
+    """Whether to reason, and variables of the template that say how much. An effort that the model cannot make is refused."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return body.enable_thinking, {}
+    if model.chat_template is not None and "reasoning_effort" in model.chat_template.source:
+        return body.enable_thinking, {"reasoning_effort": effort}
+    if model.thinking_switch is not None:
+        return effort != "none" if body.enable_thinking is None else body.enable_thinking, {}
+    if effort == "none":
+        return body.enable_thinking, {}
+    raise ApiError(400, f"{model.id} knows no reasoning_effort", code="unsupported", param="reasoning_effort")
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    given = dict(body.chat_template_kwargs or {})
+    reserved = sorted(_RESERVED & given.keys())
+    if reserved:
+        raise _bad(f"{reserved[0]} is not a variable of the template to set", "chat_template_kwargs")
+    return given
+
+
+def _continues(body: ChatRequest) -> bool:
+    """Whether the last message is an answer to go on with (vLLM's two switches)."""
+    last_is_answer = body.messages[-1]["role"] == "assistant"
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise _bad("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+        if not last_is_answer:
+            raise _bad("the last message is not the assistant's", "continue_final_message")
+        return True
+    if body.add_generation_prompt is False:
+        message = "a chat without a generation prompt is not supported"
+        raise ApiError(400, message, code="unsupported", param="add_generation_prompt")
+    return False
+
+
+# ---- shared with other routes ----
+
+
+def usage_wanted(body: StreamFields) -> dict[str, bool]:
+    """Of a stream: `Style`'s fields."""
+    options = body.stream_options
+    return {
+        "usage": bool(options and options.include_usage),
+        "usage_everywhere": bool(options and options.continuous_usage_stats),
+    }
+
+
+def check_streaming(body: StreamFields) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise _bad("stream_options is only allowed with stream: true", "stream_options")
+
+
+async def checked_form(body: SamplingFields, context: ServerContext) -> Constraint | None:
+    """The form that the answer must have, tried out. Raises ApiError 400 with the field that asked for it."""
+    try:
+        form, param = body.form()
+    except NanovllmError as error:
+        raise ApiError.of(error, "response_format") from None
+    if form is not None:
+        try:
+            await context.pool.check(form)
+        except NanovllmError as error:
+            raise ApiError.of(error, param) from None
+    return form
+
+
+def event_stream(context: ServerContext, frames: AsyncGenerator[bytes, None]) -> EventStream:
+    settings = context.settings
+    return EventStream(frames, ping_seconds=settings.ping_seconds, write_seconds=settings.write_seconds)
+
+
+def _bad(message: str, param: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)

@@ -1,0 +1,197 @@
+"""POST /v1/completions: texts to go on with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.openai_answers import Answer, Head, gather, total, usage_fields
+from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
+from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
+from nanovllm_cli.server.routes_chat import check_streaming, checked_form, event_stream, usage_wanted
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_openai import CompletionRequest
+from nanovllm_cli.server.schemas_openai_answers import TextAnswer
+from nanovllm_cli.server.sse import DONE, while_connected
+
+MERGED_STEPS = 64
+"""Steps of several prompts that wait for a slow reader; then their generations wait, too."""
+
+
+class Begun(NamedTuple):
+    """One prompt's answers on their way."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    generation: Generation
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router()
+
+    @routes.post("/v1/completions", responses=answers(TextAnswer, streams=True))
+    async def completions(body: CompletionRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """What follows a text, or several."""
+        _check(body)
+        if body.stream:
+            return event_stream(context, _frames(context, body, exchange))
+        return await while_connected(request, _whole(context, body, exchange))
+
+    return routes
+
+
+def _check(body: CompletionRequest) -> None:
+    check_streaming(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise _bad("max_tokens 0 without echo would answer nothing", "max_tokens")
+    if body.best_of is not None:
+        if body.stream:
+            raise _bad("best_of does not go with stream", "best_of")
+        if body.best_of < (body.n or 1):
+            raise _bad("best_of must be at least n", "best_of")
+    if body.suffix and body.echo:
+        raise _bad("echo does not go with suffix", "suffix")
+    if body.prompt_logprobs is not None and body.stream:
+        raise _bad("prompt_logprobs does not go with stream", "prompt_logprobs")
+
+
+async def _whole(context: ServerContext, body: CompletionRequest, exchange: Exchange) -> Response:
+    async with _generations(context, body, exchange) as (style, begun):
+        num_choices = body.n or style.params.n
+        drawn = await asyncio.gather(*(gather(one.generation, one.params) for one in begun))
+        head = Head.new("cmpl-", "text_completion", begun[0].generation.model)
+        choices: list[dict[str, Any]] = []
+        for (prompt, _, generation), found in zip(begun, drawn, strict=True):
+            echo = Echo.of(prompt, generation, style)
+            for answer in _best(found, num_choices):
+                choice = text_choice(head, style, echo, len(choices), answer)
+                asked = body.prompt_logprobs is not None
+                choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
+        return JsonResponse({**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style))})
+
+
+def _best(found: list[Answer], count: int) -> list[Answer]:
+    """The likeliest of more answers than were wanted, by the mean log-probability of their tokens."""
+    if len(found) <= count:
+        return found
+    return sorted(found, key=lambda answer: -sum(e.logprob for e in answer.entries) / max(1, len(answer.entries)))[:count]
+
+
+async def _frames(context: ServerContext, body: CompletionRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async with _generations(context, body, exchange) as (style, begun):
+        head = Head.new("cmpl-", "text_completion", begun[0].generation.model)
+        writers: dict[int, TextFrames] = {}
+        async with contextlib.aclosing(_merged([one.generation for one in begun])) as merged:
+            async for position, events in merged:
+                if position not in writers:
+                    prompt, _, generation = begun[position]
+                    echo = Echo.of(prompt, generation, style)
+                    writers[position] = TextFrames(head, generation, style, echo, position * style.params.n)
+                if frames := writers[position].frames(events):
+                    yield frames
+        yield (head.usage_frame(_usage(begun, style)) if style.usage else b"") + DONE
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    """The steps of all, as they come, with the position of whose they are."""
+    if len(generations) == 1:
+        async for events in generations[0]:
+            yield 0, events
+        return
+    steps: asyncio.Queue[tuple[int, list[Event]] | Exception | None] = asyncio.Queue(MERGED_STEPS)
+
+    async def read(position: int) -> None:
+        try:
+            async for events in generations[position]:
+                await steps.put((position, events))
+            await steps.put(None)
+        except Exception as error:
+            await steps.put(error)
+
+    readers = [asyncio.create_task(read(position)) for position in range(len(generations))]
+    try:
+        unfinished = len(readers)
+        while unfinished:
+            step = await steps.get()
+            if isinstance(step, Exception):
+                raise step
+            if step is None:
+                unfinished -= 1
+            else:
+                yield step
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _generations(
+    context: ServerContext, body: CompletionRequest, exchange: Exchange
+) -> AsyncIterator[tuple[TextStyle, list[Begun]]]:
+    """All prompts of a request, under way."""
+    async with contextlib.AsyncExitStack() as stack:
+        model = await stack.enter_async_context(context.models.use(body.model))
+        style, params = _style(body, model)
+        form = await checked_form(body, context)
+        begun: list[Begun] = []
+        for prompt in _prompts(body):
+            text = await _with_suffix(model, prompt, body.suffix)
+            asked = TextAsked(text, params, form, body.priority or 0, body.cache_salt)
+            generation = await context.generates.complete(body.model, asked, exchange.caller)
+            await stack.enter_async_context(contextlib.aclosing(generation))
+            exchange.follow(generation)
+            begun.append(Begun(prompt, params, generation))
+        yield style, begun
+
+
+async def _with_suffix(model: ServedModel, prompt: str | list[int], suffix: str | None) -> str | list[int]:
+    if not suffix:
+        return prompt
+    try:
+        return await asyncio.to_thread(fill_in_the_middle, model.tokenizer, prompt, suffix)
+    except NanovllmError as error:
+        raise ApiError.of(error, "suffix") from None
+
+
+def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, SamplingParams]:
+    """What to show, and what to draw for it."""
+    draws = body.max_tokens != 0
+    max_tokens = body.max_tokens if draws else 1
+    params = body.sampling(model.default_params, max_tokens=max_tokens, logprobs=body.logprobs)
+    style = TextStyle(params=params, echo=bool(body.echo), draws=draws, **usage_wanted(body))
+    if body.echo and body.logprobs is not None:
+        most = max(body.logprobs, body.prompt_logprobs or 0)
+        params = replace(params, prompt_logprobs=most)
+    if body.best_of is not None and body.best_of > params.n:
+        params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
+    return style, params
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def _usage(begun: Sequence[Begun], style: TextStyle) -> Usage:
+    summed = total([one.generation.usage for one in begun])
+    return summed if style.draws else summed._replace(completion_tokens=0, reasoning_tokens=0)
+
+
+def _bad(message: str, param: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)

@@ -1,0 +1,111 @@
+"""POST /v1/embeddings and /v1/rerank: texts as vectors, and documents in the order of their nearness to a query.
+
+Ranking is by the cosine of embeddings, as embedding models mean it; no model here reads query and document together.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_openai import EmbeddingRequest, RerankRequest
+from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, RerankAnswer
+from nanovllm_cli.server.sse import while_connected
+
+DEFAULT_POOLING: Pooling = "mean"
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router()
+
+    @routes.post("/v1/embeddings", responses=answers(EmbeddingAnswer))
+    async def embeddings(body: EmbeddingRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """A vector for each text."""
+        return await while_connected(request, _embed(context, body, exchange))
+
+    @routes.post("/v1/rerank", responses=answers(RerankAnswer))
+    @routes.post("/rerank", responses=answers(RerankAnswer))
+    async def rerank(body: RerankRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """Documents, the nearest to the query first."""
+        return await while_connected(request, _rerank(context, body, exchange))
+
+    return routes
+
+
+async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
+    async with context.models.use(body.model) as model:
+        if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
+            message = f"this model's vectors have {model.facts.hidden_size} dimensions"
+            raise ApiError(400, message, code="invalid_value", param="dimensions")
+        vectors, num_tokens = await context.generates.embed(
+            body.model, _texts(body.input), body.pooling or DEFAULT_POOLING
+        )
+        exchange.count(model.id, num_tokens)
+        shortened = [_first(vector, body.dimensions) for vector in vectors]
+        as_base64 = body.encoding_format == "base64"
+        return JsonResponse(
+            {
+                "object": "list",
+                "model": model.id,
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": _base64(vector) if as_base64 else list(vector)}
+                    for index, vector in enumerate(shortened)
+                ],
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+        )
+
+
+async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
+    documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
+    if not all(documents):
+        raise ApiError(400, "a document is empty", code="invalid_value", param="documents")
+    async with context.models.use(body.model) as model:
+        pooling = body.pooling or DEFAULT_POOLING
+        (query, *vectors), num_tokens = await context.generates.embed(body.model, [body.query, *documents], pooling)
+        exchange.count(model.id, num_tokens)
+        scores = [math.fsum(a * b for a, b in zip(query, vector, strict=True)) for vector in vectors]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": documents[result["index"]]}
+        return JsonResponse(
+            {
+                "id": "rerank-" + secrets.token_hex(12),
+                "model": model.id,
+                "results": results,
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+        )
+
+
+def _texts(given: Any) -> Sequence[str | Sequence[int]]:
+    """One text or several, told apart by what is inside."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
+def _first(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """So many numbers of it, of length 1 again (what models trained for it expect)."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    kept = list(vector[:dimensions])
+    length = math.sqrt(math.fsum(value * value for value in kept))
+    return [value / length for value in kept] if length > 0 else kept
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,147 @@
+"""POST /infill, as llama-server has it: what an editor asks for at the cursor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.ports import Event, Generation, TextAsked
+from nanovllm_cli.server.routes_chat import checked_form, event_stream
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_openai import InfillRequest
+from nanovllm_cli.server.schemas_openai_answers import InfillAnswer
+from nanovllm_cli.server.sse import data_frame, while_connected
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router()
+
+    @routes.post("/infill", responses=answers(InfillAnswer, streams=True))
+    async def infill(body: InfillRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """What lies between two texts."""
+        if (body.n or 1) != 1:
+            raise ApiError(400, "infill gives one answer", code="unsupported", param="n")
+        if body.n_predict == 0:
+            raise ApiError(400, "n_predict must be -1, or more than 0", code="invalid_value", param="n_predict")
+        if body.prompt_logprobs is not None:
+            raise ApiError(400, "infill gives no log-probabilities", code="unsupported", param="prompt_logprobs")
+        if body.stream:
+            return event_stream(context, _frames(context, body, exchange))
+        return await while_connected(request, _whole(context, body, exchange))
+
+    return routes
+
+
+async def _whole(context: ServerContext, body: InfillRequest, exchange: Exchange) -> Response:
+    async with _generation(context, body, exchange) as generation:
+        progress = _Progress(body)
+        pieces = [progress.take(event) async for event in _until_late(generation, progress)]
+        return JsonResponse(progress.answer(generation, "".join(pieces), progress.token_ids, stops=True))
+
+
+async def _frames(context: ServerContext, body: InfillRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async with _generation(context, body, exchange) as generation:
+        progress = _Progress(body)
+        async for event in _until_late(generation, progress):
+            if text := progress.take(event):
+                yield data_frame(progress.answer(generation, text, event.token_ids, stops=False))
+        yield data_frame(progress.answer(generation, "", [], stops=True))
+
+
+@contextlib.asynccontextmanager
+async def _generation(context: ServerContext, body: InfillRequest, exchange: Exchange) -> AsyncIterator[Generation]:
+    async with context.models.use(body.model) as model:
+        limit = None if body.n_predict == -1 else body.n_predict
+        params = body.sampling(model.default_params, max_tokens=limit)
+        files = [(extra["filename"], extra["text"]) for extra in body.input_extra or ()]
+        begun = body.prompt or ""
+        prompt = await asyncio.to_thread(
+            fill_in_the_middle, model.tokenizer, body.input_prefix, body.input_suffix, files, begun
+        )
+        form = await checked_form(body, context)
+        asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
+        generation = await context.generates.complete(body.model, asked, exchange.caller)
+        async with contextlib.aclosing(generation):
+            exchange.follow(generation)
+            yield generation
+
+
+async def _until_late(generation: Generation, progress: _Progress) -> AsyncIterator[Event]:
+    async for events in generation:
+        for event in events:
+            yield event
+        if progress.is_late:
+            return
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far an answer is. llama-server's time limit counts from the first token, and waits for the end of a line."""
+
+    body: InfillRequest
+    started: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    saw_newline: bool = False
+    last: Event | None = None
+
+    def take(self, event: Event) -> str:
+        if self.first is None and event.token_ids:
+            self.first = time.monotonic()
+        self.token_ids += event.token_ids
+        self.saw_newline |= "\n" in event.text
+        self.last = event
+        return event.text
+
+    @property
+    def is_late(self) -> bool:
+        limit = self.body.t_max_predict_ms
+        if not limit or self.first is None or not self.saw_newline:
+            return False
+        return (time.monotonic() - self.first) * 1000 > limit
+
+    def answer(self, generation: Generation, content: str, token_ids: list[int], *, stops: bool) -> dict[str, Any]:
+        usage, reason = generation.usage, None if self.last is None else self.last.finish_reason
+        stopped_by = self.last.stop_reason if self.last is not None else None
+        kind = "limit"
+        if reason == "stop":
+            kind = "word" if isinstance(stopped_by, str) else "eos"
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": token_ids if self.body.return_tokens else [],
+            "stop": stops,
+            "model": generation.model.id,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.cached_tokens,
+            "truncated": False,
+            "stop_type": kind if stops else "none",
+            "stopping_word": stopped_by if isinstance(stopped_by, str) else "",
+            "timings": self._timings(len(generation.prompt_ids), usage.completion_tokens),
+        }
+
+    def _timings(self, num_prompt: int, num_drawn: int) -> dict[str, Any]:
+        """Seen from here, queue included."""
+        now = time.monotonic()
+        first = self.first if self.first is not None else now
+        seconds = now - first
+        return {
+            "prompt_n": num_prompt,
+            "prompt_ms": (first - self.started) * 1000,
+            "predicted_n": num_drawn,
+            "predicted_ms": seconds * 1000,
+            "predicted_per_second": num_drawn / seconds if seconds > 0 else None,
+        }

@@ -1,0 +1,249 @@
+"""What OpenAI's routes take: chat completions, completions, embeddings, and llama-server's and Jina's rerank and infill.
+
+Only shapes and bounds; what the fields mean is the routes' and `schemas_sampling`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Required
+
+from pydantic import BaseModel, Field, StringConstraints
+from typing_extensions import TypedDict
+
+from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID, MAX_TOKENS
+from nanovllm_cli.server.schemas_sampling import (
+    OPEN,
+    STRICT,
+    JsonObject,
+    SamplingFields,
+    ShortText,
+    Tolerated,
+    Unsupported,
+    explained,
+)
+
+MAX_MESSAGES = 100_000
+MAX_TOOLS = 512
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 512
+MAX_INPUTS = 2048
+MAX_ID_LIST = 1 << 22
+
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ID_LIST)]
+
+
+class ContentPart(TypedDict, total=False):
+    """Of a message. Which kinds can be read is said by text/messages.py."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Required[ShortText]
+    text: str
+
+
+class FunctionCall(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    name: Required[ShortText]
+    arguments: str | JsonObject | None
+
+
+class ToolCall(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    id: ShortText | None
+    type: Literal["function"]
+    function: Required[FunctionCall]
+
+
+class ChatMessage(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
+    content: str | list[ContentPart] | None
+    name: ShortText | None
+    tool_calls: list[ToolCall] | None
+    tool_call_id: ShortText | None
+    reasoning_content: str | None
+
+
+class FunctionDefinition(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    name: Required[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]]
+    description: str | None
+    parameters: JsonObject | None
+    strict: bool | None
+
+
+class Tool(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    type: Required[Literal["function"]]
+    function: Required[FunctionDefinition]
+
+
+class NamedFunction(TypedDict):
+    name: ShortText
+
+
+class NamedTool(TypedDict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolSelection(TypedDict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(TypedDict):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSelection
+
+
+class StreamOptions(BaseModel):
+    """continuous_usage_stats: usage on every chunk (vLLM's)."""
+
+    model_config = STRICT
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Tolerated = None
+
+
+class StreamFields(BaseModel):
+    model_config = STRICT
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(StreamFields, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+        explained("none, auto, required, a function by name, or allowed_tools"),
+    ] = None
+    parallel_tool_calls: bool | None = None
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    reasoning_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    thinking_token_budget: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    include_reasoning: bool | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+
+    chat_template_kwargs: JsonObject | None = Field(default=None, max_length=64)
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    prediction: Tolerated = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    moderation: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+
+
+class CompletionRequest(StreamFields, SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        explained(f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of one of these"),
+    ]
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(default=None, ge=1, le=128)
+    add_special_tokens: Literal[True] | None = None
+    prompt_embeds: Unsupported = None
+
+
+class InputFile(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    filename: Required[ShortText]
+    text: Required[str]
+
+
+class InfillRequest(SamplingFields):
+    """POST /infill, as llama-server has it. What lies between prefix and suffix begins with `prompt`."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[InputFile] | None = Field(default=None, max_length=256)
+    prompt: str | None = None
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_probs: Literal[0] | None = None
+    t_max_predict_ms: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    return_tokens: bool | None = None
+    response_fields: Tolerated = None
+    samplers: Tolerated = None
+    n_indent: Tolerated = None
+    t_max_prompt_ms: Tolerated = None
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings. pooling: of the hidden states of a text's tokens."""
+
+    model_config = STRICT
+
+    model: ModelName | None = None
+    input: Annotated[
+        Annotated[str, StringConstraints(min_length=1)]
+        | TokenIds
+        | Annotated[
+            list[Annotated[str, StringConstraints(min_length=1)]] | list[TokenIds],
+            Field(min_length=1, max_length=MAX_INPUTS),
+        ],
+        explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
+    pooling: Literal["mean", "last", "cls"] | None = None
+    normalize: Literal[True] | None = None
+    user: Tolerated = None
+
+
+class RerankDocument(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    text: Required[str]
+
+
+class RerankRequest(BaseModel):
+    """POST /v1/rerank, as Jina and Cohere have it."""
+
+    model_config = STRICT
+
+    model: ModelName | None = None
+    query: str = Field(min_length=1)
+    documents: list[str | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS)
+    top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
+    return_documents: bool | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
+    user: Tolerated = None

@@ -1,0 +1,170 @@
+"""What OpenAI's routes answer, for /openapi.json. Nothing is validated against these while it is sent: the tests do that."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+
+
+class UsageAnswer(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class CallAnswer(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessageAnswer(BaseModel):
+    """content: null where there are calls and nothing else."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[CallAnswer] | None = None
+
+
+class ChatChoice(BaseModel):
+    """stop_reason: the stop string or id that ended it, if one did."""
+
+    index: int
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+
+
+class OpenAIAnswer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: UsageAnswer
+
+
+class ChatAnswer(OpenAIAnswer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class TextLogprobs(BaseModel):
+    """The first token of an echoed prompt has none: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class TextAnswer(OpenAIAnswer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ReadUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingEntry(BaseModel):
+    """embedding: base64 of float32 numbers, lowest byte first, where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingAnswer(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingEntry]
+    usage: ReadUsage
+
+
+class RankedDocument(BaseModel):
+    text: str
+
+
+class RankEntry(BaseModel):
+    """relevance_score: the cosine of the angle between the two embeddings."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    model: str
+    results: list[RankEntry]
+    usage: ReadUsage
+
+
+class Timings(BaseModel):
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+
+
+class InfillAnswer(BaseModel):
+    """tokens: their ids, where they were asked for. stop_type: what ended it; none while a stream goes on."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    truncated: bool
+    stop_type: Literal["none", "eos", "word", "limit"]
+    stopping_word: str
+    timings: Timings

@@ -1,0 +1,279 @@
+"""The fields of a request that say how to draw, under vLLM's and llama.cpp's names; every OpenAI route has them.
+
+Bounds are SamplingParams' own. null is the same as leaving a field out. Fields that nobody here knows are tolerated, as OpenAI's
+clients expect; those that are known and cannot be done are refused by name (`Unsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
+from nanovllm_cli.sampling_params import (
+    FLOAT_BOUNDS,
+    ID_LISTS,
+    INT_BOUNDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    OPTIONAL_INT_BOUNDS,
+    STRING_LISTS,
+    SamplingParams,
+)
+from nanovllm_cli.server.api_error import ApiError
+
+MAX_PRIORITY = 2**31
+SHORT = 4096
+"""Characters of a name, a label or a salt."""
+
+STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def _refuse(value: object, info: ValidationInfo) -> None:
+    if value is not None:
+        raise ApiError(400, f"{info.field_name} is not supported", code="unsupported", param=info.field_name)
+
+
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+"""A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken."""
+Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
+"""A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
+ShortText = Annotated[str, StringConstraints(max_length=SHORT)]
+JsonObject = dict[str, Any]
+
+
+def explained(text: str) -> WrapValidator:
+    """Around a union: one error that says what may stand there, instead of one for each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("invalid_value", "must be " + text) from None
+
+    return WrapValidator(validate)
+
+
+def _bounded(name: str) -> Any:
+    """A field with SamplingParams' bounds for it."""
+    bounds = FLOAT_BOUNDS.get(name) or INT_BOUNDS.get(name) or OPTIONAL_INT_BOUNDS[name]
+    return Field(default=None, ge=bounds[0], le=bounds[1])
+
+
+def _strings(name: str) -> Any:
+    return StringConstraints(min_length=1, max_length=STRING_LISTS[name][1])
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's object: one of these."""
+
+    model_config = STRICT
+
+    json_: JsonObject | str | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=100_000)
+    grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
+    json_object: bool | None = None
+    structural_tag: Unsupported = None
+    whitespace_pattern: Unsupported = None
+
+
+class NamedSchema(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+
+    name: str
+    schema: JsonObject
+    strict: bool | None
+    description: str | None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's; `schema` beside json_object is llama.cpp's."""
+
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+
+
+class SamplingFields(BaseModel):
+    """What SamplingParams has, but for what each route names in its own way (how many tokens, log-probabilities)."""
+
+    model_config = STRICT
+
+    temperature: float | None = _bounded("temperature")
+    top_p: float | None = _bounded("top_p")
+    top_k: int | None = _bounded("top_k")
+    min_p: float | None = _bounded("min_p")
+    typical_p: float | None = _bounded("typical_p")
+    repetition_penalty: float | None = _bounded("repetition_penalty")
+    repeat_penalty: float | None = _bounded("repetition_penalty")
+    repeat_last_n: int | None = _bounded("penalty_last_n")
+    penalty_last_n: int | None = _bounded("penalty_last_n")
+    presence_penalty: float | None = _bounded("presence_penalty")
+    frequency_penalty: float | None = _bounded("frequency_penalty")
+    dry_multiplier: float | None = _bounded("dry_multiplier")
+    dry_base: float | None = _bounded("dry_base")
+    dry_allowed_length: int | None = _bounded("dry_allowed_length")
+    dry_penalty_last_n: int | None = _bounded("dry_penalty_last_n")
+    dry_sequence_breakers: list[Annotated[str, _strings("dry_sequence_breakers")]] | None = Field(
+        default=None, max_length=STRING_LISTS["dry_sequence_breakers"][0]
+    )
+    xtc_probability: float | None = _bounded("xtc_probability")
+    xtc_threshold: float | None = _bounded("xtc_threshold")
+    logit_bias: (
+        dict[
+            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")],
+            Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
+        ]
+        | None
+    ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
+    bad_words: list[Annotated[str, _strings("bad_words")]] | None = Field(default=None, max_length=STRING_LISTS["bad_words"][0])
+    allowed_token_ids: list[int] | None = Field(default=None, max_length=ID_LISTS["allowed_token_ids"])
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
+    n: int | None = _bounded("n")
+    min_tokens: int | None = _bounded("min_tokens")
+    stop: Annotated[
+        Annotated[str, _strings("stop")]
+        | Annotated[list[Annotated[str, _strings("stop")]], Field(max_length=STRING_LISTS["stop"][0])]
+        | None,
+        explained("a string of 1 to {} characters, or at most {} of them".format(*STRING_LISTS["stop"][::-1])),
+    ] = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = _bounded("prompt_logprobs")
+
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=SHORT)
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=100_000)
+    guided_grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
+    json_schema: JsonObject | str | None = None
+    grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
+
+    user: Tolerated = None
+    metadata: Tolerated = None
+    service_tier: Tolerated = None
+    store: Tolerated = None
+    safety_identifier: Tolerated = None
+    prompt_cache_key: Tolerated = None
+    cache_prompt: Tolerated = None
+    id_slot: Tolerated = None
+
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Unsupported = None
+    mirostat: Literal[0] | None = None
+    dynatemp_range: Unsupported = None
+    top_n_sigma: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    guided_whitespace_pattern: Unsupported = None
+    logits_processors: Unsupported = None
+    lora: Unsupported = None
+
+    # Our name -> the fields that say it, the first that is there wins.
+    _NAMES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+        "penalty_last_n": ("penalty_last_n", "repeat_last_n"),
+    } | {
+        name: (name,)
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
+            *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+            *("xtc_probability", "xtc_threshold", "bad_words", "allowed_token_ids", "n", "min_tokens", "stop"),
+            *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
+        )
+    }
+
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """These fields over a model's defaults. more: what a route names in its own way; None leaves the default.
+
+        Raises UsageError.
+        """
+        given = {name: value for name, value in more.items() if value is not None}
+        for name, fields in self._NAMES.items():
+            value = next((found for found in (getattr(self, field) for field in fields) if found is not None), None)
+            if value is not None:
+                given[name] = value
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.seed is not None:  # OpenAI's are signed
+            given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
+        return replace(defaults, **given)
+
+    def form(self) -> tuple[Constraint | None, str | None]:
+        """What the answer must look like, and the field that says so. Raises ApiError and UsageError."""
+        vllm = self.structured_outputs or StructuredOutputs()
+        said: list[tuple[str, Constraint | None]] = [
+            ("response_format", _of_format(self.response_format)),
+            ("structured_outputs", _schema(vllm.json_)),
+            ("structured_outputs", _regex(vllm.regex)),
+            ("structured_outputs", _choice(vllm.choice)),
+            ("structured_outputs", _grammar(vllm.grammar)),
+            ("structured_outputs", Constraint("json_object") if vllm.json_object else None),
+            ("guided_json", _schema(self.guided_json)),
+            ("guided_regex", _regex(self.guided_regex)),
+            ("guided_choice", _choice(self.guided_choice)),
+            ("guided_grammar", _grammar(self.guided_grammar)),
+            ("json_schema", _schema(self.json_schema)),
+            ("grammar", _grammar(self.grammar)),
+        ]
+        forms = [(form, name) for name, form in said if form is not None]
+        if len(forms) > 1:
+            both = " and ".join(name for _, name in forms[:2])
+            raise ApiError(400, f"{both}: an answer has one form", code="invalid_value", param=forms[1][1])
+        return forms[0] if forms else (None, None)
+
+
+def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Constraint("json_object") if wanted.schema_ is None else _schema(wanted.schema_)
+    schema = (wanted.json_schema or {}).get("schema", wanted.schema_)
+    if schema is None:
+        raise ApiError(400, "json_schema lacks its schema", code="invalid_value", param="response_format.json_schema.schema")
+    return _schema(schema)
+
+
+def _schema(schema: JsonObject | str | None) -> Constraint | None:
+    if schema is None:
+        return None
+    return Constraint("json_schema", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
+
+
+def _regex(pattern: str | None) -> Constraint | None:
+    return None if pattern is None else Constraint("regex", pattern)
+
+
+def _choice(choices: list[str] | None) -> Constraint | None:
+    return None if choices is None else Constraint("choice", msgspec.json.encode(choices).decode())
+
+
+def _grammar(grammar: str | None) -> Constraint | None:
+    """GBNF defines its rules by `::=`, Lark by a colon."""
+    return None if grammar is None else Constraint("gbnf" if "::=" in grammar else "lark", grammar)

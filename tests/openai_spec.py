@@ -1,0 +1,46 @@
+"""OpenAI's published description of its API, to hold answers against.
+
+The file lies beside the repository; tests that need it skip without it. It says OpenAPI 3.1 and still writes `nullable`,
+which was 3.0's; here that means what it meant there.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SPEC = Path(__file__).resolve().parents[2] / "shared" / "data" / "openai" / "openapi.json"
+
+
+def check(name: str, value: Any) -> None:
+    """Fails where `value` is no valid `name` of the description's components. Skips without the description."""
+    error = next(iter(_validator(name).iter_errors(value)), None)
+    assert error is None, f"{name}: {error.json_path}: {error.message[:500]}"
+
+
+@cache
+def _validator(name: str) -> Any:
+    jsonschema = pytest.importorskip("jsonschema")
+    return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": _components()})
+
+
+@cache
+def _components() -> Any:
+    if not SPEC.exists():
+        pytest.skip("OpenAI's API description is not here")
+    return _with_nulls(json.loads(SPEC.read_text())["components"])
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_nulls(item) for key, item in value.items()}
+    if inner.get("nullable") is True:
+        return {"anyOf": [{key: item for key, item in inner.items() if key != "nullable"}, {"type": "null"}]}
+    return inner

@@ -1,0 +1,549 @@
+"""/v1/chat/completions against OpenAI's description and what its clients rely on, over scripted answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import openai_spec
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.tool_calls import ToolCallDelta
+from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
+from server_requests import Answer, Door
+
+HELLO = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = [
+    [event("Let me see.", reasoning="Hm.")],
+    [event(text="<t", calls=[ToolCallDelta(0, "call_1", "weather", "")])],
+    [event(text="x", calls=[ToolCallDelta(0, None, None, '{"city":')])],
+    [event(text="y", calls=[ToolCallDelta(0, None, None, '"Köln"}'), ToolCallDelta(1, "call_2", "now", "{}")])],
+    [event(finish="tool_calls")],
+]
+
+
+def ask(script: Any = None, models: FakeModels | None = None, **fields: Any) -> tuple[Answer, FakeGenerates]:
+    generates = FakeGenerates(script, models)
+    return Door(generates).post("/v1/chat/completions", {**HELLO, **fields}), generates
+
+
+def chunks_of(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = answer.events()
+    for chunk in chunks:
+        openai_spec.check("CreateChatCompletionStreamResponse", chunk)
+    return chunks
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    assert answer.status == 200, answer.text
+    openai_spec.check("CreateChatCompletionResponse", answer.json)
+    message: dict[str, Any] = answer.json["choices"][0]["message"]
+    return message
+
+
+def asked_with(**fields: Any) -> Any:
+    answer, generates = ask(**fields)
+    assert answer.status == 200, answer.text
+    return generates.asked[0]
+
+
+def refused(**fields: Any) -> dict[str, Any]:
+    answer, generates = ask(**fields)
+    assert answer.status == 400, answer.text
+    openai_spec.check("ErrorResponse", answer.json)
+    assert generates.asked == []
+    error: dict[str, Any] = answer.json["error"]
+    return error
+
+
+# ---- answers ----
+
+
+def test_an_answer_is_what_was_drawn() -> None:
+    answer, generates = ask(Script.of("Hel", "lo", cached_tokens=3, reasoning_tokens=2))
+    assert message_of(answer) == {"role": "assistant", "content": "Hello", "refusal": None}
+    body = answer.json
+    assert body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["model"]) == ("chat.completion", "fake")
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 5,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+    assert generates.generations[0].closed
+    assert generates.models.in_use == 0
+
+
+def test_several_answers_stand_in_their_order() -> None:
+    steps = [[event("b", index=1)], [event("a", index=0, finish="stop")], [event("b", index=1, finish="length")]]
+    answer, _ = ask(Script(steps), n=2)
+    openai_spec.check("CreateChatCompletionResponse", answer.json)
+    told = [(c["index"], c["message"]["content"], c["finish_reason"]) for c in answer.json["choices"]]
+    assert told == [(0, "a", "stop"), (1, "bb", "length")]
+
+
+def test_reasoning_and_calls_are_apart_from_the_content() -> None:
+    answer, _ = ask(Script(CALLS), tools=[TOOL, NOW])
+    message = message_of(answer)
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Let me see.")
+    assert message["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+    ]
+    assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_content_is_null_where_there_are_only_calls() -> None:
+    steps = [[event(text="x", calls=[ToolCallDelta(0, "call_1", "now", "{}")])], [event(finish="tool_calls")]]
+    assert message_of(ask(Script(steps), tools=[NOW])[0])["content"] is None
+
+
+def test_reasoning_can_be_left_out() -> None:
+    answer, _ = ask(Script(CALLS), include_reasoning=False)
+    assert "reasoning_content" not in message_of(answer)
+    streamed, _ = ask(Script(CALLS), include_reasoning=False, stream=True)
+    assert not any("reasoning_content" in chunk["choices"][0]["delta"] for chunk in chunks_of(streamed))
+
+
+def test_a_call_that_was_cut_off_ends_with_length() -> None:
+    steps = [[event(text="x", calls=[ToolCallDelta(0, "call_1", "now", '{"a')])], [event(finish="length")]]
+    assert ask(Script(steps), tools=[NOW])[0].json["choices"][0]["finish_reason"] == "length"
+    chunks = chunks_of(ask(Script(steps), tools=[NOW], stream=True)[0])
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+# ---- streams ----
+
+
+def test_the_role_comes_first_and_once() -> None:
+    chunks = chunks_of(ask(Script.of("Hel", "lo"), stream=True)[0])
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}, {}]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_each_of_several_answers_has_its_role() -> None:
+    steps = [[event("a", index=0), event("b", index=1)], [event("c", index=1, finish="stop")], [event(index=0, finish="stop")]]
+    chunks = chunks_of(ask(Script(steps), n=2, stream=True)[0])
+    roles = [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
+    assert roles == [0, 1]
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    assert texts == {0: "a", 1: "bc"}
+
+
+def test_a_step_without_text_makes_no_chunk() -> None:
+    chunks = chunks_of(ask(Script([[event("a")], [event("", token_ids=[200])], [event("b", finish="stop")]]), stream=True)[0])
+    assert len(chunks) == 4
+
+
+def test_calls_stream_by_index_and_begin_with_id_and_name() -> None:
+    chunks = chunks_of(ask(Script(CALLS), tools=[TOOL, NOW], stream=True)[0])
+    pieces = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert pieces[0] == {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    assert pieces[1] == {"index": 0, "function": {"arguments": '{"city":'}}
+    assert pieces[3]["id"] == "call_2"
+    assert all(type(piece["index"]) is int for piece in pieces)
+    assert json.loads("".join(p["function"]["arguments"] for p in pieces if p["index"] == 0)) == {"city": "Köln"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta] == ["Hm."]
+
+
+def test_usage_comes_last_and_alone_where_it_is_asked_for() -> None:
+    answer, _ = ask(Script.of("Hello", cached_tokens=4), stream=True, stream_options={"include_usage": True})
+    *others, last = chunks_of(answer)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 11
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert all(chunk["usage"] is None for chunk in others)
+
+
+def test_usage_can_stand_on_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(ask(Script.of("Hel", "lo"), stream=True, stream_options=options)[0])
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [3, 3, 5, 5, 5]
+
+
+def test_a_refusal_before_the_first_event_has_a_status() -> None:
+    script = Script([], refuses=ApiError(400, "too long", code="context_length_exceeded", param="messages"))
+    answer, _ = ask(script, stream=True)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+    answer, _ = ask(Script([], error=ApiError(503, "the engine died", retry_after=1)), stream=True)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+
+def test_a_failure_in_mid_stream_is_an_event_then_the_end() -> None:
+    script = Script([[event("Hel")]], error=ApiError(503, "the engine died"))
+    answer, generates = ask(script, stream=True)
+    assert answer.status == 200
+    *_, last = answer.events(errors=True)
+    assert last["error"]["message"] == "the engine died"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert generates.generations[0].closed
+
+
+def test_the_same_failure_without_a_stream_has_a_status() -> None:
+    answer, generates = ask(Script([[event("Hel")]], error=ApiError(503, "the engine died")))
+    assert answer.status == 503
+    assert generates.generations[0].closed
+
+
+# ---- log-probabilities ----
+
+
+def drawn(text: str, *, top: int = 0) -> list[TokenLogprobs]:
+    """Of tokens that are bytes: the n-th one has the log-probability -n, and the ones after it the next."""
+    ids = [byte_tokenizer().encode(character)[0] for character in text]
+    return [TokenLogprobs(i, -float(n), 1, tuple((i + k, -float(n + k)) for k in range(top))) for n, i in enumerate(ids)]
+
+
+def bytes_of(text: str) -> list[TokenLogprobs]:
+    return [TokenLogprobs(i, -1.0, 1, ()) for i in byte_tokenizer().encode(text)]
+
+
+def test_logprobs_name_each_token_and_the_likeliest() -> None:
+    answer, generates = ask(Script([[event("ab", logprobs=drawn("ab", top=2), finish="length")]]), logprobs=True, top_logprobs=2)
+    message_of(answer)
+    content = answer.json["choices"][0]["logprobs"]["content"]
+    assert content[1] == {
+        "token": "b",
+        "logprob": -1.0,
+        "bytes": [98],
+        "top_logprobs": [{"token": "b", "logprob": -1.0, "bytes": [98]}, {"token": "c", "logprob": -2.0, "bytes": [99]}],
+    }
+    assert generates.asked[0].params.logprobs == 2
+
+
+def test_the_tokens_of_logprobs_joined_are_the_text() -> None:
+    text = "Grüße 🎉"
+    end = TokenLogprobs(0, -1.0, 1, ())  # what ends the answer is no part of the text
+    one_a_step = [[event(text[:0], logprobs=[entry])] for entry in bytes_of(text)]
+    steps = [*one_a_step, [event(text, logprobs=[end], finish="stop")]]
+    for stream in (False, True):
+        answer, _ = ask(Script(steps), logprobs=True, stream=stream)
+        choices = [chunk["choices"][0] for chunk in chunks_of(answer)] if stream else answer.json["choices"]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == text
+
+
+def test_tokens_behind_a_stop_string_are_left_out() -> None:
+    steps = [[event("one", logprobs=drawn("oneSTO"))], [event(" ", logprobs=drawn("P"), finish="stop", stop_reason="STOP")]]
+    for stream in (False, True):
+        answer, _ = ask(Script(steps), logprobs=True, stop=["STOP"], stream=stream)
+        choices = [chunk["choices"][0] for chunk in chunks_of(answer)] if stream else answer.json["choices"]
+        tokens = [entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        assert tokens[:3] == ["o", "n", "e"]
+        assert len(tokens) == 4  # the text has four characters
+        assert choices[-1]["stop_reason"] == "STOP"
+
+
+def test_what_is_impossible_has_a_number_all_the_same() -> None:
+    entry = TokenLogprobs(65, float("-inf"), 9, ((66, -0.0),))
+    answer, _ = ask(Script([[event("A", logprobs=[entry], finish="length")]]), logprobs=True)
+    assert answer.json["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_prompt_logprobs_come_by_id() -> None:
+    given = [None, TokenLogprobs(65, -2.0, 3, ((66, -1.0),))]
+    answer, _ = ask(Script.of("x", prompt_logprobs=given), prompt_logprobs=1)
+    first, second = answer.json["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        "66": {"logprob": -1.0, "rank": 1, "decoded_token": byte_tokenizer().id_to_bytes(66).decode("utf-8", "replace")},
+        "65": {"logprob": -2.0, "rank": 3, "decoded_token": byte_tokenizer().id_to_bytes(65).decode("utf-8", "replace")},
+    }
+
+
+# ---- what is asked of the engine ----
+
+
+def test_what_a_request_leaves_out_is_the_models_own() -> None:
+    models = FakeModels(default_params=SamplingParams(temperature=0.6, top_k=20, max_tokens=99))
+    _, generates = ask(models=models, top_p=0.5, temperature=None)
+    params = generates.asked[0].params
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.5, 99)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours", "meant"),
+    [
+        ("temperature", 0, "temperature", 0.0),
+        ("top_k", -1, "top_k", 0),
+        ("min_p", 0.1, "min_p", 0.1),
+        ("typical_p", 0.9, "typical_p", 0.9),
+        ("repetition_penalty", 1.1, "repetition_penalty", 1.1),
+        ("repeat_penalty", 1.2, "repetition_penalty", 1.2),
+        ("repeat_last_n", 64, "penalty_last_n", 64),
+        ("presence_penalty", -2, "presence_penalty", -2.0),
+        ("frequency_penalty", 2, "frequency_penalty", 2.0),
+        ("dry_multiplier", 0.8, "dry_multiplier", 0.8),
+        ("dry_base", 2, "dry_base", 2.0),
+        ("dry_allowed_length", 3, "dry_allowed_length", 3),
+        ("dry_penalty_last_n", 9, "dry_penalty_last_n", 9),
+        ("dry_sequence_breakers", ["\n"], "dry_sequence_breakers", ("\n",)),
+        ("xtc_probability", 0.5, "xtc_probability", 0.5),
+        ("xtc_threshold", 0.2, "xtc_threshold", 0.2),
+        ("logit_bias", {"5": -100, "7": 1.5}, "logit_bias", {5: -100.0, 7: 1.5}),
+        ("bad_words", ["no"], "bad_words", ("no",)),
+        ("allowed_token_ids", [1, 2], "allowed_token_ids", (1, 2)),
+        ("seed", 7, "seed", 7),
+        ("seed", -(2**63), "seed", 2**63),
+        ("seed", 2**64 - 1, "seed", 2**64 - 1),
+        ("min_tokens", 4, "min_tokens", 4),
+        ("max_tokens", 5, "max_tokens", 5),
+        ("max_completion_tokens", 6, "max_tokens", 6),
+        ("stop", "END", "stop", ("END",)),
+        ("stop", ["a", "b"], "stop", ("a", "b")),
+        ("stop_token_ids", [3], "stop_token_ids", (3,)),
+        ("include_stop_str_in_output", True, "include_stop_str_in_output", True),
+        ("ignore_eos", True, "ignore_eos", True),
+        ("skip_special_tokens", False, "skip_special_tokens", False),
+        ("prompt_logprobs", 2, "prompt_logprobs", 2),
+        ("n", 3, "n", 3),
+    ],
+)
+def test_a_sampling_parameter_reaches_the_engine(field: str, value: Any, ours: str, meant: Any) -> None:
+    assert getattr(asked_with(**{field: value}).params, ours) == meant
+
+
+def test_messages_go_on_as_they_came() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be short."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4", "unknown": {"kept": True}},
+    ]
+    assert asked_with(messages=messages).messages == messages
+
+
+def test_the_last_answer_can_go_on() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}]
+    assert asked_with(messages=messages, continue_final_message=True, add_generation_prompt=False).continues
+    assert not asked_with(messages=messages).continues
+    assert refused(continue_final_message=True)["param"] == "continue_final_message"
+    assert refused(messages=messages, continue_final_message=True, add_generation_prompt=True)["code"] == "invalid_value"
+    assert refused(add_generation_prompt=False)["code"] == "unsupported"
+
+
+def test_priority_salt_and_template_variables_go_on() -> None:
+    asked = asked_with(priority=-3, cache_salt="me", chat_template_kwargs={"custom": 1})
+    assert (asked.priority, asked.cache_salt, dict(asked.template_kwargs)) == (-3, "me", {"custom": 1})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "now", "template", "tokenizer"])
+def test_what_the_renderer_is_given_is_no_variable(name: str) -> None:
+    assert refused(chat_template_kwargs={name: []})["param"] == "chat_template_kwargs"
+
+
+# ---- reasoning ----
+
+
+def test_thinking_and_budgets() -> None:
+    assert asked_with().thinking is None
+    assert asked_with(enable_thinking=False).thinking is False
+    assert asked_with().reasoning_budget is None
+    for name in ("thinking_budget", "reasoning_budget", "thinking_token_budget"):
+        assert asked_with(**{name: 0}).reasoning_budget == 0
+        assert asked_with(**{name: -1}).reasoning_budget is None
+        assert refused(**{name: -2})["param"] == name
+    assert not asked_with(reasoning_format="none").splits_reasoning
+
+
+def test_an_effort_is_the_templates_variable_or_its_switch_or_refused() -> None:
+    knows = FakeModels(template="{{ reasoning_effort }}")
+    assert asked_with(models=knows, reasoning_effort="low").template_kwargs == {"reasoning_effort": "low"}
+    switch = FakeModels(thinking_switch="enable_thinking")
+    assert asked_with(models=switch, reasoning_effort="none").thinking is False
+    assert asked_with(models=switch, reasoning_effort="high").thinking is True
+    assert asked_with(reasoning_effort="none").thinking is None
+    assert refused(reasoning_effort="high") == {
+        "message": "fake knows no reasoning_effort",
+        "type": "invalid_request_error",
+        "param": "reasoning_effort",
+        "code": "unsupported",
+    }
+
+
+# ---- tools ----
+
+
+def test_tools_and_their_choice_go_on() -> None:
+    assert asked_with(tools=[TOOL]).tool_choice == "auto"
+    for choice in ("none", "auto", "required"):
+        assert asked_with(tools=[TOOL], tool_choice=choice).tool_choice == choice
+    named = asked_with(tools=[TOOL, NOW], tool_choice={"type": "function", "function": {"name": "now"}})
+    assert (named.tool_choice, named.tools, named.parallel) == ("now", [TOOL, NOW], True)
+    assert asked_with(tools=[TOOL], parallel_tool_calls=False).parallel is False
+
+
+def test_some_tools_can_be_allowed() -> None:
+    selection = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    allowed = {"type": "allowed_tools", "allowed_tools": selection}
+    asked = asked_with(tools=[TOOL, NOW], tool_choice=allowed)
+    assert (asked.tools, asked.tool_choice) == ([NOW], "required")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [TOOL], "tool_choice": "weather"},
+        {"tools": [TOOL, TOOL]},
+        {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": "{}"}}]},
+        {"tools": [TOOL] * 513},
+        {"tools": "weather"},
+    ],
+)
+def test_tools_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
+    assert refused(**fields)["param"].startswith("tool")
+
+
+# ---- the form of an answer ----
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": False, "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": '{"type":"object"}'}, "json_schema", {"type": "object"}),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"guided_grammar": "start: /a/"}, "lark", "start: /a/"),
+        ({"guided_grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"regex": "a"}}, "regex", "a"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "gbnf", 'root ::= "a"'),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
+        ({"grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+    ],
+)
+def test_a_form_is_tried_out_and_goes_on(fields: dict[str, Any], kind: str, text: Any) -> None:
+    generates, pool = FakeGenerates(), FakePool()
+    answer = Door(generates, pool).post("/v1/chat/completions", {**HELLO, **fields})
+    assert answer.status == 200, answer.text
+    form = generates.asked[0].form  # type: ignore[union-attr]
+    assert isinstance(form, Constraint)
+    assert form.kind == kind
+    assert (form.text if isinstance(text, str) else json.loads(form.text)) == text
+    assert pool.checked == [form]
+
+
+def test_plain_text_has_no_form() -> None:
+    assert asked_with(response_format={"type": "text"}).form is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"refuse": 1}}}}, "response_format"),
+        ({"guided_regex": "refuse"}, "guided_regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a" * (2**18 + 1)}, "guided_regex"),
+        ({"guided_json": {"a": "b" * 2**18}}, "response_format"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields)["param"].startswith(param)
+
+
+# ---- bounds ----
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("n", 129), ("n", 2**63), ("n", "1"), ("n", True), ("n", 1.5),
+        ("temperature", -0.1), ("temperature", 1e9), ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", 2),
+        ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**63),
+        ("max_completion_tokens", 0), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 65), ("stop", ["x" * 1025]),
+        ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [2**40]), ("stop_token_ids", [0] * 1025),
+        ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [[1, 2]]),
+        ("logit_bias", {str(i): 1 for i in range(1025)}), ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1),
+        ("prompt_logprobs", 101), ("priority", 2**40), ("cache_salt", "x" * 5000), ("messages", []), ("messages", "hi"),
+        ("messages", [{"role": "user", "content": 5}]), ("messages", [{"content": "x"}]), ("messages", [{"role": "alien"}]),
+        ("stream", "yes"), ("stream_options", {"include_usage": True}), ("model", ""), ("model", 5), ("modalities", ["audio"]),
+        ("chat_template_kwargs", [1]), ("mirostat", 2), ("verbosity", "low"), ("reasoning_effort", "huge"),
+        ("presence_penalty", 2.1),        ("bad_words", [""]), ("allowed_token_ids", []), ("dry_sequence_breakers", ["x"] * 17), ("parallel_tool_calls", "no"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_bounds_is_refused(field: str, value: Any) -> None:
+    error = refused(**{field: value})
+    assert error["type"] == "invalid_request_error"
+
+
+NAN = b'{"messages":[{"role":"user","content":"x"}],"temperature":%s}'
+
+
+@pytest.mark.parametrize("body", [NAN % b"NaN", NAN % b"1e999", b"[]", b"5", b""])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    answer = Door(FakeGenerates()).post("/v1/chat/completions", body)
+    assert answer.status == 400
+    openai_spec.check("ErrorResponse", answer.json)
+
+
+@pytest.mark.parametrize(
+    "name", ["audio", "web_search_options", "functions", "function_call", "chat_template", "documents", "dynatemp_range", "lora"]
+)
+def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
+    assert refused(**{name: {"a": 1}}) == {
+        "message": f"{name} is not supported",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "unsupported",
+    }
+
+
+def test_labels_and_what_nobody_knows_are_tolerated() -> None:
+    asked_with(user="me", metadata={"a": "b"}, store=True, service_tier="auto", prediction={"type": "content", "content": "x"})
+    asked_with(frobnicate=[1, 2, 3], messages=[{"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}])
+
+
+def test_every_field_may_be_null() -> None:
+    from nanovllm_cli.server.schemas_openai import ChatRequest
+
+    asked_with(**{name: None for name in ChatRequest.model_fields if name != "messages"})
+
+
+def test_an_unknown_model_is_404() -> None:
+    for stream in (False, True):
+        answer, _ = ask(model="gpt-9", stream=stream)
+        assert answer.status == 404
+        assert answer.json["error"]["code"] == "model_not_found"

@@ -1,0 +1,361 @@
+"""/v1/completions, /infill, /v1/embeddings and /v1/rerank against OpenAI's description, over scripted answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import openai_spec
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.vocabulary import TokenizerParts
+from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
+from server_requests import Answer, Door
+
+IDS = byte_tokenizer()
+
+
+def ask(script: Any = None, fakes: FakeModels | None = None, path: str = "/v1/completions", **fields: Any) -> Any:
+    generates = FakeGenerates(script, fakes)
+    body = {"prompt": "Once", **fields} if path == "/v1/completions" else fields
+    return Door(generates).post(path, body), generates
+
+
+def choices_of(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.text
+    openai_spec.check("CreateCompletionResponse", answer.json)
+    choices: list[dict[str, Any]] = answer.json["choices"]
+    return choices
+
+
+def refused(param: str, **fields: Any) -> dict[str, Any]:
+    answer, generates = ask(**fields)
+    assert answer.status == 400, answer.text
+    openai_spec.check("ErrorResponse", answer.json)
+    assert answer.json["error"]["param"].startswith(param)
+    assert generates.asked == []
+    error: dict[str, Any] = answer.json["error"]
+    return error
+
+
+def with_tokens(*added: str) -> Tokenizer:
+    """Bytes, and control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(added))
+    return Tokenizer(TokenizerParts(backend))
+
+
+def entries(text: str) -> list[TokenLogprobs]:
+    return [TokenLogprobs(i, -0.5, 1, ((i, -0.5), (0, -3.0))) for i in IDS.encode(text)]
+
+
+# ---- completions ----
+
+
+def test_a_text_goes_on() -> None:
+    answer, generates = ask(Script.of(" upon", " a", cached_tokens=2))
+    [choice] = choices_of(answer)
+    assert choice == {"index": 0, "text": " upon a", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert answer.json["object"] == "text_completion"
+    assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert generates.asked[0].prompt == "Once"
+    assert generates.asked[0].params.max_tokens is None
+
+
+@pytest.mark.parametrize(("prompt", "asked"), [([79, 80], [[79, 80]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])])
+def test_a_prompt_is_a_text_or_ids_or_several(prompt: Any, asked: Any) -> None:
+    answer, generates = ask(Script.of("x"), prompt=prompt)
+    assert len(choices_of(answer)) == len(asked)
+    assert [one.prompt for one in generates.asked] == asked
+
+
+def test_the_choices_of_several_prompts_are_counted_through() -> None:
+    def script(asked: Any) -> Script:
+        return Script([[event(f"{asked.prompt}{i}", index=i, finish="stop") for i in (0, 1)]])
+
+    answer, generates = ask(script, prompt=["a", "b"], n=2)
+    assert [(c["index"], c["text"]) for c in choices_of(answer)] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+    assert answer.json["usage"]["prompt_tokens"] == 2
+    assert all(generation.closed for generation in generates.generations)
+    streamed, _ = ask(script, prompt=["a", "b"], n=2, stream=True, stream_options={"include_usage": True})
+    *chunks, last = streamed.events()
+    told = sorted((chunk["choices"][0]["index"], chunk["choices"][0]["text"]) for chunk in chunks)
+    assert told == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
+
+
+def test_a_failure_of_one_prompt_ends_them_all() -> None:
+    def script(asked: Any) -> Script:
+        return Script([[event("x")]], error=ApiError(503, "died") if asked.prompt == "b" else None)
+
+    answer, generates = ask(script, prompt=["a", "b"])
+    assert answer.status == 503
+    assert all(generation.closed for generation in generates.generations)
+    streamed, generates = ask(script, prompt=["a", "b"], stream=True)
+    assert streamed.events(errors=True)[-1]["error"]["message"] == "died"
+    assert all(generation.closed for generation in generates.generations)
+
+
+def test_a_stream_of_text() -> None:
+    answer, _ = ask(Script.of(" upon", " a"), stream=True)
+    chunks = answer.events()
+    assert [c["choices"][0]["text"] for c in chunks] == [" upon", " a"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, "stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_logprobs_in_the_old_form() -> None:
+    script = Script([[event("ab", logprobs=entries("ab"))], [event("ü", logprobs=entries("ü"), finish="length")]])
+    answer, generates = ask(script, logprobs=1)
+    [choice] = choices_of(answer)
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][:2] == ["a", "b"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert logprobs["text_offset"] == [0, 1, 2, 2]  # both bytes of ü stand at 2
+    assert logprobs["top_logprobs"][0] == {"a": -0.5}
+    assert generates.asked[0].params.logprobs == 1
+    streamed = [c["choices"][0]["logprobs"]["text_offset"] for c in ask(script, logprobs=1, stream=True)[0].events()]
+    assert streamed == [[0, 1], [2, 2]]
+
+
+def test_an_echo_stands_before_the_answer() -> None:
+    answer, _ = ask(Script.of(" upon"), echo=True)
+    assert choices_of(answer)[0]["text"] == "Once upon"
+    chunks = ask(Script.of(" upon"), echo=True, stream=True)[0].events()
+    assert [c["choices"][0]["text"] for c in chunks] == ["Once", " upon"]
+    assert choices_of(ask(Script.of("!"), echo=True, prompt=IDS.encode("Hé"))[0])[0]["text"] == "Hé!"
+
+
+def test_an_echo_has_its_logprobs_too() -> None:
+    prompt = [None, *entries("nce")]
+    script = Script([[event(" u", logprobs=entries(" u"), finish="length")]], prompt_logprobs=prompt)
+    answer, generates = ask(script, echo=True, logprobs=1)
+    assert answer.status == 200
+    logprobs = answer.json["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == "Once u"
+    assert logprobs["token_logprobs"] == [None, *[-0.5] * 5]
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4, 5]
+    assert generates.asked[0].params.prompt_logprobs == 1
+    chunks = ask(script, echo=True, logprobs=1, stream=True)[0].events()
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_text_can_be_scored_without_an_answer() -> None:
+    script = Script([[event("x", logprobs=entries("x"), finish="length")]], prompt_logprobs=[None, *entries("nce")])
+    answer, generates = ask(script, echo=True, logprobs=0, max_tokens=0)
+    choice = answer.json["choices"][0]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("Once", ["O", "n", "c", "e"])
+    assert answer.json["usage"]["completion_tokens"] == 0
+    assert generates.asked[0].params.max_tokens == 1
+    assert refused("max_tokens", max_tokens=0)["code"] == "invalid_value"
+
+
+def test_the_best_of_several_is_the_likeliest_a_token() -> None:
+    def drawn(index: int, text: str, logprob: float) -> Any:
+        found = [TokenLogprobs(i, logprob, 1, ()) for i in IDS.encode(text)]
+        return event(text, index=index, logprobs=found, finish="length")
+
+    answer, generates = ask(Script([[drawn(0, "a", -1.0), drawn(1, "bbbb", -0.5), drawn(2, "c", -0.6)]]), best_of=3, n=2)
+    assert [choice["text"] for choice in choices_of(answer)] == ["bbbb", "c"]
+    assert all(choice["logprobs"] is None for choice in choices_of(answer))
+    assert generates.asked[0].params.n == 3
+    refused("best_of", best_of=2, n=3)
+    refused("best_of", best_of=2, stream=True)
+
+
+def test_prompt_logprobs_stand_in_their_choice() -> None:
+    answer, _ = ask(Script.of("x", prompt_logprobs=[None, *entries("nce")]), prompt_logprobs=0)
+    assert len(choices_of(answer)[0]["prompt_logprobs"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": ["a", 1]}),
+        ("prompt", {"prompt": [1.5]}),
+        ("prompt", {"prompt": [-1]}),
+        ("prompt", {"prompt": [2**31]}),
+        ("prompt", {"prompt": None}),
+        ("prompt", {"prompt": ["x"] * 513}),
+        ("prompt_embeds", {"prompt_embeds": "x"}),
+        ("logprobs", {"logprobs": 101}),
+        ("logprobs", {"logprobs": True}),
+        ("best_of", {"best_of": 129}),
+        ("echo", {"echo": "yes"}),
+        ("suffix", {"suffix": 5}),
+        ("stream_options", {"stream_options": {}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+    ],
+)
+def test_nonsense_is_refused(param: str, fields: dict[str, Any]) -> None:
+    refused(param, **fields)
+
+
+# ---- filling in ----
+
+
+def test_a_suffix_needs_tokens_for_it() -> None:
+    error = refused("suffix", suffix="end")
+    assert error["code"] == "unsupported"
+
+
+def test_a_suffix_becomes_the_models_own_prompt() -> None:
+    tokenizer = with_tokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    ids = [tokenizer.token_to_id(name) for name in ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")]
+    answer, generates = ask(Script.of("x"), FakeModels(tokenizer=tokenizer), prompt="ab", suffix="<|fim_middle|>")
+    choices_of(answer)
+    suffix = list(IDS.encode("<|fim_middle|>"))
+    assert generates.asked[0].prompt == [ids[0], *IDS.encode("ab"), ids[1], *suffix, ids[2]]
+    answer, generates = ask(Script.of("x"), FakeModels(tokenizer=tokenizer), prompt=[5, 6], suffix="c")
+    assert generates.asked[0].prompt == [ids[0], 5, 6, ids[1], *IDS.encode("c"), ids[2]]
+
+
+def test_families_that_put_the_suffix_first() -> None:
+    tokenizer = with_tokens("[PREFIX]", "[SUFFIX]")
+    prefix, suffix = tokenizer.token_to_id("[PREFIX]"), tokenizer.token_to_id("[SUFFIX]")
+    assert fill_in_the_middle(tokenizer, "a", "b") == [suffix, *IDS.encode("b"), prefix, *IDS.encode("a")]
+
+
+def test_infill_is_what_llama_server_answers() -> None:
+    tokenizer = with_tokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>")
+    pre, suf, mid, sep = (tokenizer.token_to_id(n) for n in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"))
+    fakes = FakeModels(tokenizer=tokenizer)
+    fields = {
+        "input_prefix": "a",
+        "input_suffix": "b",
+        "prompt": "c",
+        "input_extra": [{"filename": "f.py", "text": "x=1"}],
+        "n_predict": 7,
+        "samplers": ["top_k", "infill"],
+    }
+    answer, generates = ask(Script.of("mid", "dle"), fakes, "/infill", return_tokens=True, **fields)
+    assert answer.status == 200, answer.text
+    extra = [sep, *IDS.encode("f.py\nx=1"), sep]
+    assert generates.asked[0].prompt == [*extra, pre, *IDS.encode("a"), suf, *IDS.encode("b"), mid, *IDS.encode("c")]
+    assert generates.asked[0].params.max_tokens == 7
+    body = answer.json
+    assert (body["content"], body["stop"], body["stop_type"], body["tokens_predicted"]) == ("middle", True, "eos", 6)
+    assert body["tokens"] == list(b"middle")
+    streamed, _ = ask(Script.of("mid", "dle"), fakes, "/infill", stream=True, **fields)
+    pieces = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.removesuffix("\n\n").split("\n\n")]
+    assert [(piece["content"], piece["stop"]) for piece in pieces] == [("mid", False), ("dle", False), ("", True)]
+
+
+def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
+    tokenizer = with_tokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    script = Script([[event("a")], [event("b\n")], *[[event("c")] for _ in range(100_000)]])
+    answer, generates = ask(script, FakeModels(tokenizer=tokenizer), "/infill", t_max_predict_ms=1)
+    assert answer.json["stop_type"] == "limit"
+    assert answer.json["content"].startswith("ab\n")
+    assert not generates.generations[0].finished
+    assert generates.generations[0].closed
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [("n", {"n": 2}), ("n_predict", {"n_predict": 0}), ("n_predict", {"n_predict": -2}), ("input_extra", {"input_extra": ["x"]})],
+)
+def test_infill_refuses(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/infill", **fields)
+
+
+def test_infill_needs_tokens_for_it() -> None:
+    answer, _ = ask(path="/infill", input_prefix="a")
+    assert (answer.status, answer.json["error"]["code"]) == (400, "unsupported")
+
+
+# ---- embeddings ----
+
+
+def embed(**fields: Any) -> Answer:
+    answer: Answer = ask(path="/v1/embeddings", **fields)[0]
+    return answer
+
+
+@pytest.mark.parametrize(("given", "count"), [("abc", 1), ([1, 2, 3], 1), (["abc", "xyz"], 2), ([[1], [2, 3]], 2)])
+def test_each_text_has_a_vector(given: Any, count: int) -> None:
+    answer = embed(input=given, model="fake")
+    assert answer.status == 200, answer.text
+    openai_spec.check("CreateEmbeddingResponse", answer.json)
+    assert [entry["index"] for entry in answer.json["data"]] == list(range(count))
+    assert answer.json["data"][0]["embedding"] == [0.6, 0.8, 0.0, 0.0]
+    assert answer.json["usage"]["prompt_tokens"] == answer.json["usage"]["total_tokens"] > 0
+
+
+def test_vectors_can_come_as_base64() -> None:
+    data = embed(input="abc", encoding_format="base64").json["data"][0]["embedding"]
+    assert struct.unpack("<4f", base64.b64decode(data)) == pytest.approx((0.6, 0.8, 0, 0))
+
+
+def test_fewer_dimensions_are_of_length_one_again() -> None:
+    assert embed(input="abc", dimensions=1).json["data"][0]["embedding"] == [1.0]
+    two = embed(input="abc", dimensions=2).json["data"][0]["embedding"]
+    assert math.hypot(*two) == pytest.approx(1.0)
+    assert embed(input="abc", dimensions=5).json["error"]["param"] == "dimensions"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("input", {"input": ""}), ("input", {"input": []}), ("input", {"input": ["a", ""]}), ("input", {"input": [[]]}),
+        ("input", {"input": None}), ("input", {}), ("input", {"input": ["a"] * 2049}), ("input", {"input": [1, "a"]}),
+        ("dimensions", {"input": "a", "dimensions": 0}), ("encoding_format", {"input": "a", "encoding_format": "int8"}),
+        ("pooling", {"input": "a", "pooling": "max"}), ("normalize", {"input": "a", "normalize": False}),
+    ],
+)  # fmt: skip
+def test_embeddings_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/v1/embeddings", **fields)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+def test_documents_come_in_the_order_of_their_nearness(path: str) -> None:
+    answer, _ = ask(path=path, query="a", documents=["x1", {"text": "b"}, "x2"], top_n=2)
+    assert answer.status == 200, answer.text
+    first, second = answer.json["results"]
+    assert (first["index"], first["document"]) == (1, {"text": "b"})
+    assert first["relevance_score"] == pytest.approx(1.0)
+    assert (second["index"], second["relevance_score"]) == (0, pytest.approx(0.8))
+    assert "document" not in ask(path=path, query="a", documents=["b"], return_documents=False)[0].json["results"][0]
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("query", {"query": "", "documents": ["a"]}),
+        ("documents", {"query": "a", "documents": []}),
+        ("documents", {"query": "a", "documents": [""]}),
+        ("documents", {"query": "a", "documents": [{"title": "x"}]}),
+        ("top_n", {"query": "a", "documents": ["a"], "top_n": 0}),
+    ],
+)
+def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/v1/rerank", **fields)
+
+
+def test_no_route_knows_a_model_that_is_not_here() -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/infill", {}),
+    ):
+        answer = Door(FakeGenerates(), FakePool()).post(path, {"model": "gpt-9", **body})
+        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found"), path
