@@ -1,0 +1,346 @@
+"""The engine in a process of its own: the same answers as in process, whatever happens to its clients or to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nanovllm_cli
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.llm import LLM
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.engine_client import EngineClient
+from nanovllm_cli.server.engine_stream import EngineStream, joined
+from nanovllm_cli.server.messages import (
+    HEADER,
+    Abort,
+    Embed,
+    Generate,
+    Output,
+    Piece,
+    Start,
+    Step,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from nanovllm_cli.server.ports import EngineState
+
+TINY = Path(nanovllm_cli.__file__).parent / "assets" / "tiny"
+CONFIG = EngineConfig(num_blocks=512, threads=1)
+PROMPT = list(range(300, 340))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner) -> Iterator[EngineClient]:
+    client = EngineClient("tiny", Start(str(TINY), CONFIG))
+    runner.run(client.load())
+    yield client
+    runner.run(client.unload())
+
+
+async def collect(stream: EngineStream) -> Output:
+    whole: Output | None = None
+    async for output in stream:
+        whole = output if whole is None else joined(whole, output)
+    assert whole is not None
+    return whole
+
+
+async def baseline(engine: EngineClient, seconds: float = 20.0) -> None:
+    """Until nothing runs there. Fails where blocks stay taken."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        stats = engine.stats
+        if stats is not None and stats.running == stats.waiting == stats.used_blocks == 0 and not engine.num_running:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still there: {engine.stats}")
+
+
+async def until(condition: object, seconds: float = 60.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        await asyncio.sleep(0.02)
+
+
+# ---- messages ----
+
+MESSAGES = [
+    Start("/m", EngineConfig(cache_salt_secret=b"\0\xff"), "{{ x }}"),
+    Generate(2**40, [0, 5], SamplingParams(logit_bias={7: -1.5}, stop=("é",), seed=2**64 - 1, max_tokens=3), -4, "salt"),
+    Embed(3, [1], "cls"),
+    Abort(9),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_sent_is_what_arrives(message: Start | Generate | Embed | Abort) -> None:
+    data = encode(message)
+    assert HEADER.unpack(data[:4]) == (len(data) - 4,)
+    assert decode_to_engine(data[4:]) == message
+
+
+def test_steps_arrive_with_their_floats_to_the_bit() -> None:
+    logprobs = [TokenLogprobs(4, -0.1234567890123456789, 2, ((4, -1e-300), (5, float("-inf"))))]
+    output = Output(1, [Piece(0, "a\N{GRINNING FACE}", [4], logprobs, "stop", "x")], True, 16, 1, (0.1, 0.2, None))
+    from nanovllm_cli.engine.engine import EngineStats
+
+    step = Step([output], EngineStats(*range(10)))
+    assert decode_from_engine(encode(step)[4:]) == step
+
+
+def test_outputs_that_nobody_has_read_are_joined_in_order() -> None:
+    first = Output(1, [Piece(0, "a", [1], [TokenLogprobs(1, 0.0, 1, ())]), Piece(1, "x", [9])], False, 0)
+    second = Output(1, [Piece(1, "y", [8], None, "stop"), Piece(0, "b", [2], [TokenLogprobs(2, 0.0, 1, ())])], False, 3)
+    whole = joined(first, second)
+    assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in whole.pieces] == [
+        (0, "ab", [1, 2], None),
+        (1, "xy", [9, 8], "stop"),
+    ]
+    assert whole.pieces[0].logprobs is not None
+    assert [entry.token_id for entry in whole.pieces[0].logprobs] == [1, 2]
+    assert whole.num_cached_tokens == 3
+
+
+def test_a_stream_that_fails_gives_what_came_before(runner: asyncio.Runner) -> None:
+    async def scenario() -> None:
+        stream = EngineStream(lambda: None)
+        stream.feed(Output(1, [Piece(0, "a", [1])], False, 0))
+        stream.fail(ApiError(503, "gone"))
+        assert (await anext(stream)).pieces[0].text == "a"
+        with pytest.raises(ApiError, match="gone"):
+            await anext(stream)
+
+    runner.run(scenario())
+
+
+def test_abort_is_told_once_and_ends_the_reader(runner: asyncio.Runner) -> None:
+    async def scenario() -> None:
+        told: list[int] = []
+        stream = EngineStream(lambda: told.append(1))
+        reader = asyncio.create_task(collect_all(stream))
+        await asyncio.sleep(0)
+        stream.abort()
+        stream.abort()
+        stream.feed(Output(1, [Piece(0, "late", [1])], True, 0))
+        assert await reader == []
+        assert told == [1]
+
+    async def collect_all(stream: AsyncIterator[Output]) -> list[Output]:
+        return [output async for output in stream]
+
+    runner.run(scenario())
+
+
+# ---- answers ----
+
+
+def test_answers_are_those_of_the_engine_in_process(runner: asyncio.Runner, engine: EngineClient) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=7, n=2, logprobs=2, prompt_logprobs=1)
+    with LLM("tiny", config=CONFIG) as llm:
+        expected = llm.generate([PROMPT], params)[0]
+        vector = llm.embed([PROMPT])[0]
+
+    async def ask() -> Output:
+        return await collect(engine.generate(PROMPT, params))
+
+    found = runner.run(ask())
+    assert found.finished
+    for piece, answer in zip(sorted(found.pieces, key=lambda each: each.index), expected.outputs, strict=True):
+        assert (piece.text, tuple(piece.token_ids)) == (answer.text, answer.token_ids)
+        assert (piece.finish_reason, piece.stop_reason) == (answer.finish_reason, answer.stop_reason)
+        assert tuple(piece.logprobs or ()) == answer.logprobs
+    assert tuple(found.prompt_logprobs or ()) == expected.prompt_logprobs
+    assert list(runner.run(engine.embed(PROMPT, "mean"))) == pytest.approx(vector, rel=1e-6)
+
+
+def test_what_is_refused_says_why_and_hurts_nobody(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def scenario() -> None:
+        good = engine.generate(PROMPT, SamplingParams(max_tokens=8))
+        for prompt, params, status, code in [
+            ([1] * 9000, SamplingParams(), 400, "context_length_exceeded"),
+            ([], SamplingParams(), 400, None),
+            ([10**7], SamplingParams(), 400, None),
+            ([1], SamplingParams(stop_token_ids=(10**6,)), 400, None),
+        ]:
+            with pytest.raises(ApiError) as caught:
+                await collect(engine.generate(prompt, params))
+            assert (caught.value.status, caught.value.code) == (status, code)
+        with pytest.raises(ApiError):
+            await engine.embed([10**7], "mean")
+        assert (await collect(good)).finished
+        await baseline(engine)
+
+    runner.run(scenario())
+
+
+def test_aborted_at_any_time_everything_is_given_back(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def leave(after: int) -> None:
+        stream = engine.generate([*PROMPT, 400 + after], SamplingParams(max_tokens=500, ignore_eos=True, n=1 + after % 3))
+        for _ in range(after % 5):
+            await anext(stream)
+        stream.abort()
+
+    async def scenario() -> None:
+        await asyncio.gather(*[leave(after) for after in range(60)])
+        task = asyncio.create_task(engine.embed(PROMPT * 20, "mean"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await baseline(engine)
+
+    runner.run(scenario())
+
+
+def test_a_slow_reader_gets_everything_in_one_piece(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def scenario() -> list[Output]:
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+        await until(lambda: stream.ended)
+        return [output async for output in stream]
+
+    (output,) = runner.run(scenario())
+    assert len(output.pieces[0].token_ids) == 40
+
+
+# ---- deaths ----
+
+
+def test_killed_under_load_it_comes_back_and_leaves_nothing(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def one(seed: int) -> Output | ApiError:
+        try:
+            return await collect(engine.generate([*PROMPT, seed], SamplingParams(max_tokens=1500, ignore_eos=True)))
+        except ApiError as error:
+            return error
+
+    async def scenario() -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        old = engine.pid
+        assert old is not None
+        tasks = [asyncio.create_task(one(seed)) for seed in range(8)]
+        await until(lambda: engine.stats is not None and engine.stats.running == 8)
+        os.kill(old, signal.SIGKILL)
+        for outcome in await asyncio.gather(*tasks):
+            assert isinstance(outcome, ApiError)
+            assert (outcome.status, outcome.code) == (503, "engine_died")
+            assert outcome.retry_after is not None
+        assert engine.state is EngineState.RESTARTING
+        with pytest.raises(ApiError) as caught:
+            engine.generate(PROMPT, SamplingParams())
+        assert caught.value.status == 503
+        await until(lambda: engine.state is EngineState.READY)
+        assert engine.num_restarts == 1
+        assert (await collect(engine.generate(PROMPT, SamplingParams(max_tokens=3)))).finished
+        assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
+        assert len(set(os.listdir("/proc/self/fd"))) <= len(before)
+
+    runner.run(scenario())
+
+
+def test_without_its_server_it_ends(tmp_path: Path) -> None:
+    """The server is killed in the middle of an answer: no process stays."""
+    code = f"""
+        import asyncio
+        from nanovllm_cli.config import EngineConfig
+        from nanovllm_cli.sampling_params import SamplingParams
+        from nanovllm_cli.server.engine_client import EngineClient
+        from nanovllm_cli.server.messages import Start
+        async def main():
+            engine = EngineClient("tiny", Start({str(TINY)!r}, EngineConfig(num_blocks=512)))
+            await engine.load()
+            stream = engine.generate([5] * 9, SamplingParams(max_tokens=1900, ignore_eos=True))
+            await anext(stream)
+            print(engine.pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        child = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+        child.wait(timeout=30)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", HEADER.pack(3) + b"abc", HEADER.pack(1 << 29), encode(Abort(1))[:6], b""],
+    ids=["too long", "no message", "cut off", "cut off early", "closed"],
+)
+def test_what_is_no_message_ends_it(data: bytes) -> None:
+    from nanovllm_cli.server.channel import Channel
+
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        Channel(theirs).receive()
+        os._exit(7)
+    theirs.close()
+    ours.sendall(data)
+    ours.close()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_model_that_cannot_be_loaded_says_so_as_in_process(runner: asyncio.Runner, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def scenario(path: Path) -> NanovllmError:
+        engine = EngineClient("broken", Start(str(path), CONFIG))
+        with pytest.raises(NanovllmError) as caught:
+            await engine.load()
+        assert engine.state is EngineState.FAILED
+        assert engine.pid is None
+        return caught.value
+
+    assert isinstance(runner.run(scenario(tmp_path)), CheckpointError)
+
+
+def silent_for(engine: EngineClient, seconds: float) -> Sequence[EngineState]:
+    engine._heard -= seconds
+    return [engine.state]
+
+
+def test_busy_is_not_stuck_and_silence_is(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def scenario() -> None:
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
+        await anext(stream)
+        assert engine.state is EngineState.READY
+        pid = engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert silent_for(engine, 60.0) == [EngineState.READY]
+            assert silent_for(engine, 120.0) == [EngineState.STUCK]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await anext(stream)
+        await until(lambda: engine.state is EngineState.READY)
+        stream.abort()
+        await baseline(engine)
+        silent_for(engine, 10000.0)
+        assert engine.state is EngineState.READY  # nothing runs: nothing is expected
+
+    runner.run(scenario())
