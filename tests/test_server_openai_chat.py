@@ -501,7 +501,8 @@ def test_a_form_that_cannot_be_had_is_refused(fields: dict[str, Any], param: str
         ("messages", [{"role": "user", "content": 5}]), ("messages", [{"content": "x"}]), ("messages", [{"role": "alien"}]),
         ("stream", "yes"), ("stream_options", {"include_usage": True}), ("model", ""), ("model", 5), ("modalities", ["audio"]),
         ("chat_template_kwargs", [1]), ("mirostat", 2), ("verbosity", "low"), ("reasoning_effort", "huge"),
-        ("presence_penalty", 2.1),        ("bad_words", [""]), ("allowed_token_ids", []), ("dry_sequence_breakers", ["x"] * 17), ("parallel_tool_calls", "no"),
+        ("presence_penalty", 2.1),
+        ("bad_words", [""]), ("allowed_token_ids", []), ("dry_sequence_breakers", ["x"] * 17), ("parallel_tool_calls", "no"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_bounds_is_refused(field: str, value: Any) -> None:
