@@ -25,11 +25,11 @@ def check(name: str, value: Any) -> None:
 @cache
 def _validator(name: str) -> Any:
     jsonschema = pytest.importorskip("jsonschema")
-    return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": _components()})
+    return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components()})
 
 
 @cache
-def _components() -> Any:
+def components() -> Any:
     if not SPEC.exists():
         pytest.skip("OpenAI's API description is not here")
     return _with_nulls(json.loads(SPEC.read_text())["components"])

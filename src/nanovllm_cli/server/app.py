@@ -18,12 +18,14 @@ from starlette.responses import Response
 from nanovllm_cli import __version__
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server import (
+    routes_anthropic,
     routes_chat,
     routes_completions,
     routes_embeddings,
     routes_infill,
     routes_metrics,
     routes_own,
+    routes_responses,
 )
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
@@ -36,6 +38,8 @@ from nanovllm_cli.server.middleware import PUBLIC, Doors, Exchanges
 ROUTERS = (
     routes_chat.router,
     routes_completions.router,
+    routes_responses.router,
+    routes_anthropic.router,
     routes_embeddings.router,
     routes_infill.router,
     routes_own.router,

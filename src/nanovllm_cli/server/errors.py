@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.server.anthropic_errors import anthropic_form
 from nanovllm_cli.server.api_error import ApiError
 
 ErrorForm = Callable[[ApiError, str], Mapping[str, Any]]
@@ -37,7 +38,7 @@ def openai_form(error: ApiError, request_id: str) -> Mapping[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-FORMS: dict[str, ErrorForm] = {}
+FORMS: dict[str, ErrorForm] = {"/v1/messages": anthropic_form}
 """Prefixes of paths whose errors have another form."""
 
 

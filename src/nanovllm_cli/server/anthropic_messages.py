@@ -1,0 +1,183 @@
+"""Anthropic's messages as a conversation in OpenAI's form of chat messages.
+
+One message of theirs can be several of ours: results of tools become messages of the role `tool`, ahead of what the user says
+beside them. Turns of the same role that follow each other are one, as Anthropic reads them. `redacted_thinking` is skipped: it
+is encrypted, and nobody here can read it.
+
+The billing line. Claude Code begins `system` with a block `x-anthropic-billing-header: cc_version=…; cch=…;`, whose `cch` is
+another in each request, so that no prompt has a prefix in the cache. It is a header of HTTP that was put into the body, and says
+nothing to a model: a line at the beginning of `system` that begins so is not read to it. Every other text is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from nanovllm_cli.server.function_tools import MAX_TOOLS, Tool, check_names, function_tool
+from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.schemas_anthropic import MAX_MESSAGES
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+_MAX_BLOCKS = 4096
+_BETWEEN = "\n\n"
+
+ChatMessage = dict[str, Any]
+
+
+class _Turn(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+class _Thinking(msgspec.Struct):
+    thinking: str
+
+
+_ID = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+class _ToolUse(msgspec.Struct):
+    id: _ID
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    input: dict[str, Any]
+
+
+class _ToolResult(msgspec.Struct):
+    tool_use_id: _ID
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
+    """Raises ApiError 400, also for a result without its call. A last message of the assistant is to be continued."""
+    conversation = _Conversation()
+    if system is not None:
+        conversation.system(_without_billing(_texts(system, "system")))
+    for place, message in enumerate(listed(messages, "messages", MAX_MESSAGES)):
+        conversation.add(read(_Turn, message, f"messages[{place}]"), f"messages[{place}].content")
+    if not conversation.messages or conversation.messages[-1]["role"] == "system":
+        raise invalid("messages", "must hold at least one message of the user")
+    if conversation.messages[-1].get("tool_calls"):
+        raise invalid("messages", "the last message calls tools; send their results behind it")
+    return conversation.messages
+
+
+def chat_tools(tools: Any) -> list[Tool]:
+    """Raises ApiError 400; Anthropic's own tools (web_search_…, bash_…) are such a case: only its own models know them."""
+    found = []
+    for place, tool in enumerate(listed([] if tools is None else tools, "tools", MAX_TOOLS)):
+        path = f"tools[{place}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            raise unsupported(f"{path}.type", f"{shown(kind)} is not supported; give it as a tool with an input_schema")
+        given = read(_Tool, tool, path)
+        schema = given.input_schema
+        if given.input_examples:
+            schema = {**schema, "examples": given.input_examples}
+        found.append(function_tool(given.name, given.description, schema, bool(given.strict), path))
+    check_names(found)
+    return found
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._names: dict[str, str] = {}  # of tools, by the ids of their calls
+
+    def system(self, texts: Sequence[str]) -> None:
+        text = _BETWEEN.join(text for text in texts if text)
+        if text:
+            self._say("system", text)
+
+    def add(self, turn: _Turn, path: str) -> None:
+        if turn.role == "system":
+            self.system(_texts(turn.content, path))
+        elif isinstance(turn.content, str):
+            self._say(turn.role, turn.content)
+        elif turn.role == "user":
+            self._user(turn.content, path)
+        else:
+            self._assistant(turn.content, path)
+
+    def _user(self, blocks: Sequence[Any], path: str) -> None:
+        texts = []
+        for place, block in enumerate(listed(blocks, path, _MAX_BLOCKS)):
+            at = f"{path}[{place}]"
+            if kind_of(block, at) == "tool_result":
+                self._result(read(_ToolResult, block, at), at)
+            else:
+                texts.append(_text(block, at))
+        if texts:
+            self._say("user", _BETWEEN.join(texts))
+
+    def _result(self, result: _ToolResult, path: str) -> None:
+        name = self._names.get(result.tool_use_id)
+        if name is None:
+            raise invalid(f"{path}.tool_use_id", "no tool_use before it has this id")
+        text = "\n".join(_texts(result.content or "", f"{path}.content"))
+        if result.is_error and not text.lower().startswith(("error", "<tool_use_error>")):
+            text = f"Error: {text}"  # templates have no other way to say it
+        self.messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "name": name, "content": text})
+
+    def _assistant(self, blocks: Sequence[Any], path: str) -> None:
+        for place, block in enumerate(listed(blocks, path, _MAX_BLOCKS)):
+            at = f"{path}[{place}]"
+            kind = kind_of(block, at)
+            if kind == "tool_use":
+                self._call(read(_ToolUse, block, at))
+            elif kind == "thinking":
+                self._say("assistant", read(_Thinking, block, at).thinking, "reasoning_content")
+            elif kind != "redacted_thinking":
+                self._say("assistant", _text(block, at))
+
+    def _call(self, use: _ToolUse) -> None:
+        self._names[use.id] = use.name
+        function = {"name": use.name, "arguments": json_text(use.input)}
+        call = {"id": use.id, "type": "function", "function": function}
+        self._turn("assistant").setdefault("tool_calls", []).append(call)
+
+    def _say(self, role: str, text: str, field: str = "content") -> None:
+        turn = self._turn(role)
+        before = turn.get(field)
+        turn[field] = text if before is None else f"{before}{_BETWEEN}{text}"
+
+    def _turn(self, role: str) -> ChatMessage:
+        """The last message, if it is this role's, or a new one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": None})
+        return self.messages[-1]
+
+
+def _texts(content: Any, path: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(block, f"{path}[{place}]") for place, block in enumerate(listed(content, path, _MAX_BLOCKS))]
+
+
+def _text(block: Any, path: str) -> str:
+    kind = kind_of(block, path)
+    if kind != "text":
+        raise unsupported(f"{path}.type", f"{shown(kind)} is not supported here; this server reads text")
+    return read(_Text, block, path).text
+
+
+def _without_billing(texts: Sequence[str]) -> list[str]:
+    """Without the line that a client put before its instructions."""
+    if not texts or not texts[0].startswith(BILLING_HEADER):
+        return list(texts)
+    return [texts[0].partition("\n")[2], *texts[1:]]

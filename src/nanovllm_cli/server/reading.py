@@ -1,0 +1,62 @@
+"""Values out of a request's JSON by msgspec's types: for what is told apart by its `type`, where pydantic would describe one
+mistake once for every kind that it is not. Raises ApiError 400, which names the place."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from nanovllm_cli.server.api_error import ApiError
+
+T = TypeVar("T")
+
+_AT = " - at `$"
+_LONGEST = 200
+
+
+def read(kind: type[T], value: Any, path: str) -> T:
+    """The value as that type; unknown fields are let by."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text, _, rest = str(error).partition(_AT)
+        raise invalid(path + rest.rstrip("`"), text[:_LONGEST]) from None
+
+
+def kind_of(value: Any, path: str, default: str | None = None) -> str:
+    """The `type` of an object."""
+    if not isinstance(value, Mapping):
+        raise invalid(path, "must be an object")
+    kind = value.get("type", default)
+    if not isinstance(kind, str):
+        raise invalid(f"{path}.type", "must be there, and a string")
+    return kind
+
+
+def listed(value: Any, path: str, most: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise invalid(path, "must be a list")
+    if len(value) > most:
+        raise invalid(path, f"has {len(value)} entries, at most {most} are taken")
+    return value
+
+
+def json_text(value: Any) -> str:
+    """JSON of a value that came as JSON."""
+    return msgspec.json.encode(value).decode()
+
+
+def invalid(path: str, what: str) -> ApiError:
+    return ApiError(400, f"{path}: {what}", code="invalid_value", param=path)
+
+
+def unsupported(path: str, what: str) -> ApiError:
+    return ApiError(400, f"{path}: {what}", code="unsupported", param=path)
+
+
+def shown(value: Any) -> str:
+    """A client's value in an error: short, on one line."""
+    return reprlib.repr(value).replace("\n", " ")

@@ -1,0 +1,279 @@
+"""Items of /v1/responses: what a client sends, as the items that are kept and listed, and those as messages of a conversation.
+
+Kept items have OpenAI's form of a resource: an id, a type, and texts as lists of parts. Everything between two of the user's or
+tools' items (reasoning, texts, calls) is one turn of the assistant.
+
+`encrypted_content` of reasoning is how clients that keep conversations themselves (`store: false`) bring reasoning back. Here it
+is not encrypted, only opaque: PREFIX and base64 of the text. Somebody else's is skipped, since nobody here can read it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from nanovllm_cli.server.reading import invalid, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.schemas_responses import MAX_ITEMS
+
+Item = dict[str, Any]
+
+PREFIX = "nanovllm:"
+_MAX_PARTS = 4096
+_ID = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_NAME = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+# ---- what a client sends ----
+
+
+class _Part(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class _InputText(_Part, tag="input_text"):
+    text: str
+
+
+class _OutputText(_Part, tag="output_text"):
+    text: str
+
+
+class _PlainText(_Part, tag="text"):
+    text: str
+
+
+class _Refusal(_Part, tag="refusal"):
+    refusal: str
+
+
+class _InputImage(_Part, tag="input_image"):
+    pass
+
+
+class _InputFile(_Part, tag="input_file"):
+    pass
+
+
+class _InputAudio(_Part, tag="input_audio"):
+    pass
+
+
+_Parts = Annotated[
+    list[_InputText | _OutputText | _PlainText | _Refusal | _InputImage | _InputFile | _InputAudio],
+    msgspec.Meta(max_length=_MAX_PARTS),
+]
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | _Parts
+    id: _ID | None = None
+
+
+class _FunctionCall(msgspec.Struct):
+    call_id: _ID
+    name: _NAME
+    arguments: str
+    id: _ID | None = None
+
+
+class _FunctionCallOutput(msgspec.Struct):
+    call_id: _ID
+    output: str | _Parts
+    id: _ID | None = None
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+class _Reasoning(msgspec.Struct):
+    summary: Annotated[list[_Text], msgspec.Meta(max_length=_MAX_PARTS)] = []
+    content: Annotated[list[_Text], msgspec.Meta(max_length=_MAX_PARTS)] | None = None
+    encrypted_content: str | None = None
+    id: _ID | None = None
+
+
+class _Reference(msgspec.Struct):
+    id: _ID
+
+
+def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:
+    """The `input` of a request. find: a stored item by its id. Raises ApiError 400."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid("input", "must be a string or a list of items")
+    return [_read_item(item, f"input[{place}]", find) for place, item in enumerate(listed(value, "input", MAX_ITEMS))]
+
+
+def _read_item(value: Any, path: str, find: Callable[[str], Item | None]) -> Item:
+    kind = kind_of(value, path, default="message" if isinstance(value, Mapping) and "role" in value else None)
+    if kind == "item_reference":
+        found = find(read(_Reference, value, path).id)
+        if found is None:
+            raise invalid(f"{path}.id", "no such item is stored")
+        return found
+    if kind not in _KINDS:
+        raise unsupported(f"{path}.type", f"items of type {shown(kind)} are not supported")
+    return _KINDS[kind](value, path)
+
+
+def _message(value: Any, path: str) -> Item:
+    given = read(_Message, value, path)
+    parts = _text_parts(given.content, f"{path}.content")
+    if given.role == "assistant":
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in parts]
+    else:
+        content = [{"type": "input_text", "text": text} for text in parts]
+    item_id = given.id or new_id("msg")
+    return {"id": item_id, "type": "message", "role": given.role, "content": content, "status": "completed"}
+
+
+def _function_call(value: Any, path: str) -> Item:
+    given = read(_FunctionCall, value, path)
+    return {
+        "id": given.id or new_id("fc"),
+        "type": "function_call",
+        "call_id": given.call_id,
+        "name": given.name,
+        "arguments": given.arguments,
+        "status": "completed",
+    }
+
+
+def _function_call_output(value: Any, path: str) -> Item:
+    given = read(_FunctionCallOutput, value, path)
+    return {
+        "id": given.id or new_id("fco"),
+        "type": "function_call_output",
+        "call_id": given.call_id,
+        "output": "\n".join(_text_parts(given.output, f"{path}.output")),
+        "status": "completed",
+    }
+
+
+def _reasoning(value: Any, path: str) -> Item:
+    given = read(_Reasoning, value, path)
+    texts = [part.text for part in given.content or ()]
+    if not texts and given.encrypted_content is not None:
+        texts = opened(given.encrypted_content)
+    return {
+        "id": given.id or new_id("rs"),
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": part.text} for part in given.summary],
+        "content": [{"type": "reasoning_text", "text": text} for text in texts],
+        "status": "completed",
+    }
+
+
+_KINDS: dict[str, Callable[[Any, str], Item]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+}
+
+
+def _text_parts(content: str | Sequence[_Part], path: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    texts = []
+    for place, part in enumerate(content):
+        if isinstance(part, _InputText | _OutputText | _PlainText):
+            texts.append(part.text)
+        elif isinstance(part, _Refusal):
+            texts.append(part.refusal)
+        else:
+            kind = type(part).__struct_config__.tag
+            raise unsupported(f"{path}[{place}]", f"{kind} is not supported; this server reads text")
+    return texts
+
+
+def sealed(text: str) -> str:
+    """`encrypted_content` of a text."""
+    return PREFIX + base64.b64encode(text.encode()).decode()
+
+
+def opened(sealed_text: str) -> list[str]:
+    """The text, if it is one of ours."""
+    if not sealed_text.startswith(PREFIX):
+        return []
+    try:
+        return [base64.b64decode(sealed_text[len(PREFIX) :], validate=True).decode()]
+    except (binascii.Error, ValueError):
+        return []
+
+
+# ---- as messages ----
+
+
+def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
+    """The conversation, in OpenAI's form of chat messages. Instructions, and what system and developer say at its beginning, are
+    one message, since most templates take only one. Raises ApiError 400 for an output that answers no call."""
+    conversation = _Conversation()
+    if instructions is not None:
+        conversation.system(instructions)
+    for item in items:
+        conversation.add(item)
+    return conversation.messages
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}  # of functions, by the ids of their calls
+
+    def system(self, text: str, role: str = "system") -> None:
+        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": role if self.messages else "system", "content": text})
+
+    def add(self, item: Item) -> None:
+        if item["type"] == "function_call":
+            self._names[item["call_id"]] = item["name"]
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            self._turn().setdefault("tool_calls", []).append(call)
+        elif item["type"] == "reasoning":
+            text = "\n".join(part["text"] for part in item["content"])
+            if text:
+                _append(self._turn(), "reasoning_content", text)
+        elif item["type"] == "function_call_output":
+            self._output(item)
+        else:
+            text = "\n\n".join(part["text"] for part in item["content"])
+            if item["role"] == "assistant":
+                _append(self._turn(), "content", text)
+            elif item["role"] == "user":
+                self.messages.append({"role": "user", "content": text})
+            else:
+                self.system(text, item["role"])
+
+    def _output(self, item: Item) -> None:
+        call_id = item["call_id"]
+        if call_id not in self._names:
+            raise invalid("input", f"there is no function call {shown(call_id)} for this output")
+        name = self._names[call_id]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": item["output"]})
+
+    def _turn(self) -> dict[str, Any]:
+        """The assistant's, which is open."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+def _append(message: dict[str, Any], field: str, text: str) -> None:
+    before = message.get(field)
+    message[field] = text if before is None else f"{before}\n\n{text}"

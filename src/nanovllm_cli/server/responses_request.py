@@ -1,0 +1,185 @@
+"""What a request to /v1/responses asks of a conversation: its tools, the form of its answer, and what is sent back of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.function_tools import MAX_TOOLS, Tool, check_choice, check_names, function_tool, name_of
+from nanovllm_cli.server.ports import ServedModel, ToolChoice
+from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.reasoning_effort import effort_of, reads
+from nanovllm_cli.server.responses_items import new_id
+from nanovllm_cli.server.routes_chat import checked_form
+from nanovllm_cli.server.schemas_responses import InputTokensRequest, ResponsesRequest
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Allowed(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class _Schema(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ToolsAsked(NamedTuple):
+    """tools: those that may be called; choice: of them."""
+
+    tools: Sequence[Tool]
+    choice: ToolChoice
+
+
+def tools_of(body: InputTokensRequest) -> ToolsAsked:
+    """Raises ApiError 400."""
+    tools: list[Tool] = []
+    for place, tool in enumerate(listed([] if body.tools is None else body.tools, "tools", MAX_TOOLS)):
+        path = f"tools[{place}]"
+        if kind_of(tool, path) == "function":
+            given = read(_Function, tool, path)
+            tools.append(function_tool(given.name, given.description, given.parameters, bool(given.strict), path))
+    check_names(tools)
+    asked = _chosen(body.tool_choice, tools)
+    check_choice(asked.choice, asked.tools)
+    return asked
+
+
+def _chosen(choice: Any, tools: Sequence[Tool]) -> ToolsAsked:
+    if choice is None or choice in ("none", "auto", "required"):
+        return ToolsAsked(tools, choice or "auto")
+    kind = kind_of(choice, "tool_choice")
+    if kind == "function":
+        return ToolsAsked(tools, read(_Named, choice, "tool_choice").name)
+    if kind == "allowed_tools":
+        given = read(_Allowed, choice, "tool_choice")
+        wanted = {tool.get("name") for tool in given.tools if tool.get("type") == "function"}
+        return ToolsAsked([tool for tool in tools if name_of(tool) in wanted], given.mode)
+    raise unsupported("tool_choice.type", f"{shown(kind)} is not supported; functions are the only tools here")
+
+
+async def form_of(body: InputTokensRequest, context: ServerContext) -> Constraint | None:
+    """What the answer must look like, tried out. Raises ApiError 400."""
+    form = _text_format(body)
+    named = await checked_form(body, context) if isinstance(body, ResponsesRequest) else None
+    if form is not None and named is not None:
+        raise invalid("text.format", "an answer has one form, and another field says one too")
+    if form is not None:
+        try:
+            await context.pool.check(form)
+        except NanovllmError as error:
+            raise ApiError.of(error, "text.format") from None
+    return form or named
+
+
+def _text_format(body: InputTokensRequest) -> Constraint | None:
+    form = body.text.format if body.text is not None else None
+    if form is None:
+        return None
+    kind = kind_of(form, "text.format")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint("json_object")
+    if kind != "json_schema":
+        raise unsupported("text.format.type", f"{shown(kind)} is not one of text, json_object, json_schema")
+    schema = read(_Schema, form, "text.format").schema
+    try:
+        return Constraint("json_schema", json_text(schema))
+    except UsageError as error:
+        raise ApiError.of(error, "text.format.schema") from None
+
+
+class Style(NamedTuple):
+    """thinking: None leaves it to the template. variables: of the template."""
+
+    thinking: bool | None
+    variables: Mapping[str, Any]
+
+
+def style_of(body: InputTokensRequest, model: ServedModel) -> Style:
+    """What `reasoning` and `text.verbosity` mean with this model. Raises ApiError 400 for what it knows nothing of."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    thinking, variables = effort_of(effort, None, model, "reasoning.effort")
+    verbosity = body.text.verbosity if body.text is not None else None
+    if verbosity is not None and reads(model, "verbosity"):
+        return Style(thinking, {**variables, "verbosity": verbosity})
+    if verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", f"{model.id} knows no verbosity")
+    return Style(thinking, variables)
+
+
+def new_response(body: ResponsesRequest, asked: ToolsAsked, model: str, temperature: float, top_p: float) -> dict[str, Any]:
+    """The response before anything was generated. temperature, top_p: what is drawn with."""
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": temperature,
+        "text": _text(body),
+        "tool_choice": _shown_choice(asked),
+        "tools": [_shown_tool(tool) for tool in asked.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": top_p,
+        "truncation": "disabled",
+        **({} if body.user is None else {"user": body.user}),
+    }
+
+
+def _text(body: ResponsesRequest) -> dict[str, Any]:
+    form = body.text.format if body.text is not None else None
+    text: dict[str, Any] = {"format": {"type": form["type"] if form is not None else "text"}}
+    if text["format"]["type"] == "json_schema":
+        given = read(_Schema, form, "text.format")
+        text["format"] |= {"name": given.name, "schema": given.schema, "strict": True}
+    if body.text is not None and body.text.verbosity is not None:
+        text["verbosity"] = body.text.verbosity
+    return text
+
+
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    function: Mapping[str, Any] = tool["function"]
+    return {"type": "function", "description": None, **function}
+
+
+def _shown_choice(asked: ToolsAsked) -> Any:
+    named = asked.choice not in ("none", "auto", "required")
+    return {"type": "function", "name": asked.choice} if named else asked.choice

@@ -1,0 +1,210 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, as its packages and Claude Code use it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic_form
+from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
+from nanovllm_cli.server.anthropic_stream import MessageBuilder, StreamEvent
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.errors import JsonResponse
+from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.function_tools import check_choice
+from nanovllm_cli.server.ports import ChatAsked, ServedModel, ToolChoice
+from nanovllm_cli.server.reading import invalid, json_text, kind_of, read, shown, unsupported
+from nanovllm_cli.server.routing import answers, api_router
+from nanovllm_cli.server.schemas_anthropic import (
+    CountAnswer,
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+)
+from nanovllm_cli.server.sse import EventStream, named_frame, while_connected
+
+_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def router(context: ServerContext) -> APIRouter:
+    routes = api_router(AnthropicErrorAnswer)
+
+    @routes.post("/v1/messages", responses=answers(MessageAnswer, streams=True))
+    async def create_message(body: MessagesRequest, request: Request, exchange: CurrentExchange) -> Response:
+        _check_edits(body)
+        form = _form(body)
+        if form is not None:
+            await _check_form(form, context)
+        async with context.models.use(body.model) as model:
+            asked = _chat_asked(body, body.sampling(model.default_params), form, model)
+            builder = MessageBuilder(model.id, shows_thinking=_thinking(body).display != "omitted")
+        answering = _Answering(context, exchange, body, asked, builder)
+        if not body.stream:
+            return JsonResponse(await while_connected(request, answering.whole()))
+
+        def error_frame(error: ApiError) -> bytes:
+            return named_frame("error", anthropic_form(error, exchange.request_id))
+
+        settings = context.settings
+        return EventStream(
+            answering.frames(),
+            ping_seconds=settings.ping_seconds,
+            write_seconds=settings.write_seconds,
+            error_frames=error_frame,
+        )
+
+    @routes.post("/v1/messages/count_tokens", responses=answers(CountAnswer))
+    async def count_tokens(body: CountTokensRequest, exchange: CurrentExchange) -> Response:
+        _check_edits(body)
+        async with context.models.use(body.model) as model:
+            asked = _chat_asked(body, SamplingParams(), _form(body), model)
+            ids = await context.generates.encode_chat(body.model, asked)
+            exchange.count(model.id, len(ids))
+        return JsonResponse({"input_tokens": len(ids)})
+
+    return routes
+
+
+@dataclass
+class _Answering:
+    """One request on its way."""
+
+    context: ServerContext
+    exchange: Exchange
+    body: MessagesRequest
+    asked: ChatAsked
+    builder: MessageBuilder
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self._events()) as steps:
+            async for _ in steps:
+                pass
+        return self.builder.message
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events()) as steps:
+            async for events in steps:
+                yield b"".join([named_frame(event["type"], event) for event in events])
+
+    async def _events(self) -> AsyncGenerator[Sequence[StreamEvent], None]:
+        """Those of each step. Nothing is said before the engine has taken the request."""
+        begun = False
+        async with aclosing(
+            await self.context.generates.chat(self.body.model, self.asked, self.exchange.caller)
+        ) as generation:
+            self.exchange.follow(generation)
+            async for step in generation:
+                events = [] if begun else self.builder.begin(generation.usage)
+                begun = True
+                for event in step:
+                    events += self.builder.take(event)
+                if events:
+                    yield events
+            usage = generation.usage
+        yield [*([] if begun else self.builder.begin(usage)), *self.builder.complete(usage, self.body.max_tokens)]
+
+
+class _Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"] = "disabled"
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class _Edit(msgspec.Struct):
+    type: str
+
+
+class _Edits(msgspec.Struct):
+    edits: list[_Edit] = []
+
+
+class _JsonFormat(msgspec.Struct):
+    schema: dict[str, Any]
+
+
+def _chat_asked(
+    body: CountTokensRequest, params: SamplingParams, form: Constraint | None, model: ServedModel
+) -> ChatAsked:
+    messages = chat_messages(body.system, body.messages)
+    tools = chat_tools(body.tools)
+    choice = _choice(body)
+    check_choice(choice, tools)
+    thinking = _thinking(body)
+    effort = body.output_config.effort if body.output_config is not None else None
+    return ChatAsked(
+        messages,
+        params,
+        tools=tools,
+        tool_choice=choice,
+        parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        form=form,
+        template_kwargs={} if effort is None else {"reasoning_effort": effort},
+        thinking=None if thinking.type == "adaptive" else thinking.type == "enabled",
+        reasoning_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
+        continues=messages[-1]["role"] == "assistant",
+    )
+
+
+def _thinking(body: CountTokensRequest) -> _Thinking:
+    """Left out is disabled, as Anthropic has it; `adaptive` leaves it to the model."""
+    if body.thinking is None:
+        return _Thinking()
+    kind = kind_of(body.thinking, "thinking")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise unsupported("thinking.type", f"{shown(kind)} is not one of enabled, disabled, adaptive")
+    thinking = read(_Thinking, body.thinking, "thinking")
+    if kind == "enabled" and (thinking.budget_tokens is None or not 1 <= thinking.budget_tokens < 2**31):
+        raise invalid("thinking.budget_tokens", "must be a number of tokens, at least 1")
+    return thinking
+
+
+def _choice(body: CountTokensRequest) -> ToolChoice:
+    if body.tool_choice is None:
+        return "auto"
+    if body.tool_choice.type != "tool":
+        return _CHOICES[body.tool_choice.type]
+    if not body.tool_choice.name:
+        raise invalid("tool_choice.name", "must say which tool")
+    return body.tool_choice.name
+
+
+def _form(body: CountTokensRequest) -> Constraint | None:
+    """Of output_config.format, or output_format, which is its older name."""
+    asked = body.output_config.format if body.output_config is not None else None
+    path = "output_format" if asked is None else "output_config.format"
+    asked = body.output_format if asked is None else asked
+    if asked is None:
+        return None
+    if kind_of(asked, path) != "json_schema":
+        raise unsupported(f"{path}.type", "json_schema is the only one")
+    schema = read(_JsonFormat, asked, path).schema
+    try:
+        return Constraint("json_schema", json_text(schema))
+    except UsageError as error:
+        raise ApiError.of(error, f"{path}.schema") from None
+
+
+async def _check_form(form: Constraint, context: ServerContext) -> None:
+    try:
+        await context.pool.check(form)
+    except (UsageError, UnsupportedError) as error:
+        raise ApiError.of(error, "output_config.format") from None
+
+
+def _check_edits(body: CountTokensRequest) -> None:
+    """Which thinking of earlier turns is read is the template's decision, so that edits of it change nothing; others are
+    refused."""
+    if body.context_management is not None:
+        for edit in read(_Edits, body.context_management, "context_management").edits:
+            if not edit.type.startswith("clear_thinking_"):
+                raise unsupported("context_management.edits", f"{shown(edit.type)} is not supported; send what shall be read")

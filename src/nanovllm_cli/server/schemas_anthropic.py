@@ -1,0 +1,130 @@
+"""What /v1/messages takes, field by field. Content blocks are read by `anthropic_messages.py`.
+
+Harmless, and without effect: metadata, service_tier and speed; cache_control anywhere (prompts are cached by what is in them);
+the headers anthropic-version and anthropic-beta. What cannot be done is 400 by name. Fields that nobody knows are let by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.function_tools import MAX_TOOLS
+from nanovllm_cli.server.schemas_sampling import STRICT, Unsupported
+
+MAX_MESSAGES = 100_000
+
+_BLOCKS = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+}
+_CONTENT = {"anyOf": [{"type": "string"}, _BLOCKS]}
+_SYSTEM: dict[str, Any] = {
+    **_CONTENT,
+    "description": "Lines that begin with `x-anthropic-billing-header:` are not read to the model: they are a client's header, "
+    "differ in every request, and would keep every prompt out of the cache.",
+}
+_MESSAGES: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _CONTENT},
+        "required": ["role", "content"],
+    },
+}
+_TOOLS: dict[str, Any] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "input_schema": {"type": "object"}},
+        "required": ["name", "input_schema"],
+    },
+}
+_THINKING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["enabled", "disabled", "adaptive"]},
+        "budget_tokens": {"type": "integer", "minimum": 0},
+    },
+    "required": ["type"],
+}
+
+
+class _Model(BaseModel):
+    model_config = STRICT
+
+
+class ToolChoice(_Model):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Field(max_length=128)] | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(_Model):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[Any, WithJsonSchema({"type": "object", "properties": {"type": {"const": "json_schema"}}})] = None
+
+
+class CountTokensRequest(_Model):
+    """What makes the prompt."""
+
+    model: Annotated[str, Field(max_length=512)]
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
+    system: Annotated[Any, WithJsonSchema(_SYSTEM)] = None
+    tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Annotated[Any, WithJsonSchema(_THINKING)] = None
+    output_config: OutputConfig | None = None
+    output_format: Any = None
+    context_management: Any = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: Unsupported = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stream: bool | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)] | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """What is said of how to draw, over a model's defaults."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_tokens": self.max_tokens}
+        said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.stop_sequences is not None:
+            said["stop"] = tuple(self.stop_sequences)
+        return replace(defaults, **said)
+
+
+class UsageAnswer(BaseModel):
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class MessageAnswer(BaseModel):
+    """A message, as Anthropic's API has it."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    stop_sequence: str | None
+    usage: UsageAnswer
+
+
+class CountAnswer(BaseModel):
+    input_tokens: int

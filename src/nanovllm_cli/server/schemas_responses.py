@@ -1,0 +1,162 @@
+"""What /v1/responses takes, field by field. Items of the input are read by `responses_items.py`.
+
+Harmless, and without effect: metadata, user, safety_identifier and service_tier (sent back), prompt_cache_key and
+prompt_cache_retention (prompts are cached by what is in them), max_tool_calls (it counts hosted tools, and there are none),
+reasoning.summary (reasoning is sent in full, as reasoning_text), and what `include` lists of hosted tools. What cannot be done
+is 400 by name. Fields that nobody knows are let by.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from nanovllm_cli.server.function_tools import MAX_TOOLS
+from nanovllm_cli.server.schemas_sampling import STRICT, SamplingFields, Unsupported
+
+MAX_ITEMS = 16384
+
+Include = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Text = Annotated[str, Field(max_length=512)]
+
+_ITEMS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "maxItems": MAX_ITEMS,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {
+                        "enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"],
+                        "default": "message",
+                    }
+                },
+            },
+        },
+    ]
+}
+_TOOLS: dict[str, Any] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
+}
+_TOOL_CHOICE: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {"type": "object", "properties": {"type": {"enum": ["function", "allowed_tools"]}}, "required": ["type"]},
+    ]
+}
+_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "schema": {"type": "object"}},
+    "required": ["type"],
+}
+
+
+class _Model(BaseModel):
+    model_config = STRICT
+
+
+class ReasoningAsked(_Model):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextAsked(_Model):
+    format: Annotated[Any, WithJsonSchema(_FORMAT)] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class StreamOptions(_Model):
+    include_obfuscation: Literal[False] | None = None
+
+
+class InputTokensRequest(_Model):
+    """What makes the prompt."""
+
+    model: Text | None = None
+    input: Annotated[Any, WithJsonSchema(_ITEMS)] = None
+    instructions: str | None = None
+    previous_response_id: Text | None = None
+    tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextAsked | None = None
+    reasoning: ReasoningAsked | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: Unsupported = None
+
+
+class ResponsesRequest(SamplingFields, InputTokensRequest):
+    """POST /v1/responses; how to draw, beyond what OpenAI has, as in chat completions."""
+
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    prompt_logprobs: Unsupported = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    user: Text | None = None
+    safety_identifier: Annotated[str, Field(max_length=64)] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    service_tier: Text | None = None
+    background: Literal[False] | None = None
+    prompt: Unsupported = None
+    context_management: Unsupported = None
+    moderation: Unsupported = None
+
+
+class ResponseAnswer(BaseModel):
+    """A response, as OpenAI's specification has it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "failed", "in_progress", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None = None
+
+
+class InputTokensAnswer(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedAnswer(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemListAnswer(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str
+    last_id: str

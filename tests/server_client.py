@@ -1,0 +1,60 @@
+"""The server's application behind a client, without sockets: what it answers, and the named events of its streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from starlette.testclient import TestClient
+
+from nanovllm_cli.server.app import create_app
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.settings import ServeSettings
+from server_fakes import FakeGenerates, FakePool
+
+REQUEST_ID = "request-of-the-test"
+
+
+class StreamedEvent(NamedTuple):
+    name: str | None
+    data: Any
+
+
+class ServerClient:
+    """`generates` as its engine. key: the API key that it sends."""
+
+    def __init__(self, generates: FakeGenerates, **settings: Any) -> None:
+        self.generates, self.pool = generates, FakePool()
+        self.key: str | None = None
+        context = ServerContext(ServeSettings(**settings), generates.models, generates, self.pool)
+        self._http = TestClient(create_app(context), base_url="http://127.0.0.1:8080", raise_server_exceptions=False)
+
+    def post(self, path: str, body: Any, status: int = 200) -> Any:
+        """The answer's JSON."""
+        return self._answer("POST", path, status, json=body)
+
+    def get(self, path: str, status: int = 200) -> Any:
+        return self._answer("GET", path, status)
+
+    def delete(self, path: str, status: int = 200) -> Any:
+        return self._answer("DELETE", path, status)
+
+    def stream(self, path: str, body: Any) -> list[StreamedEvent]:
+        answer = self._http.post(path, json={**body, "stream": True}, headers=self._headers())
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        blocks = [block.split("\n") for block in answer.text.split("\n\n") if block and not block.startswith(":")]
+        events = []
+        for lines in blocks:
+            fields = dict(line.split(": ", 1) for line in lines)
+            events.append(StreamedEvent(fields.get("event"), json.loads(fields["data"])))
+        return events
+
+    def _answer(self, method: str, path: str, status: int, **more: Any) -> Any:
+        answer = self._http.request(method, path, headers=self._headers(), **more)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def _headers(self) -> dict[str, str]:
+        key = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        return {"x-request-id": REQUEST_ID, **key}

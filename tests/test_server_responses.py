@@ -1,0 +1,475 @@
+"""/v1/responses over scripted answers: what a request means, what is answered, and what is kept of it. Bodies are held against
+OpenAI's specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.ports import ChatAsked, Event
+from nanovllm_cli.server.responses_store import ResponseStore, StoredResponse
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.tool_calls import ToolCallDelta as Call
+from openai_spec import check
+from server_client import ServerClient
+from server_fakes import FakeGenerates, FakeModels, Script, event
+
+PATH = "/v1/responses"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a place",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    "strict": True,
+}
+CALL = [Call(0, "call_1", "get_weather", ""), Call(0, None, None, '{"place":'), Call(0, None, None, '"Rome"}')]
+REASONING_TEMPLATE = "{{ reasoning_effort }}{{ verbosity }}{{ messages[0].content }}"
+
+
+def client(script: Any = None, **models: Any) -> ServerClient:
+    return ServerClient(FakeGenerates(script, FakeModels(**models)))
+
+
+def asked_for(body: dict[str, Any], **models: Any) -> ChatAsked:
+    """What the engine is asked for."""
+    served = client(**models)
+    served.post(PATH, body)
+    asked = served.generates.asked[-1]
+    assert isinstance(asked, ChatAsked)
+    return asked
+
+
+def called() -> Script:
+    return Script([[event(reasoning="Look it up.")], [event(calls=CALL, finish="tool_calls")]])
+
+
+# ---- what is answered ----
+
+
+def test_an_answer_is_a_message_in_a_response() -> None:
+    response = client(Script.of("Hello", " there", cached_tokens=3)).post(PATH, {"model": "fake", "input": "hi"})
+    check("Response", response)
+    (message,) = response["output"]
+    assert (message["role"], message["content"][0]["text"]) == ("assistant", "Hello there")
+    assert (response["status"], response["incomplete_details"], response["model"]) == ("completed", None, "fake")
+    assert response["usage"] == {
+        "input_tokens": 6,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 11,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 17,
+    }
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    script = Script([[event(reasoning="Hm.")], [event("Let me look.")], [event(calls=CALL)], [event(finish="tool_calls")]])
+    response = client(script).post(PATH, {"input": "hi", "tools": [WEATHER]})
+    check("Response", response)
+    reasoning, message, call = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "Let me look."
+    assert (call["call_id"], call["name"], call["arguments"]) == ("call_1", "get_weather", '{"place":"Rome"}')
+    assert {item["status"] for item in response["output"]} == {"completed"}
+
+
+def test_calls_side_by_side_are_two_items() -> None:
+    calls = [Call(0, "call_1", "get_weather", "{}"), Call(1, "call_2", "get_weather", '{"place":1}')]
+    response = client(Script([[event(calls=calls, finish="tool_calls")]])).post(PATH, {"input": "x", "tools": [WEATHER]})
+    assert [(i["call_id"], i["arguments"]) for i in response["output"]] == [("call_1", "{}"), ("call_2", '{"place":1}')]
+
+
+def test_an_answer_that_was_cut_off_is_incomplete() -> None:
+    response = client(Script.of("Once", finish="length")).post(PATH, {"input": "hi", "max_output_tokens": 16})
+    check("Response", response)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete"
+
+
+def test_an_answer_without_a_word_has_a_message() -> None:
+    response = client(Script.of("")).post(PATH, {"input": "hi"})
+    assert response["output"][0]["content"][0]["text"] == ""
+
+
+def test_settings_are_sent_back() -> None:
+    body = {
+        "input": "hi", "instructions": "Be brief.", "temperature": 0.5, "top_p": 0.25, "max_output_tokens": 99,
+        "metadata": {"a": "b"}, "user": "u", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"},
+        "parallel_tool_calls": False, "safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto",
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+        "truncation": "disabled",
+    }  # fmt: skip
+    response = client().post(PATH, body)
+    check("Response", response)
+    sent_back = {name: value for name, value in body.items() if name not in ("input", "service_tier")}
+    assert {name: response[name] for name in sent_back} == sent_back
+
+
+def test_what_is_drawn_with_by_default_is_said() -> None:
+    response = client(default_params=SamplingParams(temperature=0.7, top_p=0.8)).post(PATH, {"input": "hi"})
+    assert (response["temperature"], response["top_p"]) == (0.7, 0.8)
+
+
+def test_logprobs_are_those_of_the_text() -> None:
+    def step(drawn: str, content: str, **more: Any) -> list[Event]:
+        ids = byte_tokenizer().encode(drawn)
+        logprobs = [TokenLogprobs(i, -0.5, 1, ((i, -0.5), (0, -2.0))) for i in ids]
+        return [event(content, text=drawn, token_ids=ids, logprobs=logprobs, **more)]
+
+    script = Script([step("<t>hm", "", reasoning="hm"), step("</t>", ""), step("He", "He"), step("y", "y", finish="stop")])
+    served = client(script)
+    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    response = served.post(PATH, body)
+    check("Response", response)
+    entries = response["output"][1]["content"][0]["logprobs"]
+    assert [(entry["token"], entry["logprob"]) for entry in entries] == [("H", -0.5), ("e", -0.5), ("y", -0.5)]
+    assert entries[0]["top_logprobs"] == [{"token": "H", "logprob": -0.5, "bytes": [72]}]
+    streamed = [e.data for e in served.stream(PATH, body) if e.name == "response.output_text.delta"]
+    assert [entry for delta in streamed for entry in delta["logprobs"]] == entries
+
+
+# ---- what is asked for ----
+
+
+def test_items_become_a_conversation() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Use tools."}]},
+        {"role": "user", "content": "Weather in Rome?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Look."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"place":"Rome"}'},
+        {"type": "function_call", "call_id": "c2", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "none"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "sunny"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "And"}, {"type": "input_text", "text": "Oslo?"}]},
+    ]
+
+    def call(call_id: str, arguments: str) -> dict[str, Any]:
+        return {"id": call_id, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+
+    assert list(asked_for({"input": items, "instructions": "Be brief."}).messages) == [
+        {"role": "system", "content": "Be brief.\n\nUse tools."},
+        {"role": "user", "content": "Weather in Rome?"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Look.",
+            "tool_calls": [call("c1", '{"place":"Rome"}'), call("c2", "{}")],
+        },
+        {"role": "tool", "tool_call_id": "c2", "name": "get_weather", "content": "none"},
+        {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "sunny"},
+        {"role": "user", "content": "And\n\nOslo?"},
+    ]
+
+
+def test_instructions_in_mid_conversation_stay_where_they_are() -> None:
+    items = [{"role": "user", "content": "a"}, {"role": "developer", "content": "b"}, {"role": "user", "content": "c"}]
+    assert [m["role"] for m in asked_for({"input": items}).messages] == ["user", "developer", "user"]
+
+
+def test_only_functions_are_tools() -> None:
+    tools = [{"type": "local_shell"}, WEATHER, {"type": "web_search"}, {"type": "custom", "name": "x"}]
+    asked = asked_for({"input": "hi", "tools": tools})
+    function = {key: value for key, value in WEATHER.items() if key != "type"}
+    assert list(asked.tools) == [{"type": "function", "function": function}]
+    assert (asked.tool_choice, asked.parallel) == ("auto", True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "left"),
+    [
+        ("none", "none", ["get_weather", "other"]),
+        ("required", "required", ["get_weather", "other"]),
+        ({"type": "function", "name": "other"}, "other", ["get_weather", "other"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}, "required", ["other"]),
+    ],
+)
+def test_tool_choice(choice: Any, expected: str, left: list[str]) -> None:
+    tools = [WEATHER, {"type": "function", "name": "other"}]
+    asked = asked_for({"input": "hi", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False})
+    assert (asked.tool_choice, asked.parallel) == (expected, False)
+    assert [tool["function"]["name"] for tool in asked.tools] == left
+
+
+def test_a_format_is_a_constraint_and_is_tried_out() -> None:
+    served = client()
+    served.post(PATH, {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}})
+    served.post(PATH, {"input": "x", "text": {"format": {"type": "json_object"}}})
+    served.post(PATH, {"input": "x", "text": {"format": {"type": "text"}}})
+    forms = [Constraint("json_schema", '{"type":"object"}'), Constraint("json_object")]
+    assert [asked.form for asked in served.generates.asked] == [*forms, None]
+    assert served.pool.checked == forms
+
+
+def test_how_to_draw_reaches_the_engine() -> None:
+    body = {"input": "x", "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7, "top_k": 3, "seed": 5, "stop": ["\n"]}
+    params = asked_for({**body, "cache_salt": "s", "priority": 0}).params
+    assert (params.temperature, params.top_p, params.max_tokens, params.top_k, params.seed) == (0.25, 0.5, 7, 3, 5)
+    assert params.stop == ("\n",)
+
+
+def test_effort_and_verbosity_are_the_templates() -> None:
+    body = {"input": "x", "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+    assert asked_for(body, template=REASONING_TEMPLATE).template_kwargs == {"reasoning_effort": "low", "verbosity": "low"}
+    assert asked_for({"input": "x", "reasoning": {"effort": "low"}}, thinking_switch="enable_thinking").thinking is True
+    assert asked_for({"input": "x", "reasoning": {"effort": "none"}}, thinking_switch="enable_thinking").thinking is False
+    assert asked_for({"input": "x", "reasoning": {"summary": "auto"}}).thinking is None
+
+
+def test_counting_is_of_the_same_prompt() -> None:
+    served = client()
+    response = served.post(PATH, {"input": "hello", "instructions": "Be brief."})
+    counted = served.post(f"{PATH}/input_tokens", {"input": "hello", "instructions": "Be brief."})
+    check("TokenCountsResource", counted)
+    assert counted["input_tokens"] == response["usage"]["input_tokens"]
+
+
+# ---- what is kept ----
+
+
+def test_a_conversation_goes_on_from_a_response() -> None:
+    served = client(called())
+    first = served.post(PATH, {"input": "Weather?", "tools": [WEATHER], "instructions": "One."})
+    served.generates.script = Script.of("Sunny.")
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "sun"}
+    second = served.post(PATH, {"input": [output], "previous_response_id": first["id"], "tools": [WEATHER]})
+    served.post(PATH, {"input": "Thanks", "previous_response_id": second["id"], "instructions": "Three."})
+    messages = served.generates.asked[-1].messages
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert messages[0]["content"] == "Three."  # instructions are of one request
+    assert messages[2]["reasoning_content"] == "Look it up."
+    assert messages[2]["tool_calls"][0]["id"] == "call_1"
+    assert messages[4]["content"] == "Sunny."
+    assert second["previous_response_id"] == first["id"]
+
+
+def test_a_kept_response_can_be_read_and_deleted() -> None:
+    served = client()
+    response = served.post(PATH, {"input": "hi"})
+    path = f"{PATH}/{response['id']}"
+    assert served.get(path) == response
+    assert served.delete(path) == {"id": response["id"], "object": "response", "deleted": True}
+    assert served.get(path, status=404)["error"]["code"] == "response_not_found"
+    served.delete(path, status=404)
+    body = {"input": "x", "previous_response_id": response["id"]}
+    assert served.post(PATH, body, status=400)["error"]["code"] == "previous_response_not_found"
+
+
+def test_input_items_are_listed_in_pages() -> None:
+    served = client()
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    items = [said[0], call, output, *said[1:]]
+    path = f"{PATH}/{served.post(PATH, {'input': items})['id']}/input_items"
+    whole = served.get(f"{path}?order=asc")
+    check("ResponseItemList", whole)
+    kinds = [item["type"] for item in whole["data"]]
+    assert kinds == ["message", "function_call", "function_call_output", "message", "message"]
+    assert served.get(path)["data"] == whole["data"][::-1]
+    page = served.get(f"{path}?order=asc&limit=2&after={whole['first_id']}")
+    assert (page["data"], page["has_more"]) == (whole["data"][1:3], True)
+    assert served.get(f"{path}?limit=0", status=400)["error"]["param"] == "limit"
+    assert served.get(f"{path}?after=nothing", status=400)["error"]["param"] == "after"
+
+
+def test_a_stored_item_can_be_named() -> None:
+    served = client()
+    item = served.post(PATH, {"input": "hi"})["output"][0]
+    reference = {"type": "item_reference", "id": item["id"]}
+    served.post(PATH, {"input": [reference, {"role": "user", "content": "go on"}]})
+    assert served.generates.asked[-1].messages[0] == {"role": "assistant", "content": "Hello there"}
+
+
+def test_nothing_is_kept_without_store() -> None:
+    served = client()
+    response = served.post(PATH, {"input": "hi", "store": False})
+    served.get(f"{PATH}/{response['id']}", status=404)
+    reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+    assert served.post(PATH, {"input": [reference]}, status=400)["error"]["param"] == "input[0].id"
+
+
+def test_api_keys_do_not_see_each_others_responses() -> None:
+    served = ServerClient(FakeGenerates(), api_keys=("key-of-one", "key-of-two"))
+    served.key = "key-of-one"
+    response = served.post(PATH, {"input": "hi"})
+    served.key = "key-of-two"
+    served.get(f"{PATH}/{response['id']}", status=404)
+    served.delete(f"{PATH}/{response['id']}", status=404)
+    served.post(PATH, {"input": "x", "previous_response_id": response["id"]}, status=400)
+    served.post(PATH, {"input": [{"type": "item_reference", "id": response["output"][0]["id"]}]}, status=400)
+    served.key = "key-of-one"
+    served.get(f"{PATH}/{response['id']}")
+
+
+def kept(name: str, size: int, previous: str | None = None) -> StoredResponse:
+    return StoredResponse(name, b"x" * size, [{"id": f"item of {name}"}], 1, previous)
+
+
+def test_the_store_forgets_what_was_used_least_recently() -> None:
+    size = kept("a", 100).size
+    store = ResponseStore(max_bytes=3 * size, max_responses=10)
+    for name in ("a", "b", "c"):
+        store.put(None, kept(name, 100))
+    assert store.get(None, "a") is not None
+    store.put(None, kept("d", 100))
+    assert [name for name in "abcd" if store.get(None, name)] == ["a", "c", "d"]
+    assert (store.num_bytes, store.item(None, "item of b")) == (3 * size, None)
+    store.put(None, kept("huge", 4 * size))
+    assert (len(store), store.get(None, "huge")) == (3, None)
+
+
+def test_the_store_counts_responses() -> None:
+    store = ResponseStore(max_bytes=1 << 20, max_responses=2)
+    for name in ("a", "b", "c"):
+        store.put(None, kept(name, 1))
+    assert [name for name in "abc" if store.get(None, name)] == ["b", "c"]
+
+
+def test_a_conversation_whose_beginning_is_gone_is_gone() -> None:
+    store = ResponseStore()
+    store.put(None, kept("a", 1))
+    store.put(None, kept("b", 1, "a"))
+    assert store.conversation(None, "b") == [{"id": "item of a"}, {"id": "item of b"}]
+    store.delete(None, "a")
+    assert store.conversation(None, "b") is None
+
+
+# ---- reasoning that clients keep ----
+
+
+def test_reasoning_comes_back_as_it_was_sealed() -> None:
+    served = client(called())
+    body = {"input": "Weather?", "tools": [WEATHER], "store": False, "include": ["reasoning.encrypted_content"]}
+    first = served.post(PATH, body)
+    check("Response", first)
+    sealed = [dict(item) for item in first["output"]]
+    del sealed[0]["content"]  # Codex sends it back without
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "sun"}
+    served.post(PATH, {"input": [{"role": "user", "content": "Weather?"}, *sealed, output]})
+    assert served.generates.asked[-1].messages[1]["reasoning_content"] == "Look it up."
+
+
+@pytest.mark.parametrize("sealed", ["gAAAAABsomebody-elses", "nanovllm:", "nanovllm:%%%", "nanovllm:/w=="])
+def test_sealed_reasoning_of_others_is_skipped(sealed: str) -> None:
+    items = [{"role": "user", "content": "a"}, {"type": "reasoning", "summary": [], "encrypted_content": sealed}]
+    asked = asked_for({"input": [*items, {"role": "assistant", "content": "b"}]})
+    assert "reasoning_content" not in asked.messages[1]
+
+
+# ---- bad input ----
+
+
+def message(*parts: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": list(parts)}]}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": None}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [5]}, "input[0]"),
+    ({"input": ["x"]}, "input[0]"),
+    ({"input": [{}]}, "input[0].type"),
+    ({"input": [{"type": 5}]}, "input[0].type"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
+    (message({"type": "input_image", "image_url": "http://127.0.0.1/"}), "input[0].content[0]"),
+    (message({"type": "input_text", "text": "a"}, {"type": "input_file", "file_id": "f"}), "input[0].content[1]"),
+    (message({"type": "video"}), "input[0].content[0].type"),
+    (message({"type": "input_text", "text": 5}), "input[0].content[0].text"),
+    ({"input": [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]}, "input"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": ""}]}, "input[0].call_id"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+    ({"input": [{"role": "user", "content": ""}] * 16385}, "input"),
+    ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "conversation": "c"}, "conversation"),
+    ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
+    ({"input": "x", "context_management": [{"type": "compaction"}]}, "context_management"),
+    ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x", "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"input": "x", "n": 2}, "n"),
+    ({"input": "x", "temperature": 2.5}, "temperature"),
+    ({"input": "x", "temperature": "hot"}, "temperature"),
+    ({"input": "x", "top_p": -0.1}, "top_p"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": 2**63}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": True}, "max_output_tokens"),
+    ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
+    ({"input": "x", "include": ["everything"]}, "include[0]"),
+    ({"input": "x", "metadata": {"k": 5}}, "metadata.k"),
+    ({"input": "x", "metadata": {str(i): "v" for i in range(17)}}, "metadata"),
+    ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),  # this model knows none
+    ({"input": "x", "text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": 5}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"x": "refuse"}}}}, "text.format"),
+    (
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"x": "y" * 300_000}}}},
+        "text.format.schema",
+    ),
+    ({"input": "x", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
+    ({"input": "x", "tools": {}}, "tools"),
+    ({"input": "x", "tools": [5]}, "tools[0]"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
+    ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"input": "x", "tools": [{"type": "function", "name": "auto"}]}, "tools[0].name"),
+    ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
+    ({"input": "x", "tools": [WEATHER, WEATHER]}, "tools"),
+    ({"input": "x", "tools": [{"type": "web_search"}] * 513}, "tools"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"input": "x", "tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice"),
+    ({"input": "x", "tools": [WEATHER], "top_logprobs": 1}, "include"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_input_client() -> ServerClient:
+    return client()
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
+def test_bad_input_is_named(bad_input_client: ServerClient, body: dict[str, Any], param: str) -> None:
+    for path in (PATH, f"{PATH}/input_tokens") if param.startswith("input") else (PATH,):
+        error = bad_input_client.post(path, body, status=400)["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+        assert len(error["message"]) < 400
+    assert not bad_input_client.generates.asked
+
+
+def test_unknown_fields_are_let_by() -> None:
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "x", "news": 1}], "phase": "commentary"}]
+    client().post(PATH, {"input": items, "client_metadata": {"x": 1}, "max_tool_calls": 3, "tools": [{**WEATHER, "defer": 1}]})
+
+
+def test_numbers_of_any_size_pass_through_schemas() -> None:
+    tool = {**WEATHER, "parameters": {"type": "object", "properties": {"n": {"maximum": 10**30}}}}
+    assert client().post(PATH, {"input": "x", "tools": [tool]})["tools"][0]["parameters"] == tool["parameters"]
+
+
+def test_a_refusal_is_an_http_error() -> None:
+    refuses = ApiError(400, "the prompt has 9 tokens", code="context_length_exceeded", param="messages")
+    served = client(Script([], refuses=refuses))
+    for more in ({}, {"stream": True}):
+        answer = served.post(PATH, {"input": "x", **more}, status=400)
+        check("ErrorResponse", answer)
+        assert answer["error"]["code"] == "context_length_exceeded"
+    assert served.post(PATH, {"input": "x", "model": "unknown"}, status=404)["error"]["code"] == "model_not_found"
+
+
+def test_a_failure_in_the_middle_is_an_http_error_without_a_stream() -> None:
+    served = client(Script([[event("Hel")]], error=ApiError(500, "the engine died")))
+    assert served.post(PATH, {"input": "x"}, status=500)["error"]["message"] == "the engine died"
+    assert all(generation.closed for generation in served.generates.generations)
