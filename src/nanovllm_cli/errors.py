@@ -12,6 +12,7 @@
     ├── DownloadError                 exit 1   the network, or the hub, failed
     ├── SessionError                  exit 1   a saved conversation is damaged, foreign or in use
     ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
+    ├── BusyError                     exit 1   more is asked at once than there is room for; later it may be done
     └── RequestError                  exit 1   one request failed while it ran (NaN logits, a failing constraint)
 
 Each carries one line of what went wrong (its message) and, where something can be done, one line of what to do
@@ -92,6 +93,10 @@ class SessionError(NanovllmError):
 
 class OutputError(NanovllmError):
     """The answer could not be written where it was asked for."""
+
+
+class BusyError(NanovllmError):
+    """More is asked at once than there is room for; the same may be done later."""
 
 
 class RequestError(NanovllmError):

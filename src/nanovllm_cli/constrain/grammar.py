@@ -8,6 +8,7 @@ for as long as it may.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import llguidance
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
-from nanovllm_cli.constrain.vocabulary import Vocabulary
+from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 
@@ -40,6 +41,9 @@ _NAMES = {
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _BRACKETS = re.compile(rf"\\.|{_STRING}|[\[\](){{}}]")
 _REGEX_BRACKETS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\\[]|\\.)*\]|[\[\](){}]")
+_SPECIAL_TOKEN = re.compile(r"<[^<>\s\[\]\"]{1,100}>")
+_SPECIAL_RANGE = re.compile(r"<\[[\d,-]+\]>")
+_MAX_NAMES = 1000
 _MAX_REASON = 200
 
 
@@ -58,6 +62,19 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     if matcher.is_error():
         raise UsageError(f"{name} can't be used: {_reason(matcher.get_error())}", _hint(constraint))
     return matcher
+
+
+def check(constraint: Constraint) -> None:
+    """Raises UsageError for what `compiled` would refuse in every vocabulary. Special tokens that it names are taken to be there."""
+    if constraint.kind == "lark":
+        names = sorted(set(_SPECIAL_TOKEN.findall(constraint.text)))[:_MAX_NAMES]
+        anyway = Constraint("lark", _SPECIAL_RANGE.sub("<[0]>", constraint.text))
+        compiled(anyway, byte_vocabulary(names))
+    else:
+        compiled(constraint, _byte_vocabulary())
+
+
+_byte_vocabulary = functools.cache(byte_vocabulary)
 
 
 def grammar_of(constraint: Constraint) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import llguidance
 import numpy as np
@@ -13,8 +13,7 @@ from nanovllm_cli.constrain.vocabulary import Words
 
 
 class MaskThread:
-    """start() before the model runs, mask() after it. What is started runs in order, so that a step which failed, and was started
-    again, never has two at the same matcher."""
+    """start() before the model runs, mask() after it."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "masks")
@@ -24,6 +23,8 @@ class MaskThread:
 
     def start(self, guides: Mapping[int, Guide]) -> None:
         """guides: by sequence id."""
+        if self._running is not None:  # of a step that failed: its matchers are still in use
+            wait([self._running])
         self._rows, self._running = {}, None
         asking = {seq_id: guide.matcher.inner for seq_id, guide in guides.items() if guide.matcher and guide.asks_matcher}
         if not asking:

@@ -109,6 +109,8 @@ class _Wrapped:
         return b"".join([self.tokens[i] for i in ids])
 
 
-def byte_vocabulary() -> Vocabulary:
-    """A token for every byte: enough to see whether a grammar compiles, where no model is at hand."""
-    return Vocabulary([bytes([i]) for i in range(256)], (), lambda text: list(text.encode()))
+def byte_vocabulary(names: Collection[str] = ()) -> Vocabulary:
+    """A token for every byte, and special ones of these names: enough to see whether a grammar compiles where no model is at
+    hand."""
+    tokens = [*(bytes([i]) for i in range(256)), *(name.encode() for name in names)]
+    return Vocabulary(tokens, range(256, len(tokens)), lambda text: list(text.encode()))

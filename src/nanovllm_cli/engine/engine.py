@@ -297,6 +297,7 @@ class Engine:
         finished = all(output.finish_reason is not None for output in outputs)
         if finished:
             del self._live[request.request_id]
+            request.prepared = None
         prompt_logprobs = None if request.wants_prompt_logprobs else request.prompt_logprobs
         return RequestOutput(
             request.request_id,

@@ -3,7 +3,7 @@ the route's; texts are ours, never a library's or the system's."""
 
 from __future__ import annotations
 
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.errors import BusyError, NanovllmError, PromptTooLongError, UnsupportedError, UsageError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -62,4 +62,6 @@ class ApiError(Exception):
             code = "unsupported" if isinstance(error, UnsupportedError) else None
             message = error.message if error.hint is None else f"{error.message}; {error.hint}"
             return cls(400, message, code=code, param=param)
+        if isinstance(error, BusyError):
+            return cls(503, error.message, retry_after=1.0)
         return cls(500, error.message)

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from nanovllm_cli.constraint import ReasoningPhase
+
 
 class ReasoningDelta(NamedTuple):
     """What one piece of text decided."""
@@ -46,6 +48,19 @@ class ReasoningFormat:
             starts_inside=prompt_opens_reasoning(prompt, self),
             starts_after=prompt.rstrip().endswith(self.close),
         )
+
+    def phase(self, prompt: str, budget: int | None = None) -> ReasoningPhase | None:
+        """What an answer to a rendered prompt may begin with, for whoever constrains it; None where the prompt is past it.
+
+        budget: most tokens of reasoning. In harmony all is reasoning until the message to the user begins.
+        """
+        if self.name == "harmony":
+            if _harmony_channel(prompt) == "final":
+                return None
+            return ReasoningPhase(self.open, "<|channel|>final<|message|>", starts_inside=True, budget=budget)
+        if prompt.rstrip().endswith(self.close):
+            return None
+        return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
 
 
 def _tags(name: str, opening: str, closing: str) -> ReasoningFormat:

@@ -1,0 +1,54 @@
+"""A child process of `pool.py`: a constraint comes in as a line of JSON, a verdict goes out as one. It may be killed at any time."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from typing import Any
+
+from nanovllm_cli.constrain.grammar import check
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import NanovllmError
+
+TOO_INVOLVED = "the constraint is too large or too involved"
+_MEMORY_BYTES = 1 << 30
+"""Beyond what a child has at its start."""
+
+
+def main(cpu_seconds: int) -> None:
+    """Reads standard input until it is closed. cpu_seconds: for one constraint; beyond them the system ends this process, even if
+    whoever started it is gone."""
+    check(Constraint("json_object"))  # what is made once is there before the limits
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    memory = _address_space() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    _say({"message": None, "hint": None})
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds, resource.RLIM_INFINITY))
+        _say(_verdict(json.loads(line)))
+
+
+def _verdict(asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        check(Constraint(asked["kind"], asked["text"]))
+    except NanovllmError as error:
+        return {"message": error.message, "hint": error.hint}
+    except (MemoryError, RecursionError):
+        return {"message": TOO_INVOLVED, "hint": None}
+    return {"message": None, "hint": None}
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _say(verdict: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(verdict) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Constraints from strangers: what explodes or nests is refused in time, in a child process that may die of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from nanovllm_cli.constrain.grammar import check
+from nanovllm_cli.constrain.pool import CheckPool
+from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
+from nanovllm_cli.errors import BusyError, UsageError
+
+SECONDS = 1.0
+
+
+class Loop:
+    """An event loop with a pool in it."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.pool = CheckPool(processes=1, seconds=SECONDS, max_waiting=4)
+
+    def __call__(self, work: Callable[[CheckPool], Awaitable[object]]) -> object:
+        async def go() -> object:
+            return await work(self.pool)
+
+        return self.runner.run(go())
+
+    def check(self, kind: str, text: str = "") -> None:
+        self(lambda pool: pool.check(Constraint(kind, text)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop(lambda pool: pool.close())
+    loop.runner.close()
+
+
+def schema_of(properties: int, objects: int) -> str:
+    one = {"type": "object", "properties": {f"p{i}": {} for i in range(properties)}}
+    return json.dumps({"anyOf": [one] * objects}, separators=(",", ":"))
+
+
+ATTACKS: list[tuple[str, str, str]] = [
+    ("lark", 'start: "a' + "(" * 60000, ""),
+    ("lark", "start: " + "(" * 60000 + '"a"' + ")" * 60000, "nested"),
+    ("gbnf", "root ::= " + "(" * 60000 + '"a"' + ")" * 60000, "nested"),
+    ("gbnf", 'root ::= ["] ' + "(" * 60000 + '"a"' + ")" * 60000, "nested"),
+    ("gbnf", "root ::= " + '"a"{2000} ' * 100, "parts"),
+    ("gbnf", "root ::= " + "[a" * 90, "not closed"),
+    ("regex", "(" * 60000 + "a" + ")" * 60000, "nested"),
+    ("regex", "[" * 120000, ""),
+    ("json_schema", '{"items":' * 20000 + "{}" + "}" * 20000, "nested"),
+    ("json_schema", "[" * 120000, "nested"),
+    ("json_schema", schema_of(3000, 1), "3000 members"),
+    ("json_schema", json.dumps({"enum": [0] * 60000}, separators=(",", ":")), "50000 values"),
+    ("json_schema", json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(5)]} for i in range(12)]}), ""),
+    ("json_schema", json.dumps({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), ""),
+    ("choice", json.dumps([str(i) for i in range(30000)]), "30000 choices"),
+    ("choice", "[" * 100000, "nested"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text", "said"), ATTACKS, ids=lambda value: str(value)[:24])
+def test_what_explodes_is_refused_at_once(kind: str, text: str, said: str) -> None:
+    began = time.process_time()
+    with pytest.raises(UsageError) as caught:
+        check(Constraint(kind, text))  # type: ignore[arg-type]
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
+    assert time.process_time() - began < 5.0
+
+
+def test_what_is_huge_is_refused_before_it_is_read() -> None:
+    with pytest.raises(UsageError):
+        Constraint("json_schema", json.dumps({"description": "x" * (1 << 20)}))
+    check(Constraint("json_schema", json.dumps({"type": "string", "description": "x" * (MAX_CONSTRAINT_CHARS - 100)})))
+
+
+@pytest.mark.parametrize("regex", ["a{1,99999}", "(a{1,99999}){1,99999}", "(a|aa)+$", "(a|b)*a(a|b){25}", "(.{0,1000}x){0,1000}"])
+def test_what_only_looks_bad_is_no_work(regex: str) -> None:
+    began = time.process_time()
+    check(Constraint("regex", regex))
+    assert time.process_time() - began < 2.0
+
+
+def test_verdicts_come_from_a_child(loop: Loop) -> None:
+    for _ in range(2):
+        loop.check("json_object")
+        loop.check("regex", "a+")
+        loop.check("lark", 'start: <|tool|> <[5-7]> %json {"type": "object"}')
+        with pytest.raises(UsageError, match="unclosed"):
+            loop.check("regex", "(")
+
+
+def test_a_child_that_takes_too_long_is_replaced(loop: Loop) -> None:
+    slow = schema_of(1500, 14)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="takes more than 1 s"):
+            loop.check("json_schema", slow)
+    loop.check("regex", "after it")
+
+
+def test_a_child_that_dies_is_replaced(loop: Loop) -> None:
+    loop.check("regex", "b+")
+    (child,) = loop.pool._idle
+    os.kill(child.process.pid, signal.SIGKILL)
+    loop(lambda pool: child.process.wait())
+    loop.check("regex", "c+")
+
+    async def dies_of_it(pool: CheckPool) -> None:
+        (now,) = pool._idle
+        os.kill(now.process.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(pool.check(Constraint("regex", "d+")))
+        await asyncio.sleep(0)
+        os.kill(now.process.pid, signal.SIGKILL)
+        await asking
+
+    with pytest.raises(UsageError, match="too involved"):
+        loop(dies_of_it)
+    loop.check("regex", "e+")
+
+
+def test_a_queue_has_an_end_and_who_leaves_takes_nothing_from_others(loop: Loop) -> None:
+    async def crowd(pool: CheckPool) -> None:
+        tasks = [asyncio.create_task(pool.check(Constraint("regex", f"x{i // 2}"))) for i in range(8)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        with pytest.raises(BusyError):
+            await pool.check(Constraint("regex", "one more"))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert results[1:] == [None] * 7
+        await pool.check(Constraint("regex", "one more"))
+
+    loop(crowd)
