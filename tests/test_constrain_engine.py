@@ -95,7 +95,7 @@ def test_a_fulfilled_constraint_ends_the_answer_whatever_else_is_asked(llm: LLM)
 def test_where_more_may_follow_the_answers_own_ends_count(llm: LLM) -> None:
     (answer,) = answers(llm, Constraint("regex", "[a-z ]*"), ignore_eos=True, max_tokens=40)
     assert answer.finish_reason == "length"
-    (answer,) = answers(llm, Constraint("regex", "(ab)*"), min_tokens=6, logit_bias={i: 100.0 for i in llm.tokenizer.eos_ids})
+    (answer,) = answers(llm, Constraint("regex", "(ab)*"), min_tokens=6, logit_bias=dict.fromkeys(llm.tokenizer.eos_ids, 100.0))
     assert answer.finish_reason == "stop"
     assert len(answer.token_ids) in (7, 8)
     (stop_id,) = llm.tokenizer.encode("!", add_special_tokens=False)
@@ -155,7 +155,7 @@ def test_a_step_that_fails_is_repeated_from_the_same_place(llm: LLM, monkeypatch
 def test_reasoning_goes_before_the_constraint(llm: LLM) -> None:
     for starts_inside in (True, False):
         phase = ReasoningPhase("<think>", "</think>", starts_inside=starts_inside, budget=6)
-        params = {"logit_bias": {i: 100.0 for i in llm.tokenizer.eos_ids}, "reasoning": phase}
+        params = {"logit_bias": dict.fromkeys(llm.tokenizer.eos_ids, 100.0), "reasoning": phase}
         (answer,) = answers(llm, YES, **params, skip_special_tokens=False)
         assert answer.finish_reason == "stop"
         thought, closed, said = answer.text.rpartition("</think>")
@@ -171,7 +171,7 @@ def test_reasoning_goes_before_the_constraint(llm: LLM) -> None:
 
 def test_bad_constraints_are_refused_before_anything_runs(llm: LLM) -> None:
     steps = llm.stats().steps
-    for constraint in (Constraint("regex", "("), Constraint("json_schema", '{"type": "strin"}'), Constraint("lark", "start: <no>")):
+    for constraint in (Constraint("regex", "("), Constraint("json_schema", '{"type": "strin"}'), Constraint("lark", "start: <x>")):
         with pytest.raises(UsageError):
             llm.generate(["a", "b"], [SamplingParams(), SamplingParams(constraint=constraint)])
         with pytest.raises(UsageError):

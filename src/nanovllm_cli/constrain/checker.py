@@ -1,4 +1,5 @@
-"""A child process of `pool.py`: a constraint comes in as a line of JSON, a verdict goes out as one. It may be killed at any time."""
+"""A child process of `pool.py`: a constraint comes in as a line of JSON, and so does the verdict go out. It may be killed
+at any time."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
 
 
 def check(constraint: Constraint) -> None:
-    """Raises UsageError for what `compiled` would refuse in every vocabulary. Special tokens that it names are taken to be there."""
+    """Raises UsageError for what `compiled` would refuse in every vocabulary. Special tokens that it names are taken to exist."""
     if constraint.kind == "lark":
         names = sorted(set(_SPECIAL_TOKEN.findall(constraint.text)))[:_MAX_NAMES]
         anyway = Constraint("lark", _SPECIAL_RANGE.sub("<[0]>", constraint.text))

@@ -33,8 +33,8 @@ class _Verdict(NamedTuple):
 
 @dataclass
 class CheckPool:
-    """Belongs to one event loop. processes: most children at once. seconds: for one constraint. max_waiting: most constraints that
-    are being tried or wait for it."""
+    """Belongs to one event loop. processes: most children at once. seconds: for one constraint. max_waiting: most constraints
+    that are being tried or wait for it."""
 
     processes: int = 2
     seconds: float = 5.0
