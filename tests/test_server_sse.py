@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from starlette.requests import ClientDisconnect
 
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.sse import DONE, PING, EventStream, data_frame, named_frame, while_connected
+from nanovllm_cli.server.sse import ABORT, DONE, PING, EventStream, data_frame, named_frame, while_connected
 
 
 class Client:
@@ -25,9 +25,13 @@ class Client:
         self.reads.set()
         self._left = asyncio.Event()
         self.receive_calls = 0
+        self.was_reset = False
 
     def leave(self) -> None:
         self._left.set()
+
+    def reset(self) -> None:
+        self.was_reset = True
 
     async def receive(self) -> dict[str, Any]:
         self.receive_calls += 1
@@ -52,7 +56,7 @@ class Client:
 
     async def run(self, stream: EventStream) -> None:
         async with asyncio.timeout(10):
-            await stream({"type": "http"}, self.receive, self.send)
+            await stream({"type": "http", ABORT: self.reset}, self.receive, self.send)
 
 
 class Source:
@@ -182,6 +186,7 @@ def test_a_client_that_takes_nothing_is_dropped() -> None:
         client.reads.clear()
         await client.run(EventStream(source.frames(), write_seconds=0.001))
         assert client.sent == []
+        assert client.was_reset
         assert source.closed
 
     asyncio.run(scenario())

@@ -19,6 +19,7 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.errors import openai_form
 from nanovllm_cli.server.middleware import REFUSED
 from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.server.sse import ABORT
 
 LINGER_SECONDS = 2.0
 """How long a refused client is listened to, so that it reads why before its connection is reset."""
@@ -79,6 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.settings.max_header_bytes:
             cast(dict[str, Any], self.scope)[REFUSED] = self._too_large()
+        cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -29,6 +29,9 @@ from nanovllm_cli.server.errors import as_api_error, openai_form
 
 logger = logging.getLogger(__name__)
 
+ABORT = "nanovllm.abort"
+"""In a scope: a function that resets the connection. Closing it would wait for the client to take what was written."""
+
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -84,11 +87,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.create_task(self._pump(send))
-        others = [asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))]
+        gone, stalled = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._watch_clock(send))
         try:
-            await asyncio.wait([pump, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([pump, gone, stalled], return_when=asyncio.FIRST_COMPLETED)
+            if stalled.done() and ABORT in scope:
+                scope[ABORT]()
         finally:
-            await _cancel(pump, *others)
+            await _cancel(pump, gone, stalled)
             await self._frames.aclose()
         if not pump.cancelled():
             pump.result()
