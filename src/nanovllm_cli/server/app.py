@@ -25,6 +25,7 @@ from nanovllm_cli.server import (
     routes_infill,
     routes_metrics,
     routes_own,
+    routes_pages,
     routes_responses,
 )
 from nanovllm_cli.server.api_error import ApiError
@@ -44,6 +45,7 @@ ROUTERS = (
     routes_infill.router,
     routes_own.router,
     routes_metrics.router,
+    routes_pages.router,
 )
 
 

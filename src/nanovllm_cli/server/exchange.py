@@ -17,7 +17,8 @@ SCOPE_KEY = "nanovllm.exchange"
 class Exchange:
     """request_id: the client's own where it was sane. started, first_byte, ended: time.monotonic(). tenant: see ports.Caller.
 
-    path: as it was asked for, for logs; route: the route's template, for metrics (None where no route fits).
+    path: as it was asked for, for logs; route: the route's template, for metrics (None where no route fits). traceparent,
+    tracestate: see ports.Caller.
     """
 
     request_id: str
@@ -25,6 +26,8 @@ class Exchange:
     path: str
     started: float = field(default_factory=time.monotonic)
     tenant: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
     route: str | None = None
     status: int | None = None
     first_byte: float | None = None
@@ -37,7 +40,7 @@ class Exchange:
 
     @property
     def caller(self) -> Caller:
-        return Caller(self.request_id, self.tenant)
+        return Caller(self.request_id, self.tenant, self.traceparent, self.tracestate)
 
     def follow(self, generation: Generation) -> None:
         """This generation's tokens are part of the exchange. Routes call it once for each."""

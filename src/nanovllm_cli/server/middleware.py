@@ -31,7 +31,7 @@ from nanovllm_cli.server.settings import ServeSettings
 PUBLIC = {"/health", "/", "/status"}
 """Answered without a key, to GET and HEAD: the health of the server, and pages that hold no secret and ask for the key."""
 
-UNCOUNTED = {"/health", "/metrics"}
+UNCOUNTED = {"/health", "/metrics", "/", "/status", "/status.json"}
 """Answered however much is under way."""
 
 CLIENT_LEFT = 499
@@ -57,6 +57,7 @@ class Exchanges:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(_request_id(scope), scope["method"], _shown_path(scope))
+        exchange.traceparent, exchange.tracestate = _header(scope, b"traceparent"), _header(scope, b"tracestate")
         scope[SCOPE_KEY] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 
@@ -169,6 +170,11 @@ def _request_id(scope: Scope) -> str:
             text: str = value.decode("latin-1")
             return text if _SANE_ID.fullmatch(text) else _new_id()
     return _new_id()
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    """The first header of that name."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 def _new_id() -> str:

@@ -24,7 +24,7 @@ async function poll() {
 
 function show(status, before) {
   byId("version").textContent = status.version;
-  byId("summary").textContent = `up ${duration(status.seconds)} · ${status.http.in_flight} HTTP requests under way, ${count(status.http.finished)} answered`;
+  byId("summary").textContent = `up ${duration(status.seconds)} · ${count(status.http.finished)} HTTP requests`;
   const shown = status.models.map((model) => {
     if (!cards.has(model.id)) cards.set(model.id, modelView());
     const earlier = before?.models.find(({ id }) => id === model.id);
