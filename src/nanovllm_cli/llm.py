@@ -41,9 +41,10 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
-from nanovllm_cli.text.reasoning import reasoning_format
+from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
@@ -68,7 +69,8 @@ class LLM:
     """A loaded model with its tokenizer and engine.
 
     model: a path, a hub name or an alias (see weights/source.py). config: memory, context, batching, dtype. chat_template:
-    the source of one, instead of the model's own. progress: told about download and loading.
+    the source of one, instead of the model's own; tool_format, reasoning_format: by name, instead of what it says. shows_calls:
+    special tokens of tool calls stay in the text, for a parser of `answer_format`. progress: told about download and loading.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -81,6 +83,9 @@ class LLM:
         offline: bool = False,
         revision: str | None = None,
         chat_template: str | None = None,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+        shows_calls: bool = False,
         progress: LoadProgress | None = None,
     ) -> None:
         config = config or EngineConfig()
@@ -96,11 +101,13 @@ class LLM:
             self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
         self.chat_template = self._choose_template(chat_template)
+        self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         self.default_params = SamplingParams.from_generation_config(generation_config)
+        visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self._engine = Engine(
             InProcessExecutor(self._worker),
             config,
-            detokenizer_factory=detokenizers_of(self.tokenizer, self._reasoning_tags()),
+            detokenizer_factory=detokenizers_of(self.tokenizer, visible),
             vocab_size=self.spec.vocab_size,
             max_model_len=self._worker.max_model_len,
             num_blocks=self._worker.num_blocks,
@@ -274,7 +281,8 @@ class LLM:
         """Token ids of a conversation up to where the model answers. Control tokens inside messages stay text."""
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
-        return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools, **(template_kwargs or {}))
+        conversation = template_messages(messages, self.chat_template)
+        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=tools, **(template_kwargs or {}))
 
     # ---- keeping what was read ----
 
@@ -384,12 +392,6 @@ class LLM:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-
-    def _reasoning_tags(self) -> list[int]:
-        """Special tokens that mark reasoning in this model's format: they stay in the text, for a parser to find."""
-        form = reasoning_format(self.chat_template.source) if self.chat_template is not None else None
-        found = (self.tokenizer.token_to_id(tag) for tag in form.visible) if form is not None else ()
-        return [token_id for token_id in found if token_id is not None]
 
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]

@@ -51,7 +51,14 @@ def main(fd: int) -> None:
     assert isinstance(start, Start)
     try:
         llm = LLM(
-            start.model, config=start.config, offline=True, chat_template=start.chat_template, progress=_Progress(channel)
+            start.model,
+            config=start.config,
+            offline=True,
+            chat_template=start.chat_template,
+            tool_format=start.tool_format,
+            reasoning_format=start.reasoning_format,
+            shows_calls=True,
+            progress=_Progress(channel),
         )
     except NanovllmError as error:
         channel.send(Failed(type(error).__name__, error.message, error.hint))

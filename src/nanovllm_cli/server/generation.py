@@ -36,6 +36,7 @@ from nanovllm_cli.server.ports import (
 )
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat
+from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.reasoning import prompt_opens_reasoning
 from nanovllm_cli.text.tool_calls import Tool, tools_of
 
@@ -284,7 +285,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
         return encode_chat(
             model.tokenizer,
             model.chat_template,
-            asked.messages,
+            template_messages(asked.messages, model.chat_template),
             tools=list(asked.tools) if asked.tools and asked.tool_choice != "none" else None,
             add_generation_prompt=not asked.continues,
             continue_final_message=asked.continues,

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import (
     FORMATS,
     HarmonyParser,
@@ -76,6 +77,11 @@ class AnswerFormat:
     def visible(self) -> tuple[str, ...]:
         """Special tokens that the detokenizer must leave in the text."""
         return (*(self.reasoning.visible if self.reasoning is not None else ()), *self.tools.tags)
+
+    def visible_ids(self, *, calls: bool) -> list[int]:
+        """Their ids. calls: False leaves out those of tool calls, for a reader that looks for reasoning only."""
+        tags = self.visible if calls else self.reasoning.visible if self.reasoning is not None else ()
+        return [self.special_tokens[tag] for tag in tags if tag in self.special_tokens]
 
     def parser(
         self,
@@ -178,7 +184,7 @@ def answer_format(
 ) -> AnswerFormat:
     """The format that a chat template asks for. tools, reasoning: names of formats that count instead; reasoning may be none.
 
-    special_tokens: see `special_tokens`. Raises UsageError for an unknown name.
+    special_tokens: those of the vocabulary, see the function of that name. Raises UsageError for an unknown name.
     """
     return AnswerFormat(
         reasoning_format(template_source) if reasoning is None else _reasoning_named(reasoning),
@@ -188,9 +194,18 @@ def answer_format(
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """A tokenizer's special tokens, as they are written."""
-    named = ((tokenizer.id_to_token(token_id), token_id) for token_id in sorted(tokenizer.special_ids))
+    """The tokens of a vocabulary that no plain text is made of, as they are written."""
+    named = ((tokenizer.id_to_token(token_id), token_id) for token_id in sorted(tokenizer.control_ids))
     return {token: token_id for token, token_id in named if token is not None}
+
+
+def model_format(
+    tokenizer: Tokenizer, template: ChatTemplate | None, tools: str | None = None, reasoning: str | None = None
+) -> AnswerFormat | None:
+    """`answer_format` of a model; None for one that does not chat."""
+    if template is None:
+        return None
+    return answer_format(template.source, tools=tools, reasoning=reasoning, special_tokens=special_tokens(tokenizer))
 
 
 def _reasoning_named(name: str) -> ReasoningFormat | None:

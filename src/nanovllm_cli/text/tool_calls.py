@@ -11,7 +11,7 @@ from nanovllm_cli.errors import UsageError
 
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 _MAX_REFERENCES = 16
 
 ToolChoice = str
@@ -59,7 +59,7 @@ def tools_of(values: Sequence[Any]) -> tuple[Tool, ...]:
 
 def new_call_id(length: int = 24) -> str:
     """An id that no other call has: letters and digits; short ones, which some templates insist on, have no prefix."""
-    letters = "".join(secrets.choice(_LETTERS) for _ in range(length))
+    letters = "".join(secrets.choice(LETTERS) for _ in range(length))
     return letters if length < 16 else f"call_{letters}"
 
 

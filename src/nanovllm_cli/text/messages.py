@@ -1,0 +1,162 @@
+"""Conversations as clients send them, made into what chat templates read.
+
+Clients speak OpenAI's form: content that is null or a list of parts, arguments of calls as JSON text, `developer` messages, nulls
+wherever something is not there. Templates were written for plain text and objects, and each knows some of it. Roles that a
+template knows by name pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from nanovllm_cli.errors import TemplateError, UnsupportedError, UsageError
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tool_calls import LETTERS
+from nanovllm_cli.text.tool_formats import tool_format
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_OTHER_PARTS = {
+    "image_url": "images",
+    "input_image": "images",
+    "image": "images",
+    "input_audio": "audio",
+    "audio": "audio",
+    "video_url": "video",
+    "video": "video",
+    "file": "files",
+    "input_file": "files",
+}
+_KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
+    """The conversation as `template` wants it.
+
+    Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
+    become nine letters where the template insists on it, the same for a call and its result.
+
+    Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise UsageError("messages must be a list of objects")
+    return [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UsageError(f"{where} is not an object with a role and a content")
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["role"] = _role(plain.get("role"), where, template.source)
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        plain["tool_calls"] = _calls(calls, where, template)
+    content = plain.get("content")
+    if content is not None:
+        plain["content"] = _text(content, where)
+    elif calls and _KEEPS_NULL.search(template.source):
+        plain["content"] = None
+    else:
+        plain["content"] = ""
+    if isinstance(plain.get("tool_call_id"), str):
+        plain["tool_call_id"] = _call_id(plain["tool_call_id"], template)
+    return plain
+
+
+def _role(role: Any, where: str, source: str) -> str:
+    if not isinstance(role, str):
+        raise UsageError(f"{where} has no role", f"known: {', '.join(ROLES)}")
+    if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+        raise UsageError(f"{where} has the unknown role {role[:64]!r}", f"known: {', '.join(ROLES)}")
+    if role == "developer" and role not in source:
+        return "system"
+    return "tool" if role == "function" else role
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise UsageError(f"the content of {where} is neither text nor a list of parts")
+    return "\n".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        raise UnsupportedError(
+            f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead"
+        )
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise UsageError(f"{where} has no {_TEXT_PARTS[kind]}", 'write {"type": "text", "text": "…"}')
+    return text
+
+
+def _calls(calls: Any, where: str, template: ChatTemplate) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise UsageError(f"the tool_calls of {where} are not a list")
+    return [_call(call, f"{where}.tool_calls[{place}]", template) for place, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{where} has no function with a name", 'write {"function": {"name": "…", "arguments": "{}"}}')
+    arguments = _arguments(function.get("arguments"), where)
+    if wants_text_arguments(template):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    plain = {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    if isinstance(plain.get("id"), str):
+        plain["id"] = _call_id(plain["id"], template)
+    return plain
+
+
+def _arguments(given: Any, where: str) -> Any:
+    """What a call was given: an object, or the JSON text of one; nothing is an empty one."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+    if given is None:
+        value = {}
+    if not isinstance(value, Mapping):
+        raise UsageError(f"the arguments of {where} are not a JSON object", "send them as the model wrote them")
+    return value
+
+
+def _call_id(given: str, template: ChatTemplate) -> str:
+    if tool_format(template.source).id_chars != 9 or _SHORT_ID.fullmatch(given):
+        return given
+    digest = hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=9).digest()
+    return "".join(LETTERS[byte % len(LETTERS)] for byte in digest)
+
+
+@lru_cache(maxsize=16)
+def wants_text_arguments(template: ChatTemplate) -> bool:
+    """Whether a template writes the arguments of calls only if they are text: tried out, because templates don't say."""
+    return not _writes_call(template, {"needle": "pin"}) and _writes_call(template, '{"needle": "pin"}')
+
+
+def _writes_call(template: ChatTemplate, arguments: Any) -> bool:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "where?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        return "needle" in template.render(messages, add_generation_prompt=False)
+    except TemplateError:
+        return False

@@ -1,0 +1,127 @@
+"""Conversations in OpenAI's form, made into what templates read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.text.builtin_templates import builtin_template
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.messages import template_messages, wants_text_arguments
+
+CHATML = ChatTemplate(builtin_template("chatml"))
+OBJECTS = ChatTemplate(
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.type }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+TEXTS = ChatTemplate(
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{% if m['content'] is not none %}{{ m.content }}{% endif %}{% endfor %}"
+)
+SHORT_IDS = ChatTemplate("[TOOL_CALLS]{% for m in messages %}{{ m.tool_calls }}{{ m.content }}{% endfor %}")
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def answer(arguments: Any, **more: Any) -> list[dict[str, Any]]:
+    call = {"id": "call_1", "function": {"name": "find", "arguments": arguments}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call], **more}]
+
+
+def test_parts_become_lines() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}, {"type": "refusal", "refusal": "no"}]
+    assert template_messages(user(parts), CHATML) == user("one\ntwo\nno")
+    assert template_messages(user([]), CHATML) == user("")
+    assert template_messages(user(None), CHATML) == user("")
+
+
+def test_nulls_are_left_out() -> None:
+    message = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "name": None}
+    assert template_messages([message], CHATML) == [{"role": "assistant", "content": "yes"}]
+    assert "tool_calls" not in template_messages([{**message, "tool_calls": []}], CHATML)[0]
+
+
+def test_developers_are_system_where_the_template_does_not_know_them() -> None:
+    developer = [{"role": "developer", "content": "be brief"}]
+    assert template_messages(developer, OBJECTS)[0]["role"] == "system"
+    knows = ChatTemplate("{% if messages[0].role == 'developer' %}{{ messages[0].content }}{% endif %}")
+    assert template_messages(developer, knows)[0]["role"] == "developer"
+    assert template_messages([{"role": "function", "content": "3"}], OBJECTS)[0]["role"] == "tool"
+
+
+def test_arguments_are_what_the_template_wants() -> None:
+    for given in ('{"a": [1, "é"]}', {"a": [1, "é"]}):
+        as_object = template_messages(answer(given), OBJECTS)[0]
+        assert as_object["tool_calls"][0]["function"]["arguments"] == {"a": [1, "é"]}
+        assert as_object["tool_calls"][0]["type"] == "function"
+        assert as_object["content"] == ""
+        as_text = template_messages(answer(given), TEXTS)[0]
+        assert json.loads(as_text["tool_calls"][0]["function"]["arguments"]) == {"a": [1, "é"]}
+        assert as_text["content"] is None
+        assert "é" in TEXTS.render([as_text])
+    assert wants_text_arguments(TEXTS)
+    assert not wants_text_arguments(OBJECTS)
+    assert not wants_text_arguments(CHATML)
+    for empty in ("", " ", None, "{}"):
+        assert template_messages(answer(empty), OBJECTS)[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_ids_of_nine_letters_where_the_template_insists() -> None:
+    result = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    call, told = template_messages([*answer("{}"), result], SHORT_IDS)
+    short = call["tool_calls"][0]["id"]
+    assert short == told["tool_call_id"]
+    assert len(short) == 9
+    assert short.isalnum()
+    other = template_messages([{**result, "tool_call_id": "call_2"}], SHORT_IDS)[0]["tool_call_id"]
+    assert other != short
+    assert template_messages([{**result, "tool_call_id": "abcDEF123"}], SHORT_IDS)[0]["tool_call_id"] == "abcDEF123"
+    assert template_messages([result], OBJECTS)[0]["tool_call_id"] == "call_1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hello", "list"),
+        ({"role": "user"}, "list"),
+        ([None], r"messages\[0\]"),
+        ([{"content": "x"}], "no role"),
+        ([{"role": 3, "content": "x"}], "no role"),
+        ([*user("x"), {"role": "wizard", "content": "x"}], r"messages\[1\] has the unknown role 'wizard'"),
+        (user(7), "neither text nor a list"),
+        (user({"type": "text"}), "neither text nor a list"),
+        (user([7]), r"messages\[0\].content\[0\]"),
+        (user([{"type": "text"}]), "has no text"),
+        (user([{"type": "text", "text": None}]), "has no text"),
+        (user([{"type": []}]), "no part"),
+        (user([{"type": "spell"}]), "no part"),
+        (answer("{"), "not a JSON object"),
+        (answer("[]"), "not a JSON object"),
+        (answer("null"), "not a JSON object"),
+        (answer("[" * 100_000), "not a JSON object"),
+        (answer(7), "not a JSON object"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "no function"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}], "no function"),
+        ([{"role": "assistant", "tool_calls": "find"}], "not a list"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        template_messages(messages, OBJECTS)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_what_is_not_text_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"content\[1\] is of type '{kind}'"):
+        template_messages(user([{"type": "text", "text": "look"}, {"type": kind}]), OBJECTS)
+
+
+def test_roles_that_a_template_knows_pass() -> None:
+    knows = ChatTemplate("{% if messages[0]['role'] == 'ipython' %}{{ messages[0].content }}{% endif %}")
+    assert template_messages([{"role": "ipython", "content": "3"}], knows) == [{"role": "ipython", "content": "3"}]
