@@ -56,8 +56,7 @@ class ApiError(Exception):
     def of(cls, error: NanovllmError, param: str | None = None) -> ApiError:
         """A typed error as what it means to a client: its own fault, or not."""
         if isinstance(error, PromptTooLongError):
-            message = f"the prompt has {error.prompt_len} tokens, and this model's context holds {error.limit}"
-            return cls(400, message, code="context_length_exceeded", param=param or "messages")
+            return too_long(error.prompt_len, error.limit, param or "messages")
         if isinstance(error, UsageError | UnsupportedError):
             code = "unsupported" if isinstance(error, UnsupportedError) else None
             message = error.message if error.hint is None else f"{error.message}; {error.hint}"
@@ -65,3 +64,9 @@ class ApiError(Exception):
         if isinstance(error, BusyError):
             return cls(503, error.message, retry_after=1.0)
         return cls(500, error.message)
+
+
+def too_long(num_tokens: int, limit: int, param: str) -> ApiError:
+    """Clients know an overflow by these words as much as by its code."""
+    message = f"this model's maximum context length is {limit} tokens, and the prompt has {num_tokens}"
+    return ApiError(400, message, code="context_length_exceeded", param=param)

@@ -20,7 +20,7 @@ from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.errors import NanovllmError, TemplateError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
@@ -309,8 +309,7 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int]) -> list[int]:
 def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
     limit = model.facts.context_len
     if len(ids) >= limit:
-        message = f"this model's context holds {limit} tokens, and the prompt has {len(ids)}"
-        raise ApiError(400, message, code="context_length_exceeded", param=param)
+        raise too_long(len(ids), limit, param)
 
 
 def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
