@@ -40,6 +40,7 @@ NOT_RUN = {
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
     r"models pull": "asks the hub; tests/test_models_command.py has one",
     r"models rm": "nothing is in the cache; tests/test_models_command.py has it",
+    r"nanovllm serve": "runs until it is ended; tests/test_serve_command.py has it",
     r"random-weights": "takes long; tests/test_bench_real.py has it",
 }
 IN_ANOTHER_SHELL = {"completion zsh": "zsh", "completion fish": "fish"}

@@ -87,7 +87,8 @@ def call(home: Path, text: str, **extra: str) -> subprocess.CompletedProcess[str
 
 
 def test_every_command_is_called() -> None:
-    assert {name for name, each in TREE.items() if each.arguments or not each.commands} <= CALLS.keys() <= TREE.keys()
+    """But for one that does not end: tests/test_serve_command.py has it."""
+    assert {name for name, each in TREE.items() if each.arguments or not each.commands} - {"serve"} <= CALLS.keys() <= TREE.keys()
 
 
 @pytest.mark.parametrize("name", CALLS)

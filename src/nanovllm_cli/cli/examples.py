@@ -37,6 +37,15 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         ),
         Example("nanovllm chat --list-sessions", "All conversations that were kept."),
     ),
+    "serve": (
+        Example("nanovllm serve tiny", "At http://127.0.0.1:8080, for OpenAI's and Anthropic's clients; a page to chat at /."),
+        Example("nanovllm serve tiny --port 8000 -np 16 -c 2K", "Another port, sixteen answers at once, each of 2,048 tokens."),
+        Example(
+            "nanovllm serve qwen3:0.6b qwen3:4b --max-models 1 --sleep-idle 600",
+            "Two models behind one address, in memory one at a time.",
+        ),
+        Example("nanovllm serve tiny --host 0.0.0.0 --api-key-file keys.txt", "For the network, with keys, one a line."),
+    ),
     "bench": (
         Example("nanovllm bench tiny", "llama-bench's tests pp512 and tg128."),
         Example("nanovllm bench tiny -p 0 -n 32 -npl 1-16*4 -r 3", "Decoding of 1, 4 and 16 sequences at once."),

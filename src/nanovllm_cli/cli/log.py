@@ -44,6 +44,19 @@ def configure(options: MessageOptions, console: Console) -> None:
     logging.captureWarnings(True)
 
 
+def hear(name: str, options: MessageOptions, console: Console) -> None:
+    """Shows what the logger `name` says at level INFO, which others need -v for. With -q nothing."""
+    if options.quiet:
+        return
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.INFO)
+    if options.verbose == 0:
+        screen = ConsoleHandler(console)
+        if options.log_json and not options.log_file:
+            screen.setFormatter(JsonFormatter())
+        logger.handlers = [screen]
+
+
 class ConsoleHandler(logging.Handler):
     """Records as lines on stderr, around the status line."""
 
@@ -62,7 +75,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC), level, logger, message and, where there is one, the exception's traceback."""
+    """time (UTC), level, logger, message, the record's own `fields` and, where there is one, the exception's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -71,6 +84,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import typer
 
@@ -61,9 +61,38 @@ ActivationsChoice = Annotated[
         panel=MODEL,
     ),
 ]
+Quant = Annotated[
+    str | None,
+    option(
+        "--quant",
+        help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
+        panel=MODEL, metavar="FORMAT",
+    ),
+]  # fmt: skip
+ChatTemplateChoice = Annotated[
+    str | None,
+    option(
+        "--chat-template",
+        help="A built-in template's name, or a Jinja file, instead of the model's own.",
+        panel=MODEL, metavar="NAME|FILE",
+    ),
+]  # fmt: skip
 Deterministic = Annotated[
     bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
 ]
+
+
+class Numbers(Protocol):
+    """The options that say what a model computes in."""
+
+    @property
+    def dtype(self) -> DTypeName: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def quant(self) -> str | None: ...
+    @property
+    def activations(self) -> Activations: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +117,7 @@ class WeightsOptions(SourceOptions):
 
     dtype: DType = EngineConfig().dtype
     device: Device = "auto"
-    quant: Annotated[
-        str | None,
-        option(
-            "--quant",
-            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
-            panel=MODEL, metavar="FORMAT",
-        ),
-    ] = None  # fmt: skip
+    quant: Quant = None
     activations: ActivationsChoice = EngineConfig().activations
 
 
@@ -103,14 +125,7 @@ class WeightsOptions(SourceOptions):
 class ModelOptions(WeightsOptions):
     """Which model, from where, in which numbers, and how it is spoken to."""
 
-    chat_template: Annotated[
-        str | None,
-        option(
-            "--chat-template",
-            help="A built-in template's name, or a Jinja file, instead of the model's own.",
-            panel=MODEL, metavar="NAME|FILE",
-        ),
-    ] = None  # fmt: skip
+    chat_template: ChatTemplateChoice = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +199,7 @@ class EngineOptions:
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
     deterministic: Deterministic = False
 
-    def config(self, model: WeightsOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
+    def config(self, model: Numbers, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,

@@ -20,13 +20,14 @@ from nanovllm_cli.cli import (
     plan,
     quantize,
     run,
+    serve,
     verify,
 )
 from nanovllm_cli.cli.command import Command, DefaultGroup, Group, SettinglessCommand, group
 from nanovllm_cli.cli.options import print_version
 
 PROGRAM = "nanovllm"
-ORDER = ("run", "chat", "bench", "models", "plan", "convert", "quantize", "verify", "config", "completion")
+ORDER = ("run", "chat", "serve", "bench", "models", "plan", "convert", "quantize", "verify", "config", "completion")
 
 
 class Program(Group):
@@ -47,6 +48,7 @@ def build() -> typer.Typer:
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
     app.command("chat", cls=Command)(chat.chat)
+    app.command("serve", cls=Command)(serve.serve)
     app.add_typer(models.build())
     app.command("plan", cls=Command)(plan.plan)
     app.command("convert", cls=Command)(convert.convert)

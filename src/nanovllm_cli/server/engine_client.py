@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 from nanovllm_cli import errors
 from nanovllm_cli.engine.engine import EngineStats
@@ -302,8 +303,7 @@ class _Link(asyncio.Protocol):
             self._transport.write(encode(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of asyncio's
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

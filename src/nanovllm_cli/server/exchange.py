@@ -17,6 +17,7 @@ SCOPE_KEY = "nanovllm.exchange"
 class Exchange:
     """request_id: the client's own where it was sane. started, first_byte, ended: time.monotonic(). tenant: see ports.Caller.
 
+    first_byte: of a stream; None for an answer that is sent at once.
     path: as it was asked for, for logs; route: the route's template, for metrics (None where no route fits). traceparent,
     tracestate: see ports.Caller.
     """
@@ -32,7 +33,6 @@ class Exchange:
     status: int | None = None
     first_byte: float | None = None
     ended: float | None = None
-    sent_bytes: int = 0
     model: str | None = None
     error: str | None = None
     _generations: list[Generation] = field(default_factory=list)

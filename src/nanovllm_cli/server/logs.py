@@ -7,12 +7,16 @@ from typing import Any
 
 from nanovllm_cli.server.exchange import Exchange
 
+WATCHING = {"/health", "/metrics", "/status.json"}
+
 logger = logging.getLogger(__name__)
 
 
 def log_exchange(exchange: Exchange) -> None:
-    """At level INFO; as fields for the JSON log, too. What has no value (a model, tokens) is left out."""
-    if not logger.isEnabledFor(logging.INFO):
+    """At level INFO, as fields for the JSON log, too; what asks every few seconds only at DEBUG. What has no value (a model,
+    tokens) is left out."""
+    level = logging.DEBUG if exchange.path in WATCHING else logging.INFO
+    if not logger.isEnabledFor(level):
         return
     fields = exchange_fields(exchange)
     shown = [exchange.method, exchange.path, str(exchange.status), f"{fields['seconds']:.3f} s"]
@@ -21,11 +25,11 @@ def log_exchange(exchange: Exchange) -> None:
     if "prompt_tokens" in fields:
         shown.append(f"{fields['prompt_tokens']}+{fields.get('completion_tokens', 0)} tokens")
     shown += [str(fields[name]) for name in ("model", "error") if name in fields]
-    logger.info("%s  %s", "  ".join(shown), exchange.request_id, extra={"fields": fields})
+    logger.log(level, "%s  %s", "  ".join(shown), exchange.request_id, extra={"fields": fields})
 
 
 def exchange_fields(exchange: Exchange) -> dict[str, Any]:
-    """seconds: from the head of the request to the end of the answer. ttft_seconds: to its first byte, where tokens came."""
+    """seconds: from the request's head to the answer's end. ttft_seconds: to a stream's first byte, where tokens came."""
     assert exchange.ended is not None
     fields: dict[str, Any] = {
         "request_id": exchange.request_id,

@@ -65,7 +65,7 @@ class Exchanges:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), id_header]
-            elif exchange.first_byte is None and message.get("body"):
+            elif exchange.first_byte is None and message.get("body") and message.get("more_body"):
                 exchange.first_byte = time.monotonic()
             await send(message)
 
@@ -73,6 +73,11 @@ class Exchanges:
         try:
             async with asyncio.timeout(self._settings.request_seconds) as limit:
                 await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # the server ends, and did not wait any longer
+            if exchange.status is None:
+                error = ApiError(503, "the server is about to end", code="draining", retry_after=5)
+                await error_response(error, scope["path"], exchange.request_id)(scope, receive, watched)
+            raise
         except ClientDisconnect:
             exchange.status = exchange.status or CLIENT_LEFT
         except Exception as failure:
@@ -165,20 +170,12 @@ class Doors:
 
 
 def _request_id(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text: str = value.decode("latin-1")
-            return text if _SANE_ID.fullmatch(text) else _new_id()
-    return _new_id()
+    given = _header(scope, b"x-request-id")
+    return given if given is not None and _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
-    """The first header of that name."""
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
-
-
-def _new_id() -> str:
-    return f"req_{secrets.token_hex(16)}"
 
 
 def _shown_path(scope: Scope) -> str:

@@ -51,6 +51,13 @@ class ServeSettings:
             raise UsageError("--ssl-cert-file and --ssl-key-file belong together")
         if any(not key.isascii() or not key.isprintable() or " " in key or len(key) < 8 for key in self.api_keys):
             raise UsageError("an API key is too short or has odd characters", "at least 8 of ASCII, without spaces")
+        if not self.host:
+            raise UsageError("--host is empty", "127.0.0.1 is this machine alone, 0.0.0.0 all addresses")
+        if not self.is_private and not self.api_keys:
+            raise UsageError(
+                f"at {self.host} everybody on the network could use this server",
+                "say who may by --api-key or --api-key-file, or leave --host out",
+            )
         for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_requests"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1")

@@ -1,0 +1,238 @@
+"""`nanovllm serve`: models behind HTTP, until a signal ends it. What goes on in it is in the room `server`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.model import chat_template
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
+from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.server.listen import Listener
+    from nanovllm_cli.server.messages import Loading
+    from nanovllm_cli.server.served_models import ModelSettings, ServedModels
+    from nanovllm_cli.server.settings import ServeSettings
+
+EXAMPLE = "for example: nanovllm serve tiny"
+
+
+@expand
+def serve(
+    *,
+    ctx: typer.Context,
+    model_word: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
+    ] = None,
+    model: ServedOptions,
+    address: AddressOptions,
+    access: AccessOptions,
+    limits: LimitOptions,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    messages: MessageOptions,
+) -> None:
+    """Answer over HTTP, as OpenAI's and Anthropic's clients ask.
+
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/messages, /v1/models; a page to chat with at /, how
+    it does at /status and /metrics. Ctrl-C or SIGTERM lets running answers finish; a second one does not.
+    Sampling options are what requests get that ask for nothing else.
+    """
+    screen = console()
+    log.configure(messages, screen)
+    if limits.access_log:
+        log.hear("nanovllm_cli.server.logs", messages, screen)
+    names = [*(model_word or []), *(model.model or [])]
+    if not names:
+        raise UsageError("no model was named", EXAMPLE)
+    if isinstance(ctx.obj, Settings):
+        names = [ctx.obj.resolve(name) for name in names]
+    if model.max_models is not None and model.max_models < 1:
+        raise UsageError("--max-models must be at least 1")
+    if model.sleep_idle is not None and not model.sleep_idle > 0:
+        raise UsageError("--sleep-idle must be more than 0")
+    given = sampling.given()
+    config = engine.config(model, max_num_seqs=limits.parallel)
+    called = model.names([_id(name) for name in names])
+    template = chat_template(model.chat_template)
+    screen.announce("starting the server")
+    with signals.insisting():
+        from nanovllm_cli.server.listen import listen
+        from nanovllm_cli.server.served_models import ModelSettings
+        from nanovllm_cli.weights.source import resolve
+    settings = _settings(address, access, limits)
+    listener = listen(settings)
+    try:
+        progress = ProgressLine(screen)
+        served = [
+            ModelSettings(
+                each,
+                resolve(name, offline=model.offline, revision=model.revision, progress=progress).path,
+                config,
+                template,
+                given,
+                model.tool_call_parser,
+                model.reasoning_parser,
+            )
+            for name, each in zip(names, called, strict=True)
+        ]
+        _run(served, settings, listener, model, limits.otlp_endpoint, screen)
+    finally:
+        listener.close()
+
+
+def _run(
+    served: Sequence[ModelSettings],
+    settings: ServeSettings,
+    listener: Listener,
+    model: ServedOptions,
+    otlp_endpoint: str | None,
+    screen: Console,
+) -> None:
+    from nanovllm_cli.constrain.pool import CheckPool
+    from nanovllm_cli.server.app import create_app
+    from nanovllm_cli.server.context import ServerContext
+    from nanovllm_cli.server.generation import Generator
+    from nanovllm_cli.server.metrics import Metrics
+    from nanovllm_cli.server.observer import Observer, Observers
+    from nanovllm_cli.server.run import Interrupted, serve
+    from nanovllm_cli.server.served_models import ServedModels
+    from nanovllm_cli.server.tracing import tracing
+
+    metrics, traces = Metrics(), tracing(otlp_endpoint, os.environ)
+    observer: Observer = metrics if traces is None else Observers([metrics, traces])
+    models = ServedModels(
+        served,
+        max_loaded=model.max_models or len(served),
+        sleep_idle=model.sleep_idle,
+        observer=observer,
+        on_loading=_teller(screen),
+    )
+    pool = CheckPool()
+    generator = Generator(models, pool, observer)
+    app = create_app(ServerContext(settings, models, generator, pool, observer, metrics))
+
+    def on_drain(in_flight: int) -> None:
+        if in_flight:
+            screen.say(f"{in_flight} running; Ctrl-C again does not wait for them")
+
+    try:
+        serve(
+            app,
+            settings,
+            listener,
+            models,
+            on_ready=lambda: _tell_ready(models, settings, listener, screen),
+            on_drain=on_drain,
+            on_end=(pool.close,),
+        )
+    except Interrupted as stop:
+        raise (KeyboardInterrupt() if stop.is_ctrl_c else signals.Terminated(stop.signum)) from None
+    finally:
+        if traces is not None:
+            traces.close()
+
+
+def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptions) -> ServeSettings:
+    from nanovllm_cli.server.settings import ServeSettings
+
+    return ServeSettings(
+        host=address.host,
+        port=address.port,
+        unix_socket=address.unix_socket,
+        tls_certificate=address.ssl_cert_file,
+        tls_key=address.ssl_key_file,
+        tls_password_file=address.ssl_key_password_file,
+        api_keys=_keys(access),
+        allowed_hosts=tuple(access.allowed_host or ()),
+        cors_origins=tuple(access.cors_origin or ()),
+        max_body_bytes=limits.max_body or MAX_BODY,
+        max_requests=limits.max_requests,
+        request_seconds=limits.timeout,
+        idle_seconds=limits.idle_timeout,
+        drain_seconds=limits.drain_timeout,
+        ping_seconds=limits.ping_interval,
+    )
+
+
+def _keys(access: AccessOptions) -> tuple[str, ...]:
+    """Those of the option, then those of the file; lines that begin with # and empty ones are none."""
+    keys = list(access.api_key or ())
+    if access.api_key_file is not None:
+        lines = decode(read_file(access.api_key_file), access.api_key_file).splitlines()
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UsageError(f"{access.api_key_file} has no key", "one a line")
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _id(name: str) -> str:
+    """What clients call a model where no alias says: its name, and of a path only the last part."""
+    path = Path(name)
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")):
+        return path.resolve().name.removesuffix(".gguf") or "model"
+    return name
+
+
+def _teller(screen: Console) -> Callable[[str, Loading], None]:
+    """Loading as the progress line shows it, though it happens in another process."""
+    progress = ProgressLine(screen)
+    stage, done = "", 0
+
+    def tell(name: str, loading: Loading) -> None:
+        nonlocal stage, done
+        if loading.stage != stage:
+            stage, done = loading.stage, 0
+            unit: Any = loading.unit or "tokens"
+            progress.stage(f"{name}: {stage}", loading.total or None, unit)
+        progress.advance(loading.done - done)
+        done = loading.done
+
+    return tell
+
+
+def _tell_ready(models: ServedModels, settings: ServeSettings, listener: Listener, screen: Console) -> None:
+    screen.status("")
+    for card in models.cards():
+        engine = models.engines().get(card.id)
+        facts = None if engine is None else engine.facts
+        if facts is not None:
+            screen.say(
+                f"{card.id}: {facts.num_parameters / 1e6:,.0f} M parameters, {facts.dtype}, {facts.device}; "
+                f"context {facts.context_len:,} tokens; KV cache {size(facts.kv_bytes)}",
+                "dim",
+            )
+        elif card.context_len is None:
+            screen.say(f"{card.id}: loaded when it is asked for", "dim")
+    screen.say(f"listening at {listener.url}")
+    screen.say(_example(models.cards()[0].id, settings, listener), "dim")
+
+
+def _example(name: str, settings: ServeSettings, listener: Listener) -> str:
+    """A line to copy."""
+    at = listener.url
+    words = ["curl"]
+    if settings.unix_socket is not None:
+        words += ["--unix-socket", str(listener.unix_path)]
+        at = "http://localhost"
+    words += [f"{at}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    line = shlex.join(words)
+    if settings.api_keys:
+        line += ' -H "Authorization: Bearer $KEY"'
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return f"{line} -d {shlex.quote(body)}"

@@ -1,0 +1,213 @@
+"""The options of `nanovllm serve`: names as llama-server has them, or vLLM where that has the better one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.command import MESSAGES, MODEL, option
+from nanovllm_cli.cli.options import ActivationsChoice, ChatTemplateChoice, Device, DType, Offline, Quant, Revision
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import UsageError
+
+ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
+HOST, PORT = "127.0.0.1", 8080
+MAX_REQUESTS, MAX_BODY = 512, 16 << 20
+DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS = 30.0, 30.0, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """Which models, by which names, in which numbers."""
+
+    model: Annotated[
+        list[str] | None,
+        option(
+            "-m", "--model",
+            help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
+            panel=MODEL, metavar="MODEL",
+        ),
+    ] = None  # fmt: skip
+    alias: Annotated[
+        list[str] | None,
+        option(
+            "-a", "--alias", "--served-model-name",
+            help="What clients call the model, in place of its name; of several models, each one's in turn. Repeatable.",
+            panel=MODEL, metavar="NAME", envvar="NANOVLLM_ALIAS",
+        ),
+    ] = None  # fmt: skip
+    max_models: Annotated[
+        int | None,
+        option(
+            "--max-models",
+            help="Most models in memory; the one that was not asked for longest makes room. [all of them]",
+            panel=MODEL,
+        ),
+    ] = None
+    sleep_idle: Annotated[
+        float | None,
+        option(
+            "--sleep-idle",
+            help="Takes a model out of memory when nobody asked it for so long; the next request loads it. [never]",
+            panel=MODEL, metavar="SECONDS",
+        ),
+    ] = None  # fmt: skip
+    tool_call_parser: Annotated[
+        str | None,
+        option(
+            "--tool-call-parser", help="How the model writes tool calls. [what its template says]",
+            panel=MODEL, metavar="NAME",
+        ),
+    ] = None  # fmt: skip
+    reasoning_parser: Annotated[
+        str | None,
+        option(
+            "--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"
+        ),
+    ] = None
+    revision: Revision = None
+    offline: Offline = False
+    dtype: DType = EngineConfig().dtype
+    device: Device = "auto"
+    quant: Quant = None
+    activations: ActivationsChoice = EngineConfig().activations
+    chat_template: ChatTemplateChoice = None
+
+    def names(self, ids: list[str]) -> list[tuple[str, ...]]:
+        """What each model is called, its own id without aliases. Raises UsageError for too few, and for the same twice."""
+        aliases = [name.strip() for each in self.alias or [] for name in each.split(",")]
+        if not all(name and name.isprintable() and len(name) <= 200 for name in aliases):
+            raise UsageError("--alias needs names of printable characters")
+        if not aliases:
+            names: list[tuple[str, ...]] = [(each,) for each in ids]
+        elif len(ids) == 1:
+            names = [tuple(dict.fromkeys(aliases))]
+        elif len(aliases) == len(ids):
+            names = [(each,) for each in aliases]
+        else:
+            raise UsageError(f"{len(ids)} models have {len(aliases)} aliases", "one --alias for each, in their order")
+        flat = [name for each in names for name in each]
+        if len(set(flat)) < len(flat):
+            twice = next(name for name in flat if flat.count(name) > 1)
+            raise UsageError(f"two models would be called {twice!r}", "give each a name by --alias")
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class AddressOptions:
+    """Where it listens."""
+
+    host: Annotated[
+        str,
+        option("--host", help=f"The address; beyond this machine only with --api-key. [{HOST}]", panel=ADDRESS),
+    ] = HOST
+    port: Annotated[int, option("--port", help=f"The port; 0 takes any that is free. [{PORT}]", panel=ADDRESS)] = PORT
+    unix_socket: Annotated[
+        str | None,
+        option("--unix-socket", help="A socket file instead, for its owner alone.", panel=ADDRESS, metavar="PATH"),
+    ] = None
+    ssl_cert_file: Annotated[
+        str | None, option("--ssl-cert-file", help="HTTPS: the certificate, PEM.", panel=ADDRESS, metavar="FILE")
+    ] = None
+    ssl_key_file: Annotated[
+        str | None, option("--ssl-key-file", help="HTTPS: its key, PEM.", panel=ADDRESS, metavar="FILE")
+    ] = None
+    ssl_key_password_file: Annotated[
+        str | None,
+        option("--ssl-key-password-file", help="HTTPS: the key's password.", panel=ADDRESS, metavar="FILE"),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Who gets in."""
+
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            "--api-key",
+            help="A key that requests must carry; other users of this machine see it, unlike a file or the environment. "
+            "Repeatable.",
+            panel=ACCESS, metavar="TEXT",
+        ),
+    ] = None  # fmt: skip
+    api_key_file: Annotated[
+        str | None, option("--api-key-file", help="Keys, one a line.", panel=ACCESS, metavar="FILE")
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            help="A name that requests may call this machine; * is any. Repeatable. [localhost and addresses; "
+            "any with keys]",
+            panel=ACCESS, metavar="NAME",
+        ),
+    ] = None  # fmt: skip
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            "--cors-origin",
+            help="Pages from here may use the server, such as https://example.org; * is any. Repeatable. [none]",
+            panel=ACCESS, metavar="ORIGIN",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """How much it takes on, and what it tells."""
+
+    parallel: Annotated[
+        int | None,
+        option(
+            "-np", "--parallel", "--max-num-seqs",
+            help=f"Most answers that a model works on at once. [{EngineConfig().max_num_seqs}]",
+            panel=LIMITS, envvar="NANOVLLM_PARALLEL",
+        ),
+    ] = None  # fmt: skip
+    max_requests: Annotated[
+        int,
+        option("--max-requests", help=f"Most requests under way; more are told to come back. [{MAX_REQUESTS}]", panel=LIMITS),
+    ] = MAX_REQUESTS
+    max_body: Annotated[
+        int | None,
+        option(
+            "--max-body", help="Largest request. [16M]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
+        ),
+    ] = None  # fmt: skip
+    timeout: Annotated[
+        float | None,
+        option("--timeout", help="Longest time for one request. [no limit]", panel=LIMITS, metavar="SECONDS"),
+    ] = None
+    idle_timeout: Annotated[
+        float,
+        option(
+            "--idle-timeout", help=f"How long a connection may lie idle. [{IDLE_SECONDS:g}]",
+            panel=LIMITS, metavar="SECONDS",
+        ),
+    ] = IDLE_SECONDS  # fmt: skip
+    drain_timeout: Annotated[
+        float,
+        option(
+            "--drain-timeout", help=f"How long answers may go on after SIGTERM or Ctrl-C. [{DRAIN_SECONDS:g}]",
+            panel=LIMITS, metavar="SECONDS",
+        ),
+    ] = DRAIN_SECONDS  # fmt: skip
+    ping_interval: Annotated[
+        float,
+        option(
+            "--ping-interval", help=f"How long a stream is silent before it is pinged. [{PING_SECONDS:g}]",
+            panel=LIMITS, metavar="SECONDS",
+        ),
+    ] = PING_SECONDS  # fmt: skip
+    access_log: Annotated[
+        bool, option("--access-log/--no-access-log", help="A line for each request on stderr. [on]", panel=MESSAGES)
+    ] = True
+    otlp_endpoint: Annotated[
+        str | None,
+        option(
+            "--otlp-endpoint", help="Sends OpenTelemetry spans to this collector; needs the extra otel.",
+            panel=MESSAGES, metavar="URL",
+        ),
+    ] = None  # fmt: skip

@@ -1,0 +1,179 @@
+"""The life of a server: HTTP is there first and says that models are loading; then requests; then the end.
+
+SIGTERM or Ctrl-C: nobody new gets in (503), what is under way finishes, or is broken off after drain_seconds. A second signal
+does not wait. Either way engines, connections and socket files are gone when `serve` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.listen import BACKLOG, Listener, tls_context
+from nanovllm_cli.server.protocol import protocol_for
+from nanovllm_cli.server.settings import ServeSettings
+
+_BREAK_OFF_SECONDS = 1
+_MOST_FILES = 65536
+
+
+class Loads(Protocol):
+    """What has to be there before requests can be answered: served_models.ServedModels."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Interrupted(Exception):
+    """A signal came before the server was ready, or again while it ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+    @property
+    def is_ctrl_c(self) -> bool:
+        return self.signum == signal.SIGINT
+
+
+def serve(
+    app: FastAPI,
+    settings: ServeSettings,
+    listener: Listener,
+    models: Loads,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int], None] = lambda in_flight: None,
+    on_end: Sequence[Callable[[], Awaitable[None]]] = (),
+) -> None:
+    """Serves until a signal comes. on_ready: models are there; on_drain: the end begins, with so many requests under way;
+    on_end: what else to close.
+
+    Raises what loading raises, and Interrupted.
+    """
+    _allow_many_connections()
+    config = http_config(app, settings)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is news is told here
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(_Life(config, app.state.gate, settings, listener, models).run(on_ready, on_drain, on_end))
+
+
+def http_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    """Raises UsageError for TLS files that are none."""
+    tls = tls_context(settings)
+    return uvicorn.Config(
+        app,
+        http=protocol_for(settings),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=_BREAK_OFF_SECONDS,
+        ssl_context_factory=None if tls is None else (lambda config, default: tls),
+    )
+
+
+class _Life:
+    def __init__(
+        self, config: uvicorn.Config, gate: Gate, settings: ServeSettings, listener: Listener, models: Loads
+    ) -> None:
+        self._http = HttpServer(config)
+        self._gate, self._settings, self._listener, self._models = gate, settings, listener, models
+        self._signals: list[int] = []
+        self._first, self._second = asyncio.Event(), asyncio.Event()
+
+    async def run(
+        self,
+        on_ready: Callable[[], None],
+        on_drain: Callable[[int], None],
+        on_end: Sequence[Callable[[], Awaitable[None]]],
+    ) -> None:
+        with self._listening_to_signals():
+            http = asyncio.create_task(self._http.serve(self._listener.sockets))
+            try:
+                if not await self._before(self._first, http, self._models.start()):
+                    raise Interrupted(self._signals[0])
+                gc.collect()
+                gc.freeze()  # what is loaded stays: going through it again would hold streams up
+                on_ready()
+                await self._before(self._first, http)
+                on_drain(self._gate.in_flight)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.drain_seconds):
+                        await self._before(self._second, http, self._gate.drain())
+            finally:
+                self._http.force_exit = self._second.is_set()
+                self._http.should_exit = True
+                await asyncio.gather(http, self._models.close(), *(close() for close in on_end))
+            if self._second.is_set():
+                raise Interrupted(self._signals[-1])
+
+    async def _before(self, event: asyncio.Event, http: asyncio.Task[None], work: Any = None) -> bool:
+        """Waits for the work or the event, whichever comes first; True for the work. HTTP does not end by itself: if it does, it
+        raises. What the work raises is raised."""
+        waiting = asyncio.create_task(event.wait())
+        working = asyncio.ensure_future(work) if work is not None else None
+        others = [task for task in (working,) if task is not None]
+        try:
+            await asyncio.wait([http, waiting, *others], return_when=asyncio.FIRST_COMPLETED)
+            if http.done():
+                http.result()
+                raise RuntimeError("the HTTP server ended by itself")
+            if working is not None and working.done():
+                working.result()
+                return True
+            return False
+        finally:
+            for task in (waiting, *others):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    @contextlib.contextmanager
+    def _listening_to_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        ours = [signum for signum, handler in before.items() if handler is not signal.SIG_IGN]
+        for signum in ours:
+            loop.add_signal_handler(signum, self._note, signum)
+        try:
+            yield
+        finally:
+            for signum in ours:
+                loop.remove_signal_handler(signum)
+                signal.signal(signum, before[signum])
+
+    def _note(self, signum: int) -> None:
+        self._signals.append(signum)
+        (self._second if self._first.is_set() else self._first).set()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which leaves signals to others."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _allow_many_connections() -> None:
+    """Each connection is an open file; the usual limit of 1024 is for programs of long ago."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
