@@ -171,7 +171,7 @@ def test_reasoning_goes_before_the_constraint(llm: LLM) -> None:
 
 def test_bad_constraints_are_refused_before_anything_runs(llm: LLM) -> None:
     steps = llm.stats().steps
-    for constraint in (Constraint("regex", "("), Constraint("json_schema", '{"type": "strin"}'), Constraint("lark", "start: <x>")):
+    for constraint in (Constraint("regex", "("), Constraint("json_schema", '{"type": "strin"}'), Constraint("lark", "start: x")):
         with pytest.raises(UsageError):
             llm.generate(["a", "b"], [SamplingParams(), SamplingParams(constraint=constraint)])
         with pytest.raises(UsageError):

@@ -136,7 +136,7 @@ class LocalModel:
 
     def answer(self, system: str | None, messages: Sequence[Message], *, goes_on: bool = False) -> Reply:
         prompt = self.prompts.going_on(system, messages) if goes_on else self.prompts.next(system, messages)
-        params = self._params(self.settings.given)
+        params = self.prompts.prompting.params_for(prompt.ids, self.settings.given, goes_on=goes_on)
         return Reply(LocalAnswering(self.llm, prompt.ids, params, prompt.splitter), prompt.num_dropped)
 
     def keep(self, answering: Answering) -> None:
@@ -172,7 +172,9 @@ class LocalModel:
         self._kept = ()
 
     def _params(self, given: Given) -> SamplingParams:
-        return dataclasses.replace(self.llm.default_params, **given)
+        """For no answer in particular: a budget for reasoning waits until there is a prompt."""
+        fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
+        return dataclasses.replace(self.llm.default_params, **fields)
 
     def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
         prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)

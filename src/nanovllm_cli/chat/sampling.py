@@ -1,4 +1,4 @@
-"""`/set`: the sampling options of the command line, by their names, one at a time."""
+"""`/set`: the options of the command line for sampling and for the form of answers, by their names, one at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.options import SamplingOptions
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 
-_NOT_HERE = ("num_answers", "logprobs")  # a conversation has one answer, and shows text
+_NOT_HERE = ("num_answers", "logprobs", "reasoning_budget")  # a conversation has one answer, and shows text
 _FIELDS = {
     "predict": "max_tokens",
     "bad_word": "bad_words",
@@ -21,8 +23,9 @@ DEFAULT = "default"
 
 
 class Setting(NamedTuple):
-    """name: the flag without its dashes. option: of SamplingOptions. field: of SamplingParams."""
+    """name: the flag without its dashes. option: of its group. field: of SamplingParams."""
 
+    group: type[SamplingOptions | FormOptions]
     name: str
     option: str
     field: str
@@ -35,16 +38,20 @@ class Setting(NamedTuple):
 def settings() -> Mapping[str, Setting]:
     """By every name that a flag has: temp, predict and n, …"""
     found: dict[str, Setting] = {}
-    for option, hint in get_type_hints(SamplingOptions, include_extras=True).items():
+    hints = [
+        (group, *item)
+        for group in (SamplingOptions, FormOptions)
+        for item in get_type_hints(group, include_extras=True).items()
+    ]
+    for group, option, hint in hints:
         if option in _NOT_HERE:
             continue
         declared, info = get_args(hint)
         flags = [info.default, *info.param_decls]  # in an annotation Typer takes the first flag for a default
         names = [flag.lstrip("-") for flag in flags]
         first_long = next(flag for flag in flags if flag.startswith("--")).lstrip("-")
-        setting = Setting(
-            first_long, option, _FIELDS.get(option, option), _kind(declared), info.help or "", info.parser
-        )
+        field = "constraint" if group is FormOptions else _FIELDS.get(option, option)
+        setting = Setting(group, first_long, option, field, _kind(declared), info.help or "", info.parser)
         found |= dict.fromkeys(names, setting)
     return found
 
@@ -65,7 +72,7 @@ def changed(given: Mapping[str, Any], chosen: Setting, value: str) -> dict[str, 
     rest = {field: kept for field, kept in given.items() if field != chosen.field}
     if value == DEFAULT:
         return rest
-    return rest | SamplingOptions(**{chosen.option: _parsed(chosen, value)}).given()
+    return rest | chosen.group(**{chosen.option: _parsed(chosen, value)}).given()
 
 
 def shown(params: object, chosen: Setting) -> str:
@@ -75,19 +82,21 @@ def shown(params: object, chosen: Setting) -> str:
         return " ".join(shlex.quote(each.encode("unicode_escape").decode()) for each in value) or "none"
     if isinstance(value, Mapping):
         return " ".join(f"{token_id}{bias:+g}" for token_id, bias in value.items())
+    if isinstance(value, Constraint):
+        return f"{value.kind} {value.text}".strip()
     if isinstance(value, bool):
         return "on" if value else "off"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _kind(declared: Any) -> type:
-    """bool, int, float or list, of a hint that may allow None."""
+    """bool, int, float, str or list, of a hint that may allow None."""
     choices = [each for each in get_args(declared) if each is not type(None)] or [declared]
     kind = get_origin(declared) or choices[0]
     if kind is list:
         return list
     chosen = get_origin(choices[0]) or choices[0]
-    assert chosen in (bool, int, float, list), declared
+    assert chosen in (bool, int, float, str, list), declared
     return chosen  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nanovllm_cli.cli.records import Record, Statistics
 
 Given = Mapping[str, Any]
+"""Fields of SamplingParams, and "reasoning_budget": most tokens of reasoning, -1 for no limit."""
+
 """Fields of SamplingParams that were asked for; the rest is the model's own."""
 
 

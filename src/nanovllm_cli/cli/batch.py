@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanovllm_cli.cli import records, signals
+from nanovllm_cli.cli.form import FORM_KEYS, form_of_line
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Result
 
 _PROMPT_KEYS = ("prompt", "messages", "id")
-_PARAM_KEYS = tuple(item.name for item in dataclasses.fields(SamplingParams))
+_PARAM_KEYS = tuple(
+    item.name for item in dataclasses.fields(SamplingParams) if item.name not in ("constraint", "reasoning")
+)
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +138,7 @@ class _Run:
                 self._fail(position, line, line.broken)
                 continue
             content = line.content
-            given = self.options.given | {name: content[name] for name in _PARAM_KEYS if name in content}
+            given = self.options.given | _given(content)
             if "messages" in content:
                 yield position, Question(with_system(content["messages"], self.options.system)), given
             else:
@@ -214,7 +217,7 @@ def _parsed(data: bytes, number: int) -> dict[str, Any]:
 
 
 def _checked(value: dict[str, Any]) -> dict[str, Any]:
-    known = (*_PROMPT_KEYS, *_PARAM_KEYS)
+    known = (*_PROMPT_KEYS, *_PARAM_KEYS, *FORM_KEYS)
     for key in value:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
@@ -231,9 +234,13 @@ def _checked(value: dict[str, Any]) -> dict[str, Any]:
         checked_messages(value["messages"])
     if isinstance(value.get("logit_bias"), dict):
         value["logit_bias"] = _with_ids(value["logit_bias"])
-    given = {name: value[name] for name in _PARAM_KEYS if name in value}
-    SamplingParams(**given)  # refuses what is out of bounds
+    SamplingParams(**{name: value[name] for name in _PARAM_KEYS if name in value})  # refuses what is out of bounds
+    form_of_line(value)
     return value
+
+
+def _given(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: content[name] for name in _PARAM_KEYS if name in content} | form_of_line(content)
 
 
 def _with_ids(biases: dict[str, Any]) -> dict[int, Any]:

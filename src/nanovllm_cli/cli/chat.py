@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from nanovllm_cli.cli import inputs, log
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.model import Loaded, load, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
 from nanovllm_cli.cli.output import Console, console, one_line
@@ -42,6 +43,7 @@ def chat(
     talk: ChatOptions,
     sessions: SessionOptions,
     sampling: SamplingOptions,
+    form: FormOptions,
     engine: EngineOptions,
     messages: MessageOptions,
 ) -> None:
@@ -67,7 +69,7 @@ def chat(
         name, spoken = name_and_words(model, model_word, words or [])
         config = engine.config(model, max_num_seqs=1)
         first = _first_message(talk.file or [], spoken)
-        _converse(ctx.obj, name, first, model, config, talk, sessions, sampling, saved, screen)
+        _converse(ctx.obj, name, first, model, config, talk, sessions, _given(sampling, form), saved, screen)
 
 
 def _converse(
@@ -78,7 +80,7 @@ def _converse(
     config: EngineConfig,
     talk: ChatOptions,
     sessions: SessionOptions,
-    sampling: SamplingOptions,
+    given: dict[str, Any],
     saved: Sessions,
     screen: Console,
 ) -> None:
@@ -90,7 +92,7 @@ def _converse(
     resumed = _session_to_resume(sessions, saved)
     surface = _surface(talk, screen)
     options = Settings(
-        given=_given(sampling),
+        given=given,
         think=talk.think,
         kwargs=template_kwargs(talk.chat_template_kwargs),
         shows_reasoning=surface.shows_reasoning,
@@ -154,8 +156,8 @@ def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:
     return names[0]
 
 
-def _given(sampling: SamplingOptions) -> dict[str, object]:
-    given = sampling.given()
+def _given(sampling: SamplingOptions, form: FormOptions) -> dict[str, Any]:
+    given = sampling.given() | form.given()
     for flag, field in (("--num-answers", "n"), ("--logprobs", "logprobs")):
         if field in given:
             raise UsageError(f"{flag} has no place in a conversation", "nanovllm run has it")

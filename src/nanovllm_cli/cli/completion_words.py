@@ -52,6 +52,8 @@ _VALUES: dict[str, Values] = {
     "FILE": Values("files"),
     "PATH": Values("files"),
     "FOLDER": Values("folders"),
+    "JSON|@FILE": Values("files"),
+    "TEXT|@FILE": Values("files"),
     "NAME|FILE": Values("files", TEMPLATES),
     "DEVICE": Values("words", ("auto", "cpu", "cuda", "cuda:0")),
     "FORMAT": Values("words", FORMATS),

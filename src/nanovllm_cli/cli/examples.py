@@ -26,6 +26,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         ),
         Example("nanovllm run tiny --batch prompts.jsonl -o results.jsonl", "A file of prompts at once; resumable."),
         Example('nanovllm run tiny --continue "And then?"', "The next turn of the last run."),
+        Example('nanovllm run tiny --choice yes --choice no "Is it raining?"', "One of these, and nothing else."),
+        Example('nanovllm run tiny --json-object "Describe a cat in JSON"', "JSON; --json-schema says which."),
     ),
     "chat": (
         Example("nanovllm chat tiny", "A conversation; /help lists the commands, Ctrl-D leaves."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -218,7 +217,7 @@ class LocalAnswerer:
             yield key, RequestError("the engine gave no answer")
 
     def limit(self, given: Given) -> str:
-        most = dataclasses.replace(self._llm.default_params, **given).max_tokens
+        most = given.get("max_tokens", self._llm.default_params.max_tokens)
         if most is not None:
             return f"the model's own limit is {most} tokens; -n raises it"
         return f"the context of {self._llm.max_model_len} tokens is full"
@@ -227,12 +226,13 @@ class LocalAnswerer:
         self._llm.close()
 
     def _encode(self, question: Question, given: Given) -> Encoded:
-        params = dataclasses.replace(self._llm.default_params, **given)
         if question.messages is None:
-            return self._prompting.encode_raw(question.text), params
-        if question.goes_on:
-            return self._prompting.encode_unfinished(question.messages), params
-        return self._prompting.encode(question.messages), params
+            ids = self._prompting.encode_raw(question.text)
+        elif question.goes_on:
+            ids = self._prompting.encode_unfinished(question.messages)
+        else:
+            ids = self._prompting.encode(question.messages)
+        return ids, self._prompting.params_for(ids, given, goes_on=question.goes_on)
 
     def _checked(self, question: Question, given: Given) -> Encoded:
         """The same, refused here where the engine would refuse it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import re
@@ -22,8 +23,10 @@ from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import TemplateError, UsageError
 
 if TYPE_CHECKING:
+    from nanovllm_cli.cli.answering import Given
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.llm import LLM
+    from nanovllm_cli.sampling_params import SamplingParams
     from nanovllm_cli.text.reasoning import ReasoningFormat, ReasoningSplitter
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -170,6 +173,18 @@ class Prompting:
         """What splits an answer to `ids`: a new one for each answer."""
         known = self.reasoning()
         return None if known is None else partial(known.parser, self.tail(ids))
+
+    def params_for(self, ids: list[int], given: Given, *, goes_on: bool = False) -> SamplingParams:
+        """For an answer to `ids`: the model's own settings under what was asked for. goes_on: `ids` end within an answer."""
+        fields = dict(given)
+        budget = fields.pop("reasoning_budget", -1)
+        params = dataclasses.replace(self.llm.default_params, **fields)
+        known = self.reasoning()
+        if budget >= 0 and known is None:
+            raise UsageError(f"--reasoning-budget has no meaning: {self.llm.name} does not mark its reasoning")
+        if known is None or goes_on:
+            return params
+        return dataclasses.replace(params, reasoning=known.phase(self.tail(ids), None if budget < 0 else budget))
 
     def tail(self, ids: list[int]) -> str:
         """The end of a rendered prompt: where it shows whether the answer begins inside reasoning."""

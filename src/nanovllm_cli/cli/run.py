@@ -16,6 +16,7 @@ from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, log, signals
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
 from nanovllm_cli.cli.model import name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import (
@@ -54,6 +55,7 @@ def run(
     model: ModelOptions,
     prompt: PromptOptions,
     sampling: SamplingOptions,
+    form: FormOptions,
     engine: EngineOptions,
     output: OutputOptions,
     messages: MessageOptions,
@@ -68,7 +70,7 @@ def run(
     log.configure(messages, screen)
     name, spoken = name_and_words(model, model_word, words or [])
     name = named_model(ctx.obj, name, model, EXAMPLE)
-    given = sampling.given()
+    given = sampling.given() | form.given()
     _refuse_contradictions(prompt, output, sampling)
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
