@@ -49,6 +49,7 @@ def schema_of(properties: int, objects: int) -> str:
     return json.dumps({"anyOf": [one] * objects}, separators=(",", ":"))
 
 
+EXPLODING = json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(5)]} for i in range(12)]})
 ATTACKS: list[tuple[str, str, str]] = [
     ("lark", 'start: "a' + "(" * 60000, ""),
     ("lark", "start: " + "(" * 60000 + '"a"' + ")" * 60000, "nested"),
@@ -62,7 +63,7 @@ ATTACKS: list[tuple[str, str, str]] = [
     ("json_schema", "[" * 120000, "nested"),
     ("json_schema", schema_of(3000, 1), "3000 members"),
     ("json_schema", json.dumps({"enum": [0] * 60000}, separators=(",", ":")), "50000 values"),
-    ("json_schema", json.dumps({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(5)]} for i in range(9)]}), ""),
+    ("json_schema", EXPLODING, ""),
     ("json_schema", json.dumps({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), ""),
     ("choice", json.dumps([str(i) for i in range(30000)]), "30000 choices"),
     ("choice", "[" * 100000, "nested"),
