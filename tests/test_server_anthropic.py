@@ -203,7 +203,7 @@ def test_messages_become_a_conversation() -> None:
     asked = asked_for(messages, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}])
     assert list(asked.messages) == [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Weather\n\nin Rome?"},
+        {"role": "user", "content": "Weather\nin Rome?"},
         {
             "role": "assistant",
             "content": "Let me see.",
@@ -245,7 +245,7 @@ def test_a_billing_header_that_changes_does_not_change_the_prompt() -> None:
         list(asked_for(system=[{"type": "text", "text": BILLING.format(nonce)}, *rest]).messages) for nonce in ("fa690", "0aaa9")
     ]
     assert prompts[0] == prompts[1]
-    assert prompts[0][0] == {"role": "system", "content": "You are Claude Code.\n\nHelp."}
+    assert prompts[0][0] == {"role": "system", "content": "You are Claude Code.\nHelp."}
     assert asked_for(system=BILLING.format("1") + "\nBe brief.").messages[0]["content"] == "Be brief."
     assert asked_for(system=BILLING.format("1")).messages[0]["role"] == "user"
 
@@ -280,18 +280,21 @@ def test_tool_choice(choice: Any, expected: str, parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "expected", "budget"),
+    ("thinking", "with_switch", "without"),
     [
-        (None, False, None),
-        ({"type": "disabled"}, False, None),
-        ({"type": "enabled", "budget_tokens": 2048}, True, 2048),
-        ({"type": "adaptive"}, None, None),
-        ({"type": "adaptive", "budget_tokens": 0}, None, None),
+        (None, (False, None), (False, 0)),
+        ({"type": "disabled"}, (False, None), (False, 0)),
+        ({"type": "enabled", "budget_tokens": 2048}, (True, 2048), (True, 2048)),
+        ({"type": "adaptive"}, (True, None), (None, None)),
+        ({"type": "adaptive", "budget_tokens": 0}, (True, None), (None, None)),
     ],
 )
-def test_thinking(thinking: Any, expected: bool | None, budget: int | None) -> None:
-    asked = asked_for(thinking=thinking)
-    assert (asked.thinking, asked.reasoning_budget) == (expected, budget)
+def test_thinking(thinking: Any, with_switch: Any, without: Any) -> None:
+    for switch, expected in (("enable_thinking", with_switch), (None, without)):
+        served = client(thinking_switch=switch)
+        served.post(PATH, request(thinking=thinking))
+        asked = served.generates.asked[-1]
+        assert (asked.thinking, asked.reasoning_budget) == expected
 
 
 def test_how_to_draw_reaches_the_engine() -> None:

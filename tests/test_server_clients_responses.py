@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-openai = pytest.importorskip("openai", reason="the openai package is not installed")
-anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
-
 from pydantic import BaseModel
 
 from live_server import LiveServer, live_server
 from responses_spec import check_event
+
+openai = pytest.importorskip("openai", reason="the openai package is not installed")
+anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
 
 STORY = "Tell me a story about a little girl"
 MESSAGES: Any = [{"role": "user", "content": STORY}]
@@ -26,6 +26,10 @@ PARAMETERS = {
 }
 FUNCTION: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
 TOOL: Any = {"name": "get_weather", "description": "The weather of a place", "input_schema": PARAMETERS}
+
+
+GREEDY: Any = {"extra_body": {"temperature": 0}}
+"""For anthropic's package, which does not know the field any more."""
 
 
 class Weather(BaseModel):
@@ -79,7 +83,7 @@ def test_the_stream_helper(oai: Any) -> None:
 
 
 def test_parse(oai: Any) -> None:
-    response = oai.responses.parse(model="tiny", input="Weather?", text_format=Weather, temperature=0, max_output_tokens=64)
+    response = oai.responses.parse(model="tiny", input="Weather?", text_format=Weather, temperature=0, max_output_tokens=512)
     assert isinstance(response.output_parsed, Weather)
 
 
@@ -90,7 +94,7 @@ def test_a_tool_that_must_be_called_and_its_result(oai: Any) -> None:
     )  # fmt: skip
     call = next(item for item in first.output if item.type == "function_call")
     assert call.name == "get_weather"
-    assert set(__import__("json").loads(call.arguments)) == {"place", "days"}
+    assert set(json.loads(call.arguments)) == {"place", "days"}
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = oai.responses.create(
         model="tiny", input=[result], previous_response_id=first.id, tools=[FUNCTION], max_output_tokens=16
@@ -166,31 +170,40 @@ def test_async_streams_side_by_side(server: LiveServer) -> None:
 
 
 def test_messages(claude: Any) -> None:
-    message = claude.messages.create(model="tiny", max_tokens=24, messages=MESSAGES, temperature=0, system="Be brief.")
+    message = claude.messages.create(model="tiny", max_tokens=24, messages=MESSAGES, **GREEDY, system="Be brief.")
     assert message.content[0].text
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 24)
 
 
 def test_messages_end_by_themselves_or_at_a_sequence(claude: Any) -> None:
-    whole = claude.messages.create(model="tiny", max_tokens=400, messages=MESSAGES, temperature=0)
+    whole = claude.messages.create(model="tiny", max_tokens=400, messages=MESSAGES, **GREEDY)
     assert whole.stop_reason == "end_turn"
-    cut = claude.messages.create(model="tiny", max_tokens=400, messages=MESSAGES, temperature=0, stop_sequences=["little"])
-    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "little")
-    assert whole.content[0].text.startswith(cut.content[0].text + "little")
+    cut = claude.messages.create(model="tiny", max_tokens=400, messages=MESSAGES, **GREEDY, stop_sequences=["tiny"])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "tiny")
+    assert whole.content[0].text.startswith(cut.content[0].text + "tiny")
 
 
 def test_the_stream_helper_of_messages(claude: Any) -> None:
-    whole = claude.messages.create(model="tiny", max_tokens=24, messages=MESSAGES, temperature=0)
-    with claude.messages.stream(model="tiny", max_tokens=24, messages=MESSAGES, temperature=0) as stream:
+    whole = claude.messages.create(model="tiny", max_tokens=24, messages=MESSAGES, **GREEDY)
+    with claude.messages.stream(model="tiny", max_tokens=24, messages=MESSAGES, **GREEDY) as stream:
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert text == message.content[0].text == whole.content[0].text
     assert (message.usage.output_tokens, message.stop_reason) == (24, "max_tokens")
 
 
+def test_thinking_of_messages(claude: Any) -> None:
+    """Off unless asked for; stopped at its budget."""
+    thinking: Any = {"type": "enabled", "budget_tokens": 8}
+    with claude.messages.stream(model="tiny", max_tokens=64, messages=MESSAGES, thinking=thinking, **GREEDY) as stream:
+        first, second, *_ = stream.get_final_message().content
+    assert (first.type, second.type) == ("thinking", "text")
+    assert 0 < len(first.thinking.split()) <= 8
+
+
 def test_a_message_is_continued(claude: Any) -> None:
     start: Any = [*MESSAGES, {"role": "assistant", "content": "Once upon a time, a little"}]
-    message = claude.messages.create(model="tiny", max_tokens=8, messages=start, temperature=0)
+    message = claude.messages.create(model="tiny", max_tokens=8, messages=start, **GREEDY)
     assert not message.content[0].text.startswith("Once")
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens > 10
 
@@ -199,7 +212,7 @@ def test_tools_and_their_results(claude: Any) -> None:
     ask: Any = [{"role": "user", "content": "Weather in Rome?"}]
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     first = claude.messages.create(
-        model="tiny", max_tokens=128, messages=ask, tools=[{**TOOL, "strict": True}], tool_choice=choice, temperature=0
+        model="tiny", max_tokens=128, messages=ask, tools=[{**TOOL, "strict": True}], tool_choice=choice, **GREEDY
     )
     call = next(block for block in first.content if block.type == "tool_use")
     assert (first.stop_reason, call.name, set(call.input)) == ("tool_use", "get_weather", {"place", "days"})
@@ -212,14 +225,14 @@ def test_tools_and_their_results(claude: Any) -> None:
 def test_tools_as_a_stream(claude: Any) -> None:
     choice: Any = {"type": "tool", "name": "get_weather"}
     with claude.messages.stream(
-        model="tiny", max_tokens=128, messages=MESSAGES, tools=[TOOL], tool_choice=choice, temperature=0
+        model="tiny", max_tokens=128, messages=MESSAGES, tools=[TOOL], tool_choice=choice, **GREEDY
     ) as stream:
         call = next(block for block in stream.get_final_message().content if block.type == "tool_use")
     assert set(call.input) == {"place", "days"}
 
 
 def test_a_schema_for_messages(claude: Any) -> None:
-    message = claude.messages.parse(model="tiny", max_tokens=64, messages=MESSAGES, temperature=0, output_format=Weather)
+    message = claude.messages.parse(model="tiny", max_tokens=512, messages=MESSAGES, **GREEDY, output_format=Weather)
     assert isinstance(message.parsed_output, Weather)
 
 
@@ -255,7 +268,7 @@ def test_async_messages(server: LiveServer) -> None:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
 
             async def one() -> str:
-                async with client.messages.stream(model="tiny", max_tokens=24, messages=MESSAGES, temperature=0) as stream:
+                async with client.messages.stream(model="tiny", max_tokens=24, messages=MESSAGES, **GREEDY) as stream:
                     return "".join([text async for text in stream.text_stream])
 
             return await asyncio.gather(*(one() for _ in range(4)))

@@ -162,7 +162,7 @@ def test_items_become_a_conversation() -> None:
         },
         {"role": "tool", "tool_call_id": "c2", "name": "get_weather", "content": "none"},
         {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "sunny"},
-        {"role": "user", "content": "And\n\nOslo?"},
+        {"role": "user", "content": "And\nOslo?"},
     ]
 
 

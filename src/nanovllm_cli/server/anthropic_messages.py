@@ -1,7 +1,7 @@
 """Anthropic's messages as a conversation in OpenAI's form of chat messages.
 
 One message of theirs can be several of ours: results of tools become messages of the role `tool`, ahead of what the user says
-beside them. Turns of the same role that follow each other are one, as Anthropic reads them. `redacted_thinking` is skipped: it
+beside them. Turns of the same role that follow each other are one, as Anthropic reads them. Blocks of text are a line each. `redacted_thinking` is skipped: it
 is encrypted, and nobody here can read it.
 
 The billing line. Claude Code begins `system` with a block `x-anthropic-billing-header: cc_version=…; cch=…;`, whose `cch` is
@@ -22,7 +22,6 @@ from nanovllm_cli.server.schemas_anthropic import MAX_MESSAGES
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _MAX_BLOCKS = 4096
-_BETWEEN = "\n\n"
 
 ChatMessage = dict[str, Any]
 
@@ -100,7 +99,7 @@ class _Conversation:
         self._names: dict[str, str] = {}  # of tools, by the ids of their calls
 
     def system(self, texts: Sequence[str]) -> None:
-        text = _BETWEEN.join(text for text in texts if text)
+        text = "\n".join(text for text in texts if text)
         if text:
             self._say("system", text)
 
@@ -123,7 +122,7 @@ class _Conversation:
             else:
                 texts.append(_text(block, at))
         if texts:
-            self._say("user", _BETWEEN.join(texts))
+            self._say("user", "\n".join(texts))
 
     def _result(self, result: _ToolResult, path: str) -> None:
         name = self._names.get(result.tool_use_id)
@@ -154,7 +153,7 @@ class _Conversation:
     def _say(self, role: str, text: str, field: str = "content") -> None:
         turn = self._turn(role)
         before = turn.get(field)
-        turn[field] = text if before is None else f"{before}{_BETWEEN}{text}"
+        turn[field] = text if before is None else f"{before}\n\n{text}"
 
     def _turn(self, role: str) -> ChatMessage:
         """The last message, if it is this role's, or a new one."""

@@ -252,7 +252,7 @@ class _Conversation:
         elif item["type"] == "function_call_output":
             self._output(item)
         else:
-            text = "\n\n".join(part["text"] for part in item["content"])
+            text = "\n".join(part["text"] for part in item["content"])
             if item["role"] == "assistant":
                 _append(self._turn(), "content", text)
             elif item["role"] == "user":

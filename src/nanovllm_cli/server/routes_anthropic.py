@@ -149,14 +149,14 @@ def _chat_asked(
         parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         form=form,
         template_kwargs={} if effort is None else {"reasoning_effort": effort},
-        thinking=None if thinking.type == "adaptive" else thinking.type == "enabled",
-        reasoning_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
+        thinking=_wants_thinking(thinking, model),
+        reasoning_budget=_budget(thinking, model),
         continues=messages[-1]["role"] == "assistant",
     )
 
 
 def _thinking(body: CountTokensRequest) -> _Thinking:
-    """Left out is disabled, as Anthropic has it; `adaptive` leaves it to the model."""
+    """Left out is disabled, as Anthropic has it."""
     if body.thinking is None:
         return _Thinking()
     kind = kind_of(body.thinking, "thinking")
@@ -166,6 +166,20 @@ def _thinking(body: CountTokensRequest) -> _Thinking:
     if kind == "enabled" and (thinking.budget_tokens is None or not 1 <= thinking.budget_tokens < 2**31):
         raise invalid("thinking.budget_tokens", "must be a number of tokens, at least 1")
     return thinking
+
+
+def _wants_thinking(thinking: _Thinking, model: ServedModel) -> bool | None:
+    """`adaptive` leaves it to the model: it may, where the template has a switch for that."""
+    if thinking.type == "adaptive":
+        return None if model.thinking_switch is None else True
+    return thinking.type == "enabled"
+
+
+def _budget(thinking: _Thinking, model: ServedModel) -> int | None:
+    """A model that always thinks is stopped at once where it must not."""
+    if thinking.type == "disabled":
+        return 0 if model.thinking_switch is None else None
+    return thinking.budget_tokens if thinking.type == "enabled" else None
 
 
 def _choice(body: CountTokensRequest) -> ToolChoice:
