@@ -313,8 +313,15 @@ def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
-    """What the answer's form must be: the one asked for, or that of the tools that must or may be called."""
-    return asked.form
+    """What the answer's form must be: the one asked for, or that of the tools that must or may be called. Where a tool must be
+    called there is no content that the form could be of."""
+    assert model.format is not None, "a model that chats has a format"
+    calls = model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel) if tools else None
+    if calls is None:
+        return asked.form
+    if asked.form is not None and asked.tool_choice == "auto":
+        raise ApiError(400, "strict tools do not go with a form of the answer", code="unsupported", param="tools")
+    return calls
 
 
 def _reasoning(model: ServedModel, asked: ChatAsked, tail: str) -> ReasoningPhase | None:
