@@ -27,7 +27,7 @@ from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Summary, read_results
 from nanovllm_cli.bench.serve import Outcome, Plan, find_model, measure, warm_up
 from nanovllm_cli.bench.serve_client import Target, schedule
-from nanovllm_cli.bench.serve_http import Server
+from nanovllm_cli.client.http import Server
 from nanovllm_cli.bench.workload import Request as Asked
 from nanovllm_cli.bench.workload import Workload
 from nanovllm_cli.errors import AccessRefusedError, RequestError, UsageError

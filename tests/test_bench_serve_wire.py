@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from nanovllm_cli.bench.serve_events import AnswerReader, EventReader, StreamError
-from nanovllm_cli.bench.serve_http import HttpError, ResponseReader, Server
+from nanovllm_cli.bench.serve_answer import AnswerReader
+from nanovllm_cli.client.events import EventReader, StreamError
+from nanovllm_cli.client.http import HttpError, ResponseReader, Server
 from nanovllm_cli.errors import UsageError
 
 STREAM = (

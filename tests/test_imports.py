@@ -15,12 +15,12 @@ TIERS = {
     "quant": 2, "attention": 2,
     "layers": 3,
     "models": 4,
-    "weights": 5, "text": 5, "constrain": 5,
+    "weights": 5, "text": 5, "constrain": 5, "client": 5,
     "engine": 6,
     "llm": 7, "quantization": 7, "planning": 7,
     "cli": 8, "server": 8, "bench": 8, "chat": 8, "__main__": 8,
 }  # fmt: skip
-SIDE_ROOMS = {"text", "constrain"}
+SIDE_ROOMS = {"text", "constrain", "client"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

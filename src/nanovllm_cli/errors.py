@@ -10,6 +10,7 @@
     ├── CheckpointError               exit 1   a model's files are broken, incomplete or contradict each other
     ├── TemplateError                 exit 1   a chat template that does not compile, or refuses the messages
     ├── DownloadError                 exit 1   the network, or the hub, failed
+    ├── ServerError                   exit 1   a server that was asked cannot be reached, or fails
     ├── SessionError                  exit 1   a saved conversation is damaged, foreign or in use
     ├── OutputError                   exit 1   an answer could not be written (full disk, no permission)
     ├── BusyError                     exit 1   more is asked at once than there is room for; later it may be done
@@ -85,6 +86,10 @@ class TemplateError(NanovllmError):
 
 class DownloadError(NanovllmError):
     """The network or the hub failed in a way that a retry may cure."""
+
+
+class ServerError(NanovllmError):
+    """A server that was asked cannot be reached, is too busy, or does not behave like one."""
 
 
 class SessionError(NanovllmError):

@@ -18,16 +18,17 @@ from typing import Any, Literal
 import numpy as np
 
 from nanovllm_cli.bench.metrics import Trace
-from nanovllm_cli.bench.serve_events import AnswerReader, EventReader, StreamError, error_text
-from nanovllm_cli.bench.serve_http import HttpError, Server, exchange
+from nanovllm_cli.bench.serve_answer import AnswerReader
 from nanovllm_cli.bench.workload import Request, estimated_count
-from nanovllm_cli.errors import AccessRefusedError, RequestError, UsageError
+from nanovllm_cli.client.endpoint import Endpoint, checked_key
+from nanovllm_cli.client.events import EventReader, StreamError, said
+from nanovllm_cli.client.http import HttpError, Server, exchange, lost
+from nanovllm_cli.errors import UsageError
 
 EndpointName = Literal["chat", "completions"]
 
 PATHS: dict[EndpointName, str] = {"chat": "/chat/completions", "completions": "/completions"}
 MAX_ERROR_BYTES = 64 << 10
-MAX_MODELS_BYTES = 4 << 20
 _TICK_SECONDS = 0.1
 
 
@@ -47,8 +48,7 @@ class Target:
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
             raise UsageError(f"a timeout of {self.timeout} seconds")
-        if self.api_key is not None and not all("!" <= c <= "~" for c in self.api_key):
-            raise UsageError("the API key has characters that no key has", "give it by OPENAI_API_KEY or --api-key")
+        checked_key(self.api_key)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -156,7 +156,7 @@ class Load:
                 ) as reply:
                     status = await reply.status()
                     if status != 200:
-                        raise StreamError(f"HTTP {status}: {_said(await reply.read(MAX_ERROR_BYTES))}")
+                        raise StreamError(f"HTTP {status}: {said(await reply.read(MAX_ERROR_BYTES))}")
                     events = EventReader()
                     while not answer.done and (piece := await reply.piece()) is not None:
                         times += [piece.time for data in events.feed(piece.data) if answer.read(data)]
@@ -169,7 +169,7 @@ class Load:
         except (StreamError, HttpError) as failure:
             error = str(failure)
         except OSError as failure:
-            error = _lost(failure)
+            error = lost(failure)
         if error is None and answer.output_tokens is None:
             self.counted += 1
         input_tokens = answer.input_tokens
@@ -182,51 +182,12 @@ class Load:
 
 
 async def ask_model(target: Target) -> str:
-    """The first model that /v1/models lists. Raises AccessRefusedError, RequestError."""
-    url = f"{target.server.url}/models"
-    try:
-        async with asyncio.timeout(min(target.timeout, 30.0)):
-            async with exchange(target.server, "GET", "/models", target.headers) as reply:
-                status = await reply.status()
-                content = await reply.read(MAX_MODELS_BYTES)
-    except TimeoutError as failure:
-        raise RequestError(f"{url} does not answer", "is it the right port?") from failure
-    except HttpError as failure:
-        raise RequestError(f"{url}: {failure}", "is it an OpenAI-compatible server?") from failure
-    except OSError as failure:
-        raise RequestError(
-            f"cannot reach {url}: {_lost(failure)}", "is the server running? --url says where"
-        ) from failure
-    if status in (401, 403):
-        raise AccessRefusedError(
-            f"{url}: HTTP {status}: {_said(content)}", "give the key by OPENAI_API_KEY or --api-key"
-        )
-    try:
-        models = json.loads(content)["data"]
-        name = models[0]["id"]
-    except (ValueError, RecursionError, LookupError, TypeError) as failure:
-        raise RequestError(f"{url} lists no model (HTTP {status})", "name it by --model") from failure
-    if not isinstance(name, str):
-        raise RequestError(f"{url} lists a model without a name", "name it by --model")
-    return name
+    """The first model that /v1/models lists. Raises AccessRefusedError, ServerError."""
+    models = await Endpoint(target.server, target.api_key, min(target.timeout, 30.0)).models()
+    return models[0].id
 
 
 def _share(times: Sequence[float], output_tokens: int | None) -> tuple[tuple[float, int], ...]:
     """The pieces with their tokens: one each, or what the server counted, spread evenly over them."""
     count, total = len(times), len(times) if output_tokens is None else output_tokens
     return tuple((moment, total * (i + 1) // count - total * i // count) for i, moment in enumerate(times))
-
-
-def _said(content: bytes) -> str:
-    """What the body of a refusal says, in one line."""
-    try:
-        return error_text(json.loads(content))
-    except (ValueError, RecursionError):
-        return " ".join(content.decode("utf-8", "replace").split())[:200] or "nothing more"
-
-
-def _lost(failure: OSError) -> str:
-    """An error of the connection, in one line and few words."""
-    if isinstance(failure, ConnectionRefusedError):
-        return "connection refused"
-    return " ".join((failure.strerror or str(failure) or type(failure).__name__).split())[:200].lower()

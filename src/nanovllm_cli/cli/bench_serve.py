@@ -183,7 +183,7 @@ def bench_serve(
 
 def _target(options: ServerOptions) -> Target:
     from nanovllm_cli.bench.serve_client import Target
-    from nanovllm_cli.bench.serve_http import Server
+    from nanovllm_cli.client.http import Server
 
     extra: Any = {}
     if options.extra_body is not None:

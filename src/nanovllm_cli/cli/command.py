@@ -257,4 +257,4 @@ def _settable(command: Any) -> dict[str, str]:
 # Sections of the help.
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
 FORM = "Form of the answer"
-CONVERSATION, SESSIONS = "Conversation", "Sessions"
+CONVERSATION, SESSIONS, SERVER = "Conversation", "Sessions", "Server"

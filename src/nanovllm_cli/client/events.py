@@ -1,8 +1,7 @@
-"""Server-sent events, and what an OpenAI-compatible server says in them.
+"""Server-sent events, and what all OpenAI-compatible servers have in common there.
 
 `EventReader` turns bytes, cut anywhere, into the data of events (the HTML standard's section on server-sent events, "parsing
-an event stream"). `AnswerReader` makes pieces of an answer out of those. Both trust nothing: sizes are bounded, and what is
-no event of an answer raises StreamError.
+an event stream"). It trusts nothing: sizes are bounded, and what is no event of an answer raises StreamError.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import json
 from typing import Any
 
 MAX_EVENT_BYTES = 16 << 20
-
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 class StreamError(Exception):
@@ -64,49 +61,6 @@ class EventReader:
         return None
 
 
-class AnswerReader:
-    """The pieces of one streamed answer, from the data of its events.
-
-    done: [DONE] came. finished: a choice gave the reason for its end. num_pieces: those with text.
-    input_tokens, output_tokens: what the server's `usage` says, None while it says nothing.
-    """
-
-    def __init__(self) -> None:
-        self.done = False
-        self.finished = False
-        self.num_pieces = 0
-        self.input_tokens: int | None = None
-        self.output_tokens: int | None = None
-
-    def read(self, data: str) -> bool:
-        """Whether this event brings a piece of the answer's text. Raises StreamError."""
-        if data.strip() == "[DONE]":
-            self.done = True
-            return False
-        try:
-            chunk = json.loads(data)
-        except (ValueError, RecursionError) as failure:
-            raise StreamError(f"an event that is not JSON: {data[:80]!r}") from failure
-        if not isinstance(chunk, dict):
-            raise StreamError(f"an event that is no object: {data[:80]!r}")
-        if chunk.get("error") or chunk.get("object") == "error":
-            raise StreamError(f"the server failed: {error_text(chunk)}")
-        self._read_usage(chunk.get("usage"))
-        choices = chunk.get("choices")
-        has_text = False
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict):
-                has_text = has_text or _has_text(choice)
-                self.finished = self.finished or bool(choice.get("finish_reason"))
-        self.num_pieces += has_text
-        return has_text
-
-    def _read_usage(self, usage: Any) -> None:
-        if isinstance(usage, dict):
-            self.input_tokens = _count(usage.get("prompt_tokens"), self.input_tokens)
-            self.output_tokens = _count(usage.get("completion_tokens"), self.output_tokens)
-
-
 def error_text(body: Any) -> str:
     """What a server's error object says, whichever of the usual shapes it has; at most 200 characters."""
     error = body.get("error", body) if isinstance(body, dict) else body
@@ -114,12 +68,27 @@ def error_text(body: Any) -> str:
     return " ".join(str(message).split())[:200]
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    if choice.get("text"):
-        return True
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and any(delta.get(name) for name in (*_TEXTS, "tool_calls"))
+def event_object(data: str) -> dict[str, Any]:
+    """The object that an event brings. Raises StreamError, also for one that says that the server failed."""
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError) as failure:
+        raise StreamError(f"an event that is not JSON: {data[:80]!r}") from failure
+    if not isinstance(chunk, dict):
+        raise StreamError(f"an event that is no object: {data[:80]!r}")
+    if chunk.get("error") or chunk.get("object") == "error":
+        raise StreamError(f"the server failed: {error_text(chunk)}")
+    return chunk
 
 
-def _count(value: Any, before: int | None) -> int | None:
+def said(content: bytes) -> str:
+    """What the body of a refusal says, in one line."""
+    try:
+        return error_text(json.loads(content))
+    except (ValueError, RecursionError):
+        return " ".join(content.decode("utf-8", "replace").split())[:200] or "nothing more"
+
+
+def token_count(value: Any, before: int | None = None) -> int | None:
+    """`value` where it is a number of tokens, else `before`."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40 else before

@@ -1,0 +1,205 @@
+"""A running server as `run` and `chat` see it (`--url`): questions become requests, streams of events become pieces. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm_cli.cli import records
+from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Usage
+from nanovllm_cli.client.blocking import stepwise
+from nanovllm_cli.client.endpoint import Endpoint
+from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, Delta, TokenLogprob, chat_body, text_body
+from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, ServerError, UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.question import Question
+
+MOST_AT_A_TIME = 32
+"""Requests of a batch that are under way together."""
+
+
+class RemoteAnswering:
+    """One request to a server."""
+
+    def __init__(self, endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> None:
+        self.answers = Answers()
+        self._stream = AnswerStream()
+        self._num_answers: int = body.get("n") or 1
+        self._steps: Generator[list[Delta] | None, None, None] = stepwise(endpoint.stream(path, body, self._stream))
+        self._asked = time.monotonic()
+        self._first: float | None = None
+        self._end: float | None = None
+
+    @property
+    def began(self) -> bool:
+        return self._first is not None
+
+    @property
+    def finished(self) -> bool:
+        return self._end is not None
+
+    @property
+    def prompt_len(self) -> None:
+        return None
+
+    @property
+    def num_read(self) -> int:
+        return 0
+
+    @property
+    def result(self) -> Result:
+        return _result(self.answers, self._stream)
+
+    def __iter__(self) -> Iterator[list[Piece]]:
+        return self
+
+    def __next__(self) -> list[Piece]:
+        try:
+            deltas = next(self._steps)
+        except StopIteration:
+            self._end = time.monotonic()
+            _count(self.answers, self._stream, self._num_answers)
+            raise
+        pieces = [_grown(self.answers, delta) for delta in deltas or ()]
+        if self._first is None and any(piece.content or piece.reasoning or piece.token_ids for piece in pieces):
+            self._first = time.monotonic()
+        return [piece for piece in pieces if _says_something(piece)]
+
+    def flush(self) -> str:
+        return ""
+
+    def statistics(self, now: float) -> records.Statistics:
+        usage = self.result.usage
+        return records.Statistics.of_server(usage, self._num_answers, self._asked, self._first, self._end or now)
+
+    def close(self) -> None:
+        self._steps.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAnswerer:
+    """A server's model. raw: prompts as they are, without the server's chat template."""
+
+    endpoint: Endpoint
+    name: str
+    raw: bool = False
+    thinks: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def chats(self) -> bool:
+        return not self.raw
+
+    @property
+    def identity(self) -> list[str]:
+        return [self.endpoint.server.url, self.name]
+
+    def ask(self, question: Question, given: Given) -> Answering:
+        return RemoteAnswering(self.endpoint, *self._request(question, given))
+
+    def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
+        steps = stepwise(self._all(questions))
+        try:
+            yield from (each for each in steps if each is not None)
+        finally:
+            steps.close()
+
+    def limit(self, given: Given) -> str:
+        return "the limit is the server's own, or its context is full; -n asks for more"
+
+    def close(self) -> None:
+        """Connections are closed with what was asked over them."""
+
+    def _request(self, question: Question, given: Given) -> tuple[str, dict[str, Any]]:
+        if question.messages is None:
+            return TEXT, text_body(self.name, question.text, given)
+        if self.raw:
+            raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt")
+        return CHAT, chat_body(
+            self.name, question.messages, given, thinks=self.thinks, template_kwargs=self.template_kwargs
+        )
+
+    async def _all(
+        self, questions: Iterable[tuple[int, Question, Given]]
+    ) -> AsyncGenerator[tuple[int, Result | Exception], None]:
+        waiting = iter(questions)
+        running: set[asyncio.Task[tuple[int, Result | Exception]]] = set()
+        try:
+            while True:
+                while len(running) < MOST_AT_A_TIME and (asked := next(waiting, None)) is not None:
+                    running.add(asyncio.create_task(self._one(*asked)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _one(self, key: int, question: Question, given: Given) -> tuple[int, Result | Exception]:
+        """Raises what would be wrong with every other question as well."""
+        answers, stream = Answers(), AnswerStream()
+        try:
+            path, body = self._request(question, given)
+            async for deltas in self.endpoint.stream(path, body, stream):
+                for delta in deltas:
+                    _grown(answers, delta)
+        except (AccessRefusedError, ModelNotFoundError, ServerError):
+            raise
+        except NanovllmError as failure:
+            return key, failure
+        _count(answers, stream, body.get("n") or 1)
+        return key, _result(answers, stream)
+
+
+def _grown(answers: Answers, delta: Delta) -> Piece:
+    answer = answers.at(delta.index)
+    answer.reasoning += delta.reasoning
+    answer.content += delta.content
+    if delta.token_ids is not None:
+        answer.num_tokens = (answer.num_tokens or 0) + len(delta.token_ids)
+    answer.finish_reason = delta.finish_reason or answer.finish_reason
+    answer.stop_reason = answer.stop_reason if delta.stop_reason is None else delta.stop_reason
+    new = None
+    if delta.logprobs is not None:
+        new = _records(delta.logprobs)
+        answer.logprobs = answer.logprobs or []
+        answer.logprobs += new
+    return Piece(answer, delta.reasoning, delta.content, delta.token_ids, new)
+
+
+def _says_something(piece: Piece) -> bool:
+    return bool(piece.content or piece.reasoning or piece.token_ids or piece.logprobs or piece.answer.finish_reason)
+
+
+def _count(answers: Answers, stream: AnswerStream, num_answers: int) -> None:
+    """How many tokens each answer has: the server counts all together."""
+    answers.at(0)
+    for answer in answers.in_order():
+        if answer.num_tokens is None and answer.logprobs is not None:
+            answer.num_tokens = len(answer.logprobs)
+        if answer.num_tokens is None and num_answers == 1:
+            answer.num_tokens = stream.answer_tokens
+
+
+def _result(answers: Answers, stream: AnswerStream) -> Result:
+    usage = Usage(stream.prompt_tokens, stream.cached_tokens, stream.answer_tokens)
+    return Result(answers.in_order(), usage, any(answer.reasoning for answer in answers.in_order()))
+
+
+def _records(entries: Sequence[TokenLogprob]) -> list[records.Record]:
+    """As a model's in this process, without the ids and ranks that servers do not tell."""
+    return [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top": [{"token": token, "logprob": logprob} for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]

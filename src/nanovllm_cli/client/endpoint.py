@@ -1,0 +1,207 @@
+"""One server: which models it has, and streams of answers, with every way in which it can fail as a typed error.
+
+A server that is too busy (429, 503) is asked again, as often as MOST_RETRIES says and when it says. Nothing is asked again once
+an answer has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import logging
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from nanovllm_cli.client.events import EventReader, StreamError, said, token_count
+from nanovllm_cli.client.http import Exchange, HttpError, Server, exchange, lost
+from nanovllm_cli.client.wire import AnswerStream, Delta
+from nanovllm_cli.errors import (
+    AccessRefusedError,
+    DoesNotFitError,
+    ModelNotFoundError,
+    NanovllmError,
+    ServerError,
+    UsageError,
+)
+
+CONNECT_SECONDS = 30.0
+MOST_RETRIES = 4
+MOST_WAIT_SECONDS = 30.0
+MAX_ERROR_BYTES = 64 << 10
+MAX_MODELS_BYTES = 4 << 20
+KEY_HINT = "give the key by NANOVLLM_API_KEY or OPENAI_API_KEY, or by --api-key"
+RUNNING_HINT = "is it running? nanovllm serve MODEL starts one; --url says where it is"
+_TOO_LONG = ("context_length_exceeded", "exceed_context_size_error")
+_TOO_LONG_WORDS = ("maximum context length", "context length exceeded", "exceeds the available context")
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class ServedModel(NamedTuple):
+    """context_len: tokens of prompt and answer together, where the server says."""
+
+    id: str
+    context_len: int | None
+
+
+def checked_key(key: str | None) -> str | None:
+    """Raises UsageError for what could not stand in a header."""
+    if key is not None and not all("!" <= c <= "~" for c in key):
+        raise UsageError("the API key has characters that no key has", KEY_HINT)
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """patience: most seconds in which nothing comes, from a server that is connected. The key is not shown."""
+
+    server: Server
+    api_key: str | None = field(default=None, repr=False)
+    patience: float = 600.0
+
+    async def models(self) -> list[ServedModel]:
+        """What /v1/models lists, at least one. Raises AccessRefusedError and ServerError."""
+        url = f"{self.server.url}/models"
+        try:
+            async with asyncio.timeout(min(self.patience, CONNECT_SECONDS)):
+                async with exchange(self.server, "GET", "/models", self._headers) as reply:
+                    status = await reply.status()
+                    content = await reply.read(MAX_MODELS_BYTES)
+        except TimeoutError as failure:
+            raise ServerError(f"{url} does not answer", "is it the right port?") from failure
+        except (HttpError, OSError) as failure:
+            raise self._unreachable(failure, url) from failure
+        if status in (401, 403):
+            raise AccessRefusedError(f"{url}: HTTP {status}: {said(content)}", KEY_HINT)
+        try:
+            models = [_model(each) for each in json.loads(content)["data"]]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            models = []
+        if not models:
+            raise ServerError(f"{url} lists no model (HTTP {status})", "name it by --model, if it has one")
+        return models
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], answer: AnswerStream
+    ) -> AsyncGenerator[list[Delta], None]:
+        """The deltas of an answer, as they come; an empty list where only a sign of life did. `answer` learns of the rest.
+
+        Raises UsageError (the server refuses the request), DoesNotFitError (more than its context holds), ModelNotFoundError,
+        AccessRefusedError, ServerError.
+        """
+        content = json.dumps(body).encode()
+        for attempt in range(MOST_RETRIES + 1):
+            try:
+                async with exchange(
+                    self.server, "POST", path, self._headers, content, connect_seconds=CONNECT_SECONDS
+                ) as reply:
+                    status = await self._soon(reply.status())
+                    if status == 200:
+                        async for deltas in self._deltas(reply, answer):
+                            yield deltas
+                        if not answer.is_whole(body.get("n") or 1):
+                            raise ServerError("the answer ended before it was complete")
+                        return
+                    refusal = await self._soon(reply.read(MAX_ERROR_BYTES))
+                    wait = _seconds_to_wait(status, reply.headers, attempt)
+            except TimeoutError as failure:
+                raise ServerError(
+                    f"nothing came from {self.server.url} for {self.patience:g} s", "--timeout waits longer"
+                ) from failure
+            except StreamError as failure:
+                raise ServerError(str(failure)) from failure
+            except (HttpError, OSError) as failure:
+                raise self._unreachable(failure) from failure
+            if wait is None or attempt == MOST_RETRIES:
+                raise await self._refused(status, refusal, str(body.get("model")))
+            logger.warning("the server is busy (HTTP %d): it is asked again in %g s", status, wait)
+            await asyncio.sleep(wait)
+
+    async def _deltas(self, reply: Exchange, answer: AnswerStream) -> AsyncGenerator[list[Delta], None]:
+        kind = reply.headers.get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            raise StreamError(f"the server does not stream: its answer is of the type {kind[:60]!r}")
+        events = EventReader()
+        while not answer.done and (piece := await self._soon(reply.piece())) is not None:
+            yield [delta for data in events.feed(piece.data) for delta in answer.read(data)]
+
+    async def _soon(self, coming: Awaitable[T]) -> T:
+        async with asyncio.timeout(self.patience):
+            return await coming
+
+    async def _refused(self, status: int, content: bytes, model: str) -> NanovllmError:
+        """What a refusal means to the person who asked."""
+        text = said(content)
+        if status in (401, 403):
+            return AccessRefusedError(f"{self.server.url}: HTTP {status}: {text}", KEY_HINT)
+        if status == 404:
+            return await self._not_found(text, model)
+        if status in (400, 413, 422):
+            if _is_too_long(content, text):
+                return DoesNotFitError(text, "shorten the prompt, or ask for a shorter answer by -n")
+            return UsageError(f"the server refuses the request: {text}")
+        return ServerError(f"the server failed: HTTP {status}: {text}")
+
+    async def _not_found(self, text: str, model: str) -> NanovllmError:
+        try:
+            names = [each.id for each in await self.models()]
+        except NanovllmError:
+            return ServerError(f"{self.server.url}: HTTP 404: {text}", "is it an OpenAI-compatible server?")
+        if model in names:
+            return ServerError(f"{self.server.url} has no such endpoint: {text}", "--raw and chats are two of them")
+        return unknown_model(model, names)
+
+    def _unreachable(self, failure: HttpError | OSError, url: str | None = None) -> ServerError:
+        url = url or self.server.url
+        if isinstance(failure, HttpError):
+            return ServerError(f"{url}: {failure}", "is it an OpenAI-compatible server?")
+        if isinstance(failure, ssl.SSLError):
+            return ServerError(f"{url}: {lost(failure)}", "SSL_CERT_FILE names a file with certificates to trust")
+        if isinstance(failure, ConnectionResetError | BrokenPipeError):
+            return ServerError(f"the connection to {url} was lost")
+        return ServerError(f"cannot reach {url}: {lost(failure)}", RUNNING_HINT)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def unknown_model(name: str, names: list[str]) -> ModelNotFoundError:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+    return ModelNotFoundError(f"the server has no model {name[:200]}", hint)
+
+
+def _model(entry: Any) -> ServedModel:
+    name = entry["id"]
+    if not isinstance(name, str) or not name:
+        raise TypeError("a model without a name")
+    # vLLM's name for it, llama-server's
+    meta = entry.get("meta")
+    known = [entry.get("max_model_len"), meta.get("n_ctx_train") if isinstance(meta, dict) else None]
+    return ServedModel(name, next((count for value in known if (count := token_count(value))), None))
+
+
+def _seconds_to_wait(status: int, headers: Mapping[str, str], attempt: int) -> float | None:
+    """Before the same is asked again; None where that is of no use."""
+    if status not in (429, 503) or headers.get("x-should-retry", "").lower() == "false":
+        return None
+    try:
+        wait = float(headers.get("retry-after", ""))
+    except ValueError:  # absent, or a date
+        wait = 0.5 * 2**attempt
+    return wait if 0 <= wait <= MOST_WAIT_SECONDS else None
+
+
+def _is_too_long(content: bytes, text: str) -> bool:
+    try:
+        error = json.loads(content)["error"]
+        kinds = [error.get("code"), error.get("type")]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        kinds = []
+    return any(kind in _TOO_LONG for kind in kinds) or any(words in text.lower() for words in _TOO_LONG_WORDS)

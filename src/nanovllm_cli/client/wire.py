@@ -1,0 +1,199 @@
+"""What is asked of an OpenAI-compatible server, and what its streamed answers say.
+
+Requests carry what was asked for and nothing else: a server's own defaults count, and servers differ in what they take. Names
+are OpenAI's, vLLM's where OpenAI has none. Answers are untrusted: what has no meaning is passed over,
+and what is missing is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nanovllm_cli.client.events import StreamError, event_object, token_count
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UnsupportedError
+
+CHAT, TEXT = "/chat/completions", "/completions"
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+_REASONING = ("reasoning_content", "reasoning")
+_NO_CHANCE = -9999.0  # OpenAI's and vLLM's stand-in for the logarithm of zero
+
+Given = Mapping[str, Any]
+"""Fields of SamplingParams that were asked for."""
+
+
+def chat_body(
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    given: Given,
+    *,
+    thinks: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. Raises
+    UnsupportedError."""
+    body = {"model": model, "messages": list(messages), **_fields(given)}
+    if body.get("logprobs") is not None:
+        body["logprobs"], body["top_logprobs"] = True, body["logprobs"]
+    if messages and messages[-1].get("role") == "assistant":
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    switches = {} if thinks is None else dict.fromkeys(THINKING_SWITCHES, thinks)
+    if switches or template_kwargs:
+        body["chat_template_kwargs"] = switches | dict(template_kwargs or {})
+    return body
+
+
+def text_body(model: str, prompt: str, given: Given) -> dict[str, Any]:
+    """A text that is to be gone on with. Where no length is given it goes as far as the context does: null, because the default
+    of most servers is 16. Raises UnsupportedError."""
+    return {"model": model, "prompt": prompt, "max_tokens": None, **_fields(given)}
+
+
+def _fields(given: Given) -> dict[str, Any]:
+    body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    for name, value in given.items():
+        if name == "constraint":
+            body |= _form(value)
+        elif name == "logit_bias":
+            body[name] = {str(token_id): bias for token_id, bias in value.items()}
+        elif name == "reasoning":
+            raise UnsupportedError("a server takes no tags of reasoning: it knows those of its models")
+        elif value is not None and (name, value) != ("seed", -1):
+            body[name] = list(value) if isinstance(value, tuple) else value
+    return body
+
+
+def _form(form: Constraint | None) -> dict[str, Any]:
+    if form is None:
+        return {}
+    if form.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if form.kind == "json_schema":
+        schema = {"name": "answer", "schema": json.loads(form.text), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    name = "grammar" if form.kind in ("lark", "gbnf") else form.kind
+    return {"structured_outputs": {name: json.loads(form.text) if form.kind == "choice" else form.text}}
+
+
+class TokenLogprob(NamedTuple):
+    """logprob: None for a probability of zero. top: the likeliest tokens, with theirs."""
+
+    token: str
+    logprob: float | None
+    top: tuple[tuple[str, float | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an event adds to one answer."""
+
+    index: int
+    reasoning: str
+    content: str
+    token_ids: tuple[int, ...] | None
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class AnswerStream:
+    """Makes deltas of events. prompt_tokens, cached_tokens, answer_tokens: what the server's `usage` has said last."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.answer_tokens: int | None = None
+        self.done = False
+        self._ended: set[int] = set()
+
+    def is_whole(self, num_answers: int) -> bool:
+        """All of it came: the server said so, or gave the reason why each of the answers ended."""
+        return self.done or len(self._ended) >= num_answers
+
+    def read(self, data: str) -> list[Delta]:
+        """Raises StreamError."""
+        if data.strip() == "[DONE]":
+            self.done = True
+            return []
+        chunk = event_object(data)
+        self._read_usage(chunk.get("usage"))
+        choices = chunk.get("choices")
+        return [_delta(each) for each in (choices if isinstance(choices, list) else ()) if self._is_choice(each)]
+
+    def _is_choice(self, choice: Any) -> bool:
+        if not isinstance(choice, dict):
+            return False
+        index = choice.get("index", 0)
+        if not isinstance(index, int) or not 0 <= index < 1 << 16:
+            raise StreamError(f"an answer of number {str(index)[:20]}")
+        if choice.get("finish_reason"):
+            self._ended.add(index)
+        return True
+
+    def _read_usage(self, usage: Any) -> None:
+        if isinstance(usage, dict):
+            self.prompt_tokens = token_count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.answer_tokens = token_count(usage.get("completion_tokens"), self.answer_tokens)
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, dict):
+                self.cached_tokens = token_count(details.get("cached_tokens"), self.cached_tokens)
+
+
+def _delta(choice: dict[str, Any]) -> Delta:
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        delta = {"content": choice.get("text")}
+    reasoning = next((text for name in _REASONING if (text := _text(delta.get(name)))), "")
+    content = _text(delta.get("content")) or _text(delta.get("refusal"))
+    reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
+    ids = choice.get("token_ids")
+    known = isinstance(ids, list) and all(token_count(each) is not None for each in ids)
+    return Delta(
+        choice.get("index", 0),
+        reasoning,
+        content,
+        tuple(ids or ()) if known else None,
+        _logprobs(choice.get("logprobs")),
+        reason if isinstance(reason, str) and reason else None,
+        stop if isinstance(stop, str | int) else None,
+    )
+
+
+def _logprobs(value: Any) -> list[TokenLogprob] | None:
+    """Of a chat (a list of objects), or of a text (lists beside each other)."""
+    if not isinstance(value, dict):
+        return None
+    content = value.get("content")
+    if isinstance(content, list):
+        return [_of_chat(each) for each in content if isinstance(each, dict)]
+    tokens, numbers, tops = value.get("tokens"), value.get("token_logprobs"), value.get("top_logprobs")
+    if not isinstance(tokens, list) or not isinstance(numbers, list):
+        return None
+    others = tops if isinstance(tops, list) and len(tops) == len(tokens) else [None] * len(tokens)
+    return [
+        TokenLogprob(_text(token), _number(number), _likeliest(top.items() if isinstance(top, dict) else ()))
+        for token, number, top in zip(tokens, numbers, others, strict=False)
+    ]
+
+
+def _of_chat(entry: dict[str, Any]) -> TokenLogprob:
+    top = entry.get("top_logprobs")
+    pairs = [(each.get("token"), each.get("logprob")) for each in top if isinstance(each, dict)] if isinstance(top, list) else []
+    return TokenLogprob(_text(entry.get("token")), _number(entry.get("logprob")), _likeliest(pairs))
+
+
+def _likeliest(pairs: Any) -> tuple[tuple[str, float | None], ...]:
+    return tuple((_text(token), _number(number)) for token, number in pairs)
+
+
+def _text(value: Any) -> str:
+    """As UTF-8 can hold it: half a surrogate pair, which JSON can write, becomes a question mark."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and _NO_CHANCE < value <= 0.0 else None
