@@ -7,12 +7,14 @@ which the client shares.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +37,7 @@ class Reply:
 
     request: Request
     writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
     told: list[tuple[float, str]] = field(default_factory=list)
 
     async def raw(self, content: bytes) -> None:
@@ -66,29 +69,42 @@ class Reply:
         await self.chunk(b"data: [DONE]\n\n")
         await self.raw(b"0\r\n\r\n")
 
-    async def whole(self, status: str, value: Any) -> None:
+    async def whole(self, status: str, value: Any, *headers: str) -> None:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        await self.raw(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(content)}", *headers, "", ""]
+        await self.raw("\r\n".join(lines).encode() + content)
+
+    async def gone(self) -> None:
+        """Returns when the client has closed the connection."""
+        with contextlib.suppress(OSError):
+            await self.reader.read()
 
 
 Script = Callable[[Reply, Request], Awaitable[None]]
 
 
 class OpenAIServer:
-    """`with OpenAIServer(script) as server`: at server.url until the end. replies: all of them, in the order of their requests.
+    """`with OpenAIServer(script) as server`: at server.url until the end. replies: all of them, in the order of their requests;
+    listed: those to a GET.
 
-    A GET of /v1/models lists `models`; everything else is the script's.
+    A GET of /v1/models lists `models`; everything else is the script's. socket: a file to listen at, in place of a port.
     """
 
     def __init__(
-        self, script: Script, models: tuple[str, ...] = ("fake",), context: ssl.SSLContext | None = None
+        self,
+        script: Script,
+        models: tuple[str, ...] = ("fake",),
+        context: ssl.SSLContext | None = None,
+        socket: Path | None = None,
     ) -> None:
         self.replies: list[Reply] = []
+        self.listed: list[Reply] = []
         self.most_at_once = 0
         self._running = 0
         self._script = script
         self._models = models
         self._context = context
+        self._socket = socket
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -120,8 +136,14 @@ class OpenAIServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=1000, ssl=self._context)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server: asyncio.Server
+        if self._socket is not None:
+            server = await asyncio.start_unix_server(self._answer, self._socket)
+            self.url = f"unix://{self._socket}"
+        else:
+            server = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=1000, ssl=self._context)
+            scheme = "http" if self._context is None else "https"
+            self.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         try:
             await asyncio.Event().wait()
@@ -136,11 +158,12 @@ class OpenAIServer:
             body = await reader.readexactly(int(headers.get("content-length", "0")))
             method, path, _ = first.split(" ")
             if method == "GET":
-                reply = Reply(Request(-1, method, path, headers, None, time.perf_counter()), writer)
+                reply = Reply(Request(-1, method, path, headers, None, time.perf_counter()), writer, reader)
+                self.listed.append(reply)
                 await reply.whole("200 OK", {"object": "list", "data": [{"id": name} for name in self._models]})
                 return
             request = Request(len(self.replies), method, path, headers, json.loads(body), time.perf_counter())
-            self.replies.append(Reply(request, writer))
+            self.replies.append(Reply(request, writer, reader))
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
             try:

@@ -27,9 +27,9 @@ from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Summary, read_results
 from nanovllm_cli.bench.serve import Outcome, Plan, find_model, measure, warm_up
 from nanovllm_cli.bench.serve_client import Target, schedule
-from nanovllm_cli.client.http import Server
 from nanovllm_cli.bench.workload import Request as Asked
 from nanovllm_cli.bench.workload import Workload
+from nanovllm_cli.client.http import Server
 from nanovllm_cli.errors import AccessRefusedError, RequestError, UsageError
 from openai_server import OpenAIServer, Reply, Request, Script
 
@@ -538,7 +538,7 @@ def test_an_encrypted_server(tmp_path: Path) -> None:
     with OpenAIServer(words(3), context=context) as server:
         arguments = [
             "--url",
-            server.url.replace("http://127.0.0.1", "https://localhost"),
+            server.url.replace("127.0.0.1", "localhost"),
             "--num-prompts",
             "4",
             "-o",

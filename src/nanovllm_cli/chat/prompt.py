@@ -112,12 +112,12 @@ class Prompts:
         return ids, starts[first]
 
     def _encode(self, system: str | None, messages: Sequence[Message]) -> list[int]:
-        return self.prompting.encode(_for_template(system, messages))
+        return self.prompting.encode(for_template(system, messages))
 
     def _encode_unfinished(self, system: str | None, messages: Sequence[Message]) -> list[int]:
         *before, last = messages
         if last.content or not last.reasoning:
-            return self.prompting.encode_unfinished([*_for_template(system, before), last.for_template()])
+            return self.prompting.encode_unfinished([*for_template(system, before), last.for_template()])
         tokenizer = self.prompting.llm.tokenizer
         opened = self._opened(self._encode(system, before))
         return opened + tokenizer.encode(last.reasoning, add_special_tokens=False, parse_special=False)
@@ -191,6 +191,7 @@ def _blocks(
     return found
 
 
-def _for_template(system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def for_template(system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as templates and servers take it."""
     told: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     return [*told, *(each.for_template() for each in messages)]

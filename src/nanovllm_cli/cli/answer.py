@@ -110,12 +110,13 @@ class JsonLinesPrinter:
     def __init__(self, write: Write, name: str, *, splits: bool, reasoning: ReasoningChoice) -> None:
         self._write = write
         self._name = name
-        self._keeps_reasoning = splits and reasoning != "hide"
+        self._splits = splits
+        self._keeps_reasoning = reasoning != "hide"
 
     def step(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             event: records.Record = {"event": "token", "index": piece.answer.index, "text": piece.content}
-            if self._keeps_reasoning:
+            if self._keeps_reasoning and (self._splits or piece.reasoning):
                 event["reasoning"] = piece.reasoning
             if piece.token_ids is not None:
                 event["token_ids"] = list(piece.token_ids)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
-from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, option
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.bench.serve import Outcome, Plan
     from nanovllm_cli.bench.serve_client import Target
 
-SERVER, LOAD = "Server", "Load"
+LOAD = "Load"
 NUM_PROMPTS, WARMUP, TIMEOUT = 100, 1, 600.0
 _MOST_FAILURES_SHOWN = 5
 

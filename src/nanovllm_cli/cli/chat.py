@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -19,13 +20,16 @@ from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.model import Loaded, load, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
 from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import state_folder
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.loop import Chat
+    from nanovllm_cli.chat.model import Model, Settings
     from nanovllm_cli.chat.session import Sessions
     from nanovllm_cli.chat.surface import Display, Reader
+    from nanovllm_cli.client.endpoint import Endpoint, ServedModel
     from nanovllm_cli.config import EngineConfig
 
 EXAMPLE = "for example: nanovllm chat tiny"
@@ -40,6 +44,7 @@ def chat(
     ] = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The first message.")] = None,
     model: ModelOptions,
+    server: RemoteOptions,
     talk: ChatOptions,
     sessions: SessionOptions,
     sampling: SamplingOptions,
@@ -66,18 +71,79 @@ def chat(
         saved.delete(sessions.delete_session)
         screen.say(f"{sessions.delete_session} is deleted")
     else:
-        name, spoken = name_and_words(model, model_word, words or [])
-        config = engine.config(model, max_num_seqs=1)
+        source: _Local | _Remote
+        shifts = ("context_overflow",) if talk.context_overflow == "shift" else ()
+        endpoint = server.endpoint(ctx, "save_kv", *shifts)
+        if endpoint is not None:
+            source, spoken = _Remote.of(endpoint, model.model, [word for word in (model_word, *(words or [])) if word])
+        else:
+            name, spoken = name_and_words(model, model_word, words or [])
+            source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1), screen)
         first = _first_message(talk.file or [], spoken)
-        _converse(ctx.obj, name, first, model, config, talk, sessions, _given(sampling, form), saved, screen)
+        _converse(source, first, talk, sessions, _given(sampling, form), saved, screen)
+
+
+@dataclass
+class _Local:
+    """Models in this process. settings: those of the files. named: by a word or by -m."""
+
+    settings: object
+    named: str | None
+    options: ModelOptions
+    config: EngineConfig
+    screen: Console
+    _begun_with: str = field(default="", init=False)
+
+    def model(self, settings: Settings) -> Model:
+        from nanovllm_cli.chat.local_model import LocalModel
+
+        return LocalModel(self._load, settings)
+
+    def name(self, resumed: str | None) -> str:
+        """The model to begin with. resumed: the one that the session had."""
+        self._begun_with = self.named or resumed or named_model(self.settings, None, self.options, EXAMPLE)
+        return self._begun_with
+
+    def _load(self, name: str) -> Loaded:
+        options = self.options
+        if name != self._begun_with:  # what was said of the first is of it alone
+            options = dataclasses.replace(options, model=None, revision=None, chat_template=None)
+        return load(named_model(self.settings, name, options, EXAMPLE), options, self.config, self.screen)
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A server's models."""
+
+    endpoint: Endpoint
+    served: Sequence[ServedModel]
+    named: str | None
+
+    @classmethod
+    def of(cls, endpoint: Endpoint, named: str | None, words: list[str]) -> tuple[_Remote, list[str]]:
+        """And the words that are the first message's."""
+        from nanovllm_cli.cli.remote import waited_for
+
+        served = waited_for(endpoint.models())
+        if named is None:
+            named, words = named_by_word(served, words)
+        return cls(endpoint, served, named), words
+
+    def model(self, settings: Settings) -> Model:
+        from nanovllm_cli.chat.remote_model import RemoteModel
+
+        return RemoteModel(self.endpoint, settings)
+
+    def name(self, resumed: str | None) -> str:
+        """The model to begin with. resumed: the one that the session had, which this server may not have."""
+        if self.named is None and resumed in [each.id for each in self.served]:
+            return str(resumed)
+        return self.named or only_model(self.served)
 
 
 def _converse(
-    settings: object,
-    name: str | None,
+    source: _Local | _Remote,
     first: str,
-    model: ModelOptions,
-    config: EngineConfig,
     talk: ChatOptions,
     sessions: SessionOptions,
     given: dict[str, Any],
@@ -86,36 +152,26 @@ def _converse(
 ) -> None:
     from nanovllm_cli.chat import loop
     from nanovllm_cli.chat.commands import say_session
-    from nanovllm_cli.chat.local_model import LocalModel
     from nanovllm_cli.chat.model import Settings
 
     resumed = _session_to_resume(sessions, saved)
     surface = _surface(talk, screen)
+    is_local = isinstance(source, _Local)
     options = Settings(
         given=given,
         think=talk.think,
         kwargs=template_kwargs(talk.chat_template_kwargs),
         shows_reasoning=surface.shows_reasoning,
-        shifts=talk.context_overflow == "shift",
-        saves_kv=sessions.save_kv,
+        shifts=is_local and talk.context_overflow == "shift",
+        saves_kv=is_local and sessions.save_kv,
     )
     system = None if talk.system_prompt is None else inputs.checked(talk.system_prompt, "the system prompt")
-
-    others = dataclasses.replace(
-        model, model=None, revision=None, chat_template=None
-    )  # what was said of the first alone
-
-    def open_model(name: str) -> Loaded:
-        named = named_model(settings, name, others, EXAMPLE)
-        return load(named, model if name == started_with else others, config, screen)
-
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chat = loop.Chat(LocalModel(open_model, options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
+    chat = loop.Chat(source.model(options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)
-        started_with = name or chat.resumed_model or named_model(settings, None, model, EXAMPLE)
-        chat.model.open(started_with)
+        chat.model.open(source.name(chat.resumed_model))
         if resumed is not None:
             chat.load_kv()
             if at_terminal:
@@ -158,8 +214,8 @@ def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:
 
 def _given(sampling: SamplingOptions, form: FormOptions) -> dict[str, Any]:
     given = sampling.given() | form.given()
-    for flag, field in (("--num-answers", "n"), ("--logprobs", "logprobs")):
-        if field in given:
+    for flag, name in (("--num-answers", "n"), ("--logprobs", "logprobs")):
+        if name in given:
             raise UsageError(f"{flag} has no place in a conversation", "nanovllm run has it")
     return given
 

@@ -67,6 +67,7 @@ _VALUES: dict[str, Values] = {
         Values("files", tuple(SHAPES)),
     ),
     "models.rm model_word": Values("cached-models"),
+    **dict.fromkeys([f"{command} api_key" for command in ("run", "chat", "bench.serve")], Values("nothing")),
     "chat session": Values("sessions"),
     "chat delete_session": Values("sessions"),
 }

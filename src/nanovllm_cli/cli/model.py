@@ -7,7 +7,7 @@ import gc
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,13 @@ def template_kwargs(text: str | None) -> dict[str, Any]:
     return value
 
 
+def refuse_template_options(why: str, system: str | None, think: Choice | None, kwargs: Mapping[str, Any]) -> None:
+    """Raises UsageError where something was asked for that only a template could give."""
+    for flag, given in (("--system-prompt", system), ("--think", think), ("--chat-template-kwargs", kwargs)):
+        if given:
+            raise UsageError(f"{flag} has no meaning: {why}", "put it into the prompt, or choose a chat model")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompting:
     """How prompts become token ids: through the model's template or, raw, as they are.
@@ -119,17 +126,9 @@ class Prompting:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.chats:
-            return
-        needs_template = {
-            "--system-prompt": self.system,
-            "--think": self.think,
-            "--chat-template-kwargs": self.kwargs,
-        }
-        for flag, given in needs_template.items():
-            if given:
-                why = "--raw leaves the chat template out" if self.raw else f"{self.llm.name} has no chat template"
-                raise UsageError(f"{flag} has no meaning: {why}", "put it into the prompt, or choose a chat model")
+        if not self.chats:
+            why = "--raw leaves the chat template out" if self.raw else f"{self.llm.name} has no chat template"
+            refuse_template_options(why, self.system, self.think, self.kwargs)
 
     @property
     def chats(self) -> bool:

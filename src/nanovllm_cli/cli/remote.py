@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm_cli.cli import records
+from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Usage
-from nanovllm_cli.client.blocking import stepwise
+from nanovllm_cli.client.blocking import single, stepwise
 from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, Delta, TokenLogprob, chat_body, text_body
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, ServerError, UsageError
@@ -18,8 +18,36 @@ from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, Nanovllm
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
 
+T = TypeVar("T")
 MOST_AT_A_TIME = 32
 """Requests of a batch that are under way together."""
+
+
+def interruptible(stream: AsyncGenerator[T, None]) -> Generator[T | None, None, None]:
+    """Its items, and None now and then: signals take effect between two steps, within a tenth of a second."""
+    steps = stepwise(stream)
+    is_over = False
+    try:
+        while not is_over:
+            with signals.held():
+                try:
+                    item = next(steps)
+                except StopIteration:
+                    is_over = True
+            if not is_over:
+                yield item
+    finally:
+        with signals.held():
+            steps.close()
+
+
+def waited_for(work: Coroutine[Any, Any, T]) -> T:
+    """What it returns."""
+    steps = interruptible(single(work))
+    try:
+        return next(item for item in steps if item is not None)
+    finally:
+        steps.close()
 
 
 class RemoteAnswering:
@@ -29,7 +57,7 @@ class RemoteAnswering:
         self.answers = Answers()
         self._stream = AnswerStream()
         self._num_answers: int = body.get("n") or 1
-        self._steps: Generator[list[Delta] | None, None, None] = stepwise(endpoint.stream(path, body, self._stream))
+        self._steps = interruptible(endpoint.stream(path, body, self._stream))
         self._asked = time.monotonic()
         self._first: float | None = None
         self._end: float | None = None
@@ -102,7 +130,7 @@ class RemoteAnswerer:
         return RemoteAnswering(self.endpoint, *self._request(question, given))
 
     def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
-        steps = stepwise(self._all(questions))
+        steps = interruptible(self._all(questions))
         try:
             yield from (each for each in steps if each is not None)
         finally:

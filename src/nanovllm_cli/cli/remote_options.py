@@ -45,15 +45,15 @@ class RemoteOptions:
         option("--timeout", help=f"Most seconds in which it says nothing. [{PATIENCE:g}]", panel=SERVER, metavar="SECONDS"),
     ] = PATIENCE
 
-    def endpoint(self, ctx: Any) -> Endpoint | None:
-        """The server that is to be asked, if one is. Raises UsageError, also for options that have no meaning there, or none
-        without one."""
+    def endpoint(self, ctx: Any, *more_local: str) -> Endpoint | None:
+        """The server that is to be asked, if one is. more_local: options of this command that need a model in this process.
+        Raises UsageError, also for options that have no meaning with a server, or none without one."""
         if not self.url:
             _refuse(ctx, ["api_key", "timeout"], "has no meaning without --url")
             return None
         local = [each.name for group in (ModelOptions, EngineOptions) for each in dataclasses.fields(group)]
         local.remove("model")
-        _refuse(ctx, local, "has no meaning with --url: it is the server's business")
+        _refuse(ctx, [*local, *more_local], "has no meaning with --url: it is the server's business")
         from nanovllm_cli.client.endpoint import Endpoint, checked_key
         from nanovllm_cli.client.http import Server
 
@@ -73,21 +73,19 @@ def _refuse(ctx: Any, names: Sequence[str], why: str) -> None:
                 raise UsageError(f"{max(param.opts, key=len)} {why}")
 
 
-def model_and_words(
-    served: Sequence[ServedModel], named: str | None, words: Sequence[str]
-) -> tuple[ServedModel, list[str]]:
-    """Which of a server's models is meant, and the words that are the prompt's. named: by -m, which need not be listed. Else the
-    first word, where the server has a model of that name; else the only one that it has. Raises UsageError."""
-    by_name = {each.id: each for each in served}
-    if named is not None:
-        from nanovllm_cli.client.endpoint import ServedModel
-
-        return by_name.get(named, ServedModel(named, None)), list(words)
-    if words and words[0] in by_name:
-        return by_name[words[0]], list(words[1:])
-    names = ", ".join(list(by_name)[:8])
-    if words and " " not in words[0] and (near := difflib.get_close_matches(words[0], by_name, n=1, cutoff=0.8)):
+def named_by_word(served: Sequence[ServedModel], words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model that the first word names, if the server has it, and the rest. Raises UsageError for nearly one."""
+    names = [each.id for each in served]
+    if words and words[0] in names:
+        return words[0], list(words[1:])
+    if words and " " not in words[0] and (near := difflib.get_close_matches(words[0], names, n=1, cutoff=0.8)):
         raise UsageError(f"the server has no model {words[0]}", f"did you mean {near[0]}? -m {near[0]} leaves no doubt")
-    if len(by_name) > 1:
+    return None, list(words)
+
+
+def only_model(served: Sequence[ServedModel]) -> str:
+    """The one that need not be named. Raises UsageError where there are several."""
+    if len(served) > 1:
+        names = ", ".join(each.id for each in served[:8])
         raise UsageError(f"the server has several models: {names}", "name one of them first, or by -m")
-    return served[0], list(words)
+    return served[0].id

@@ -18,7 +18,7 @@ from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
-from nanovllm_cli.cli.model import name_and_words, named_model, template_kwargs
+from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
     MessageOptions,
@@ -29,11 +29,13 @@ from nanovllm_cli.cli.options import (
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.question import Question, continued, new_question
+from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Answering
+    from nanovllm_cli.client.endpoint import Endpoint
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
 _PREFILL_WORTH_SHOWING = 256
@@ -53,6 +55,7 @@ def run(
         list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt; standard input, if any, goes before it.")
     ] = None,
     model: ModelOptions,
+    server: RemoteOptions,
     prompt: PromptOptions,
     sampling: SamplingOptions,
     form: FormOptions,
@@ -68,16 +71,22 @@ def run(
     """
     screen = console()
     log.configure(messages, screen)
-    name, spoken = name_and_words(model, model_word, words or [])
-    name = named_model(ctx.obj, name, model, EXAMPLE)
     given = sampling.given() | form.given()
     _refuse_contradictions(prompt, output, sampling)
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
-    config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
+    endpoint = server.endpoint(ctx)
+    if endpoint is not None:
+        answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
+    else:
+        name, spoken = name_and_words(model, model_word, words or [])
+        name = named_model(ctx.obj, name, model, EXAMPLE)
+        config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
-    def answerer() -> Answerer:
-        return open_local(name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs)
+        def answerer() -> Answerer:
+            return open_local(
+                name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs
+            )
 
     asked = _Asked(
         answerer=answerer,
@@ -103,6 +112,25 @@ class _Asked:
     given: dict[str, Any]
     system: str | None
     path: Path | None
+
+
+def _remote(
+    endpoint: Endpoint, model: ModelOptions, words: list[str], prompt: PromptOptions, kwargs: dict[str, Any]
+) -> tuple[Callable[[], Answerer], list[str]]:
+    """One of a server's models, and the words that are the prompt's."""
+    from nanovllm_cli.cli.remote import RemoteAnswerer, waited_for
+    from nanovllm_cli.cli.remote_options import named_by_word, only_model
+
+    if prompt.raw:
+        refuse_template_options("--raw leaves the chat template out", prompt.system_prompt, prompt.think, kwargs)
+    name, spoken = model.model, words
+    if name is None:
+        served = waited_for(endpoint.models())
+        name, spoken = named_by_word(served, words)
+        name = name or only_model(served)
+    thinks = None if prompt.think is None else prompt.think == "on"
+    answerer = RemoteAnswerer(endpoint, name, prompt.raw, thinks, kwargs)
+    return lambda: answerer, spoken
 
 
 def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:

@@ -11,8 +11,8 @@ LOOK_UP_SECONDS = 0.1
 
 
 def stepwise(stream: AsyncGenerator[T, None]) -> Generator[T | None, None, None]:
-    """Its items; None ten times a second while there is none, so that signals take effect. Closing it, or an exception in the
-    middle such as Ctrl-C, closes the stream."""
+    """Its items; None ten times a second while there is none. Closing it closes the stream. A signal's exception must not be raised
+    within a step: the event loop would swallow it."""
     loop = asyncio.new_event_loop()
     task: asyncio.Task[T] | None = None
     try:
@@ -37,17 +37,9 @@ def stepwise(stream: AsyncGenerator[T, None]) -> Generator[T | None, None, None]
         loop.close()
 
 
-def once(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; a signal takes effect within a tenth of a second."""
-
-    async def stream() -> AsyncGenerator[T, None]:
-        yield await work
-
-    steps = stepwise(stream())
-    try:
-        return next(item for item in steps if item is not None)
-    finally:
-        steps.close()
+async def single(work: Coroutine[Any, Any, T]) -> AsyncGenerator[T, None]:
+    """A stream of one item: what `work` returns."""
+    yield await work
 
 
 async def _next(stream: AsyncGenerator[T, None]) -> T:

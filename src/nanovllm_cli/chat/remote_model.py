@@ -1,0 +1,129 @@
+"""A model that a server has (`chat --url`). Template, context and defaults are the server's; what it does not tell is None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm_cli.chat.model import Reply, Settings
+from nanovllm_cli.chat.prompt import for_template
+from nanovllm_cli.chat.sampling import shown
+from nanovllm_cli.cli.remote import RemoteAnswering, waited_for
+from nanovllm_cli.client.endpoint import Endpoint, ServedModel, unknown_model
+from nanovllm_cli.client.wire import CHAT, chat_body
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_cli.chat.conversation import Message
+    from nanovllm_cli.chat.sampling import Setting
+    from nanovllm_cli.cli.answering import Answering, Given
+    from nanovllm_cli.cli.options import Choice
+
+_UNKNOWN = "the server's own"
+
+
+class RemoteModel:
+    """One of a server's models at a time. It needs no loading here: to open one is to find it in the server's list."""
+
+    def __init__(self, endpoint: Endpoint, settings: Settings) -> None:
+        self.settings = settings
+        self.kept: tuple[int, ...] = ()
+        self._endpoint = endpoint
+        self._served: ServedModel | None = None
+
+    # ---- what it is ----
+
+    @property
+    def is_open(self) -> bool:
+        return self._served is not None
+
+    @property
+    def name(self) -> str:
+        assert self._served is not None, "open comes first"
+        return self._served.id
+
+    @property
+    def lasting_name(self) -> str:
+        return self.name
+
+    @property
+    def limit(self) -> int | None:
+        assert self._served is not None, "open comes first"
+        return self._served.context_len
+
+    @property
+    def memory_bytes(self) -> None:
+        return None
+
+    @property
+    def facts(self) -> str:
+        context = "" if self.limit is None else f", context {self.limit} tokens"
+        return f"{self.name}: at {self._endpoint.server.url}{context}"
+
+    @property
+    def template(self) -> str:
+        raise UsageError("the chat template is the server's, and is not told")
+
+    # ---- changing it ----
+
+    def open(self, name: str) -> None:
+        served = {each.id: each for each in self._listed()}
+        if name not in served:
+            raise unknown_model(name, list(served))
+        self._served = served[name]
+
+    def switch(self, name: str) -> None:
+        self.open(name)
+
+    def think(self, choice: Choice) -> None:
+        self.settings.think = choice
+
+    def check(self, given: Given) -> None:
+        SamplingParams(**given)
+
+    def shown(self, setting: Setting) -> str:
+        given = self.settings.given
+        return shown(SamplingParams(**given), setting) if setting.field in given else _UNKNOWN
+
+    def names(self) -> Iterable[tuple[str, str]]:
+        return [(each.id, "") for each in self._listed()]
+
+    # ---- answering ----
+
+    def answer(self, system: str | None, messages: Sequence[Message], *, goes_on: bool = False) -> Reply:
+        if goes_on and not messages[-1].content:
+            raise UsageError("the answer was cut in its reasoning", "/regen asks for another one")
+        body = chat_body(
+            self.name,
+            for_template(system, messages),
+            self.settings.given,
+            thinks=None if self.settings.think is None else self.settings.think == "on",
+            template_kwargs=self.settings.kwargs,
+        )
+        return Reply(RemoteAnswering(self._endpoint, CHAT, body))
+
+    def keep(self, answering: Answering) -> None:
+        """The server may remember it: that is its own business."""
+
+    def start_over(self) -> None:
+        """Nothing is ever left out here."""
+
+    def count(self, system: str | None, messages: Sequence[Message]) -> int | None:
+        return None if messages or system else 0
+
+    def tokens_of(self, texts: Iterable[str]) -> None:
+        return None
+
+    def load_kv(self, path: Path) -> None:
+        """What was kept is of a model that ran here."""
+
+    def save_kv(self, path: Path) -> None:
+        raise UsageError("what a server has read cannot be kept here")
+
+    def close(self) -> None:
+        self._served = None
+
+    def _listed(self) -> list[ServedModel]:
+        return waited_for(self._endpoint.models())
