@@ -30,7 +30,7 @@ from nanovllm_cli.bench.serve_client import Target, schedule
 from nanovllm_cli.bench.workload import Request as Asked
 from nanovllm_cli.bench.workload import Workload
 from nanovllm_cli.client.http import Server
-from nanovllm_cli.errors import AccessRefusedError, RequestError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, RequestError, ServerError, UsageError
 from openai_server import OpenAIServer, Reply, Request, Script
 
 INF = math.inf
@@ -256,7 +256,7 @@ def test_nobody_there() -> None:
     url = nowhere()
     assert go(url, 2).failures == [("connection refused", 2)]
     target = Target(Server.at(url), model="m")
-    with pytest.raises(RequestError, match="connection refused"):
+    with pytest.raises(ServerError, match="connection refused"):
         find_model(target)
     with pytest.raises(RequestError, match="answers none of the first 2 requests: connection refused"):
         warm_up(target, Workload("test", [Asked("x", 1)] * 3), 2)
@@ -265,7 +265,7 @@ def test_nobody_there() -> None:
 def test_finding_a_model() -> None:
     with OpenAIServer(words(), models=("first", "second")) as server:
         assert find_model(Target(Server.at(server.url))) == "first"
-    with OpenAIServer(words(), models=()) as server, pytest.raises(RequestError, match="lists no model"):
+    with OpenAIServer(words(), models=()) as server, pytest.raises(ServerError, match="lists no model"):
         find_model(Target(Server.at(server.url)))
 
 
@@ -457,7 +457,7 @@ def test_nothing_succeeds(tmp_path: Path) -> None:
     gone = command("--url", nowhere(), "-q", cwd=tmp_path)
     assert gone.returncode == 1
     assert "connection refused" in gone.stderr
-    assert "hint: is the server running?" in gone.stderr
+    assert "hint: is it running?" in gone.stderr
 
 
 def test_ctrl_c_reports_what_is_done(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ LOOK_UP_SECONDS = 0.1
 
 
 def stepwise(stream: AsyncGenerator[T, None]) -> Generator[T | None, None, None]:
-    """Its items; None ten times a second while there is none. Closing it closes the stream. A signal's exception must not be raised
-    within a step: the event loop would swallow it."""
+    """Its items; None ten times a second while there is none. Closing it closes the stream. A signal's exception must not be
+    raised within a step: the event loop would swallow it."""
     loop = asyncio.new_event_loop()
     task: asyncio.Task[T] | None = None
     try:
