@@ -114,6 +114,28 @@ def test_thinking_and_template_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--json-object"], {"response_format": {"type": "json_object"}}),
+        (
+            ["--json-schema", '{"type": "null"}'],
+            {"response_format": {"type": "json_schema", "json_schema": {
+                "name": "answer", "schema": {"type": "null"}, "strict": True}}},
+        ),
+        (["--regex", "a+"], {"structured_outputs": {"regex": "a+"}}),
+        (["--choice", "a", "--choice", "b"], {"structured_outputs": {"choice": ["a", "b"]}}),
+        (["--grammar", 'root ::= "a"'], {"structured_outputs": {"grammar": 'root ::= "a"'}}),
+        (["--grammar", 'start: "a"'], {"structured_outputs": {"grammar": 'start: "a"'}}),
+        (["--reasoning-budget", "5"], {"reasoning_budget": 5}),
+        (["--reasoning-budget", "-1"], {}),
+    ],
+)  # fmt: skip
+def test_the_form_of_an_answer_is_asked_for(tmp_path: Path, flags: list[str], fields: dict[str, Any]) -> None:
+    body, _ = asked(tmp_path, "hi", *flags)
+    assert {name: body[name] for name in body if name not in ("model", "messages", "stream", "stream_options")} == fields
+
+
+@pytest.mark.parametrize(
     ("models", "args", "model", "prompt"),
     [
         (("one",), ("one", "hi", "you"), "one", "hi you"),

@@ -81,11 +81,11 @@ class RemoteModel:
         self.settings.think = choice
 
     def check(self, given: Given) -> None:
-        SamplingParams(**given)
+        _params(given)
 
     def shown(self, setting: Setting) -> str:
         given = self.settings.given
-        return shown(SamplingParams(**given), setting) if setting.field in given else _UNKNOWN
+        return shown(_params(given), setting) if setting.field in given else _UNKNOWN
 
     def names(self) -> Iterable[tuple[str, str]]:
         return [(each.id, "") for each in self._listed()]
@@ -127,3 +127,7 @@ class RemoteModel:
 
     def _listed(self) -> list[ServedModel]:
         return waited_for(self._endpoint.models())
+
+
+def _params(given: Given) -> SamplingParams:
+    return SamplingParams(**{name: value for name, value in given.items() if name != "reasoning_budget"})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nanovllm_cli.client.events import StreamError, event_object, token_count
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 
 CHAT, TEXT = "/chat/completions", "/completions"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -22,7 +22,7 @@ _REASONING = ("reasoning_content", "reasoning")
 _NO_CHANCE = -9999.0  # OpenAI's and vLLM's stand-in for the logarithm of zero
 
 Given = Mapping[str, Any]
-"""Fields of SamplingParams that were asked for."""
+"""Fields of SamplingParams that were asked for, and "reasoning_budget": most tokens of reasoning, -1 for no limit."""
 
 
 def chat_body(
@@ -36,6 +36,8 @@ def chat_body(
     """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. Raises
     UnsupportedError."""
     body = {"model": model, "messages": list(messages), **_fields(given)}
+    if given.get("reasoning_budget", -1) >= 0:
+        body["reasoning_budget"] = given["reasoning_budget"]
     if body.get("logprobs") is not None:
         body["logprobs"], body["top_logprobs"] = True, body["logprobs"]
     if messages and messages[-1].get("role") == "assistant":
@@ -48,7 +50,9 @@ def chat_body(
 
 def text_body(model: str, prompt: str, given: Given) -> dict[str, Any]:
     """A text that is to be gone on with. Where no length is given it goes as far as the context does: null, because the default
-    of most servers is 16. Raises UnsupportedError."""
+    of most servers is 16. Raises UsageError and UnsupportedError."""
+    if given.get("reasoning_budget", -1) >= 0:
+        raise UsageError("a budget for reasoning has no meaning in plain text")
     return {"model": model, "prompt": prompt, "max_tokens": None, **_fields(given)}
 
 
@@ -61,7 +65,7 @@ def _fields(given: Given) -> dict[str, Any]:
             body[name] = {str(token_id): bias for token_id, bias in value.items()}
         elif name == "reasoning":
             raise UnsupportedError("a server takes no tags of reasoning: it knows those of its models")
-        elif value is not None and (name, value) != ("seed", -1):
+        elif value is not None and name != "reasoning_budget" and (name, value) != ("seed", -1):
             body[name] = list(value) if isinstance(value, tuple) else value
     return body
 
