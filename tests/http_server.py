@@ -62,7 +62,7 @@ class Running(NamedTuple):
         with self.connect(tls) as sock:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(data)
-            return read_answer(sock)
+            return read_answer(sock, has_body=not data.startswith(b"HEAD "))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """body: bytes as they are, else JSON. Headers by their names with _ for -."""
@@ -96,7 +96,7 @@ def running(settings: ServeSettings | None = None, context: ServerContext | None
         listener.close()
 
 
-def read_answer(sock: socket.socket) -> Answer:
+def read_answer(sock: socket.socket, *, has_body: bool = True) -> Answer:
     """Reads one answer with a content-length, or chunks; status 0 where the connection ended without one."""
     file = sock.makefile("rb")
     try:
@@ -108,7 +108,9 @@ def read_answer(sock: socket.socket) -> Answer:
             name, _, value = field.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
         body = b""
-        if headers.get("transfer-encoding") == "chunked":
+        if not has_body:
+            pass
+        elif headers.get("transfer-encoding") == "chunked":
             while size := int(file.readline() or b"0", 16):
                 body += file.read(size)
                 file.readline()

@@ -171,7 +171,11 @@ class Doors:
 
 def _request_id(scope: Scope) -> str:
     given = _header(scope, b"x-request-id")
-    return given if given is not None and _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    return given if given is not None and _SANE_ID.fullmatch(given) else new_id()
+
+
+def new_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:

@@ -10,6 +10,7 @@ How long a body may take and how large it may be is known where it is read (rout
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.errors import openai_form
-from nanovllm_cli.server.middleware import REFUSED
+from nanovllm_cli.server.middleware import REFUSED, new_id
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.server.sse import ABORT
 
@@ -25,7 +26,6 @@ LINGER_SECONDS = 2.0
 """How long a refused client is listened to, so that it reads why before its connection is reset."""
 
 _CHUNK_ALLOWANCE = 16
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 def protocol_for(settings: ServeSettings) -> type[GuardedProtocol]:
@@ -133,11 +133,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
-        body = msgspec.json.encode(openai_form(error, ""))
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (error.status, _REASONS[error.status], len(body), body)
+        request_id = new_id()
+        body = msgspec.json.encode(openai_form(error, request_id))
+        head = (
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
+        self.transport.write(head.encode() + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._set_timer(LINGER_SECONDS, self.transport.abort)

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,12 @@ class ServeSettings:
     @property
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.unix_socket is not None or self.host in LOOPBACK or self.host.startswith("127.")
+        if self.unix_socket is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def max_connections(self) -> int:
