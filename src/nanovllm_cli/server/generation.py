@@ -316,6 +316,8 @@ def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> 
     """What the answer's form must be: the one asked for, or that of the tools that must or may be called. Where a tool must be
     called there is no content that the form could be of."""
     assert model.format is not None, "a model that chats has a format"
+    if not tools and asked.tool_choice not in ("none", "auto"):
+        raise ApiError(400, "there are no tools to choose from", param="tool_choice")
     calls = model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel) if tools else None
     if calls is None:
         return asked.form
