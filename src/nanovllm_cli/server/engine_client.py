@@ -185,7 +185,8 @@ class EngineClient:
             code = await asyncio.wait_for(process.wait(), STOP_SECONDS)
         finally:
             self._link = None
-            ours.close()
+            if not link.close():
+                ours.close()
             if self._process is not None and self._process.returncode is None:
                 with suppress(ProcessLookupError):
                     self._process.kill()
@@ -296,14 +297,22 @@ class _Link(asyncio.Protocol):
         self._take = take
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._was_connected = False
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: ToEngine) -> None:
         if self._transport is not None:
             self._transport.write(encode(message))
 
+    def close(self) -> bool:
+        """Closes the socket, where it was connected. The loop does that itself: the number may soon be another socket's."""
+        if self._transport is not None:
+            self._transport.abort()
+        return self._was_connected
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of asyncio's
+        self._was_connected = True
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

@@ -1,0 +1,320 @@
+"""From what routes ask to events, over an engine that a test writes down."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.engine_stream import EngineStream
+from nanovllm_cli.server.generation import Generator
+from nanovllm_cli.server.messages import Facts, Output, Piece
+from nanovllm_cli.server.observer import Observer, Operation, Watch
+from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked
+from nanovllm_cli.text.answer_format import answer_format
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tool_calls import ToolCallDelta
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}"
+    "</tool_call>{% endif %}{% if enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}"
+    "{% if refuse %}{{ raise_exception('no') }}{% endif %}"
+)
+FACTS = Facts(512, 1024, 300, 3, 4, 16, 1, 1, 1, "float32", "cpu", 8)
+CALLER = Caller("request")
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Engine:
+    """Gives every request the same outputs, and remembers what it was asked."""
+
+    state = EngineState.READY
+    facts = FACTS
+
+    def __init__(self, *outputs: Sequence[Piece], error: ApiError | None = None, ends: bool = True) -> None:
+        self.outputs = outputs
+        self.ends = ends
+        self.error = error
+        self.asked: list[tuple[Sequence[int], SamplingParams, int, str | None]] = []
+        self.aborted = 0
+
+    @property
+    def stats(self) -> EngineStats | None:
+        return None
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> EngineStream:
+        self.asked.append((prompt_ids, params, priority, cache_salt))
+        stream = EngineStream(self._abort)
+        for i, pieces in enumerate(self.outputs):
+            finished = self.ends and self.error is None and i == len(self.outputs) - 1
+            stream.feed(Output(1, list(pieces), finished, 5))
+        if self.error is not None:
+            stream.fail(self.error)
+        return stream
+
+    def _abort(self) -> None:
+        self.aborted += 1
+
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]:
+        if self.error is not None:
+            raise self.error
+        return [3.0, 0.0, 4.0 * len(prompt_ids)]
+
+
+class Models:
+    def __init__(self, engine: Engine, template: str | None = TEMPLATE) -> None:
+        tokenizer = byte_tokenizer()
+        self.users = 0
+        self.model = ServedModel(
+            "m", 0, engine, FACTS, tokenizer, ChatTemplate(template) if template is not None else None, SamplingParams(),
+            "enable_thinking", answer_format(template) if template is not None else None,
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        if name not in (None, "m"):
+            raise ApiError(404, "no such model", code="model_not_found")
+        self.users += 1
+        try:
+            yield self.model
+        finally:
+            self.users -= 1
+
+    def cards(self) -> list[Any]:
+        return []
+
+    def engines(self) -> dict[str, Any]:
+        return {}
+
+
+class Checks:
+    def __init__(self) -> None:
+        self.seen: list[Constraint] = []
+
+    async def check(self, constraint: Constraint) -> None:
+        self.seen.append(constraint)
+        if constraint.text == "bad":
+            raise UsageError("no such grammar")
+
+
+class Log(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def accepted(
+        self, model: str, operation: Operation, prompt_len: int, params: SamplingParams | None, caller: Caller | None
+    ) -> Watch:
+        log = self.lines
+        log.append(f"accepted {operation}")
+
+        class Told(Watch):
+            def output(self, output: Output) -> None:
+                log.append("output")
+
+            def end(self, error: ApiError | None = None) -> None:
+                log.append(f"end {error.status if error else None}")
+
+        return Told()
+
+    def refused(self, model: str | None, error: ApiError) -> None:
+        self.lines.append(f"refused {model} {error.status}")
+
+
+class House:
+    def __init__(
+        self,
+        *outputs: Sequence[Piece],
+        error: ApiError | None = None,
+        template: str | None = TEMPLATE,
+        ends: bool = True,
+    ) -> None:
+        self.engine = Engine(*outputs, error=error, ends=ends)
+        self.models = Models(self.engine, template)
+        self.checks = Checks()
+        self.log = Log()
+        self.generator = Generator(self.models, self.checks, self.log)
+
+    async def chat(self, asked: ChatAsked, caller: Caller = CALLER, model: str | None = "m") -> list[Event]:
+        async with await self.generator.chat(model, asked, caller) as generation:
+            events = [event async for step in generation for event in step]
+            self.usage = generation.usage
+        return events
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+def piece(text: str, ids: Sequence[int] = (1,), finish: Any = None, **more: Any) -> Piece:
+    return Piece(more.pop("index", 0), text, list(ids), None, finish, **more)
+
+
+def asked(**more: Any) -> ChatAsked:
+    return ChatAsked(MESSAGES, more.pop("params", SamplingParams()), **more)
+
+
+def test_an_answer_is_taken_apart(run: Any) -> None:
+    text = '<think>so</think>yes<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    house = House([piece(text, [1] * 9, "stop")])
+    (event,) = run(house.chat(asked(tools=[TOOL])))
+    assert (event.reasoning, event.content, event.text) == ("so", "yes", text)
+    assert event.finish_reason == "tool_calls"
+    (call,) = event.calls
+    assert isinstance(call, ToolCallDelta)
+    assert (call.name, call.arguments) == ("f", '{"a": 1}')
+    assert house.usage.completion_tokens == 9
+    assert house.usage.cached_tokens == 5
+
+
+def test_without_tools_a_call_is_text(run: Any) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for extra in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        (event,) = run(House([piece(text, finish="stop")]).chat(asked(**extra)))
+        assert event.calls == ()
+        assert "f" in event.content
+        assert event.finish_reason == "stop"
+
+
+def test_what_is_cut_off_says_length(run: Any) -> None:
+    (event,) = run(House([piece('<tool_call>{"name": "f", "argu', finish="length")]).chat(asked(tools=[TOOL])))
+    assert event.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("thinking", "end"), [(None, "hi\n"), (False, "<think></think>"), (True, "<think>")])
+def test_thinking_is_the_templates_switch(run: Any, thinking: bool | None, end: str) -> None:
+    house = House([piece("a", finish="stop")])
+    (event,) = run(house.chat(asked(thinking=thinking)))
+    prompt, params, _, _ = house.engine.asked[0]
+    assert house.models.model.tokenizer.decode(prompt, skip_special_tokens=False).endswith(end)
+    assert params.reasoning is not None
+    assert params.reasoning.starts_inside == (thinking is True)
+    assert (event.reasoning, event.content) == (("a", "") if thinking else ("", "a"))
+
+
+def test_salts_of_tenant_and_request_are_both_in(run: Any) -> None:
+    house = House([piece("a", finish="stop")])
+    for tenant, salt, expected in [(None, None, None), ("t", None, "t"), (None, "s", "s"), ("t", "s", "t:s")]:
+        run(house.chat(asked(cache_salt=salt, priority=3), Caller("r", tenant)))
+        assert house.engine.asked[-1][2:] == (3, expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "code"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "context_length_exceeded"),
+        ({"form": Constraint("lark", "bad")}, 400, None),
+        ({"template_kwargs": {"refuse": True}}, 400, None),
+        ({"template_kwargs": {"tokenizer": 1}}, 400, None),
+        ({"tools": [{"type": "function"}]}, 400, None),
+        ({"tools": [TOOL], "tool_choice": "g"}, 400, None),
+        ({"tool_choice": "required"}, 400, None),
+        ({"model": "other"}, 404, "model_not_found"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_engine_sees_it(run: Any, more: dict[str, Any], status: int, code: Any) -> None:
+    house = House([piece("a", finish="stop")])
+    model = more.pop("model", "m")
+    question = ChatAsked(more.pop("messages", MESSAGES), SamplingParams(), **more)
+    with pytest.raises(ApiError) as caught:
+        run(house.chat(question, model=model))
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert house.engine.asked == []
+    assert house.models.users == 0
+    assert [line.split()[0] for line in house.log.lines] == ["refused"]
+
+
+def test_a_model_without_a_template_does_not_chat(run: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        run(House(template=None).chat(asked()))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("choice", ["required", "f"])
+def test_a_call_that_must_be_made_is_a_grammar(run: Any, choice: str) -> None:
+    house = House([piece("a", finish="stop")])
+    run(house.chat(asked(tools=[TOOL], tool_choice=choice)))
+    constraint = house.engine.asked[0][1].constraint
+    assert constraint is not None
+    assert constraint.kind == "lark"
+    assert house.checks.seen == [constraint]
+
+
+def test_an_answer_that_fails_is_an_error_and_everything_is_let_go(run: Any) -> None:
+    house = House([piece("a"), piece("b", finish="error", index=1, error="NaN")])
+    with pytest.raises(ApiError) as caught:
+        run(house.chat(asked(params=SamplingParams(n=2))))
+    assert caught.value.status == 500
+    assert house.models.users == 0
+    assert house.log.lines[-1] == "end 500"
+
+
+def test_an_engine_that_dies_fails_the_answer(run: Any) -> None:
+    house = House([piece("a")], error=ApiError(503, "gone"))
+    with pytest.raises(ApiError):
+        run(house.chat(asked()))
+    assert house.log.lines == ["accepted chat", "output", "end 503"]
+    assert house.models.users == 0
+
+
+def test_who_leaves_aborts(run: Any) -> None:
+    house = House([piece("a")], ends=False)
+
+    async def scenario() -> None:
+        generation = await house.generator.chat(None, asked(), CALLER)
+        assert house.models.users == 1
+        async for _ in generation:
+            break
+        await generation.aclose()
+        await generation.aclose()
+
+    run(scenario())
+    assert house.engine.aborted == 1
+    assert house.models.users == 0
+    assert house.log.lines[-1] == "end None"
+    assert house.log.lines.count("end None") == 1
+
+
+def test_texts_and_ids_are_completed(run: Any) -> None:
+    house = House([piece("<think>x", finish="stop")])
+
+    async def scenario(prompt: str | Sequence[int]) -> list[Event]:
+        async with await house.generator.complete(None, TextAsked(prompt, SamplingParams()), CALLER) as generation:
+            return [event async for step in generation for event in step]
+
+    (event,) = run(scenario("ab"))
+    assert event.content == "<think>x"
+    run(scenario(house.models.model.tokenizer.encode("ab")))
+    assert house.engine.asked[0][0] == house.engine.asked[1][0]
+    for bad in ("", [], [300], [-1]):
+        with pytest.raises(ApiError) as caught:
+            run(scenario(bad))
+        assert caught.value.status == 400
+
+
+def test_embeddings_have_length_one(run: Any) -> None:
+    house = House()
+    (first, second), count = run(house.generator.embed("m", ["a", [1, 2]], "mean"))
+    assert count == 3
+    assert list(first) == pytest.approx([0.6, 0.0, 0.8])
+    assert math.hypot(*second) == pytest.approx(1)
+    with pytest.raises(ApiError):
+        run(House(error=ApiError(503, "gone")).generator.embed("m", ["a", "b"], "mean"))
+    with pytest.raises(ApiError) as caught:
+        run(house.generator.embed("m", ["a" * 600], "mean"))
+    assert caught.value.code == "context_length_exceeded"
