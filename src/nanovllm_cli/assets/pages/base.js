@@ -69,6 +69,7 @@ function askForKey() {
       el("form", { method: "dialog" },
         el("h2", { id: "key-title" }, "This server wants an API key"),
         key ? el("p", { className: "problem" }, "It does not know the one it was given.") : null,
+        el("input", { autocomplete: "username", value: "nanovllm", hidden: true }), // password managers want a name
         el("label", {}, "API key", input),
         el("label", { className: "check" }, remembered, "Keep it in this browser"),
         el("div", { className: "buttons" },

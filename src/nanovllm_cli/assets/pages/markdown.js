@@ -115,6 +115,7 @@ function listNode(lines, depth) {
   const [, indent, mark] = ITEM.exec(lines[0]);
   const ordered = /\d/.test(mark);
   const list = el(ordered ? "ol" : "ul", ordered ? { start: parseInt(mark, 10) } : {});
+  const tight = lines.every((line) => line.trim());
   const items = [];
   for (const line of lines) {
     const item = ITEM.exec(line);
@@ -124,15 +125,11 @@ function listNode(lines, depth) {
   for (const item of items) {
     let width = mark.length + indent.length + 3;
     for (const line of item.slice(1)) if (line.trim()) width = Math.min(width, line.search(/\S/));
-    list.append(itemNode(item.map((line, i) => (i && line.trim() ? line.slice(width) : line)), depth));
+    const node = nested(el("li"), item.map((line, i) => (i && line.trim() ? line.slice(width) : line)), depth);
+    if (tight && node.firstChild?.nodeName === "P") node.firstChild.replaceWith(...node.firstChild.childNodes);
+    list.append(node);
   }
   return list;
-}
-
-function itemNode(lines, depth) {
-  const item = nested(el("li"), lines, depth);
-  if (item.firstChild?.nodeName === "P" && !lines.some((line) => !line.trim())) item.firstChild.replaceWith(...item.firstChild.childNodes);
-  return item;
 }
 
 function cellsOf(line) {
@@ -244,7 +241,7 @@ function linkNode(address, text) {
   return link;
 }
 
-const EMPHASIS = [["***", ["strong", "em"]], ["**", ["strong"]], ["__", ["strong"]], ["~~", ["del"]], ["*", ["em"]], ["_", ["em"]]];
+const EMPHASIS = [["***", ["em", "strong"]], ["**", ["strong"]], ["__", ["strong"]], ["~~", ["del"]], ["*", ["em"]], ["_", ["em"]]];
 
 function takeEmphasis(text, start, take, none, depth) {
   for (const [mark, tags] of EMPHASIS) {
