@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import uvicorn
 from markdown_it import MarkdownIt
+from prometheus_client.parser import text_string_to_metric_families
 
+from live_server import LiveServer, live_server
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
@@ -206,6 +208,7 @@ def test_conversations_stay_in_the_browser(opening: Open, served: Served) -> Non
     chat.click(".conversation:nth-child(2) .open")
     chat.shows(".user .text", "First question")
     chat.shows(".assistant .content", "An answer")
+    chat.hover(".conversation:nth-child(2)")
     chat.click(".conversation:nth-child(2) [aria-label=Rename]")
     chat.fill(".conversation input", "A better <b>name</b>")
     chat.press(".conversation input", "Enter")
@@ -213,6 +216,7 @@ def test_conversations_stay_in_the_browser(opening: Open, served: Served) -> Non
     chat.shows(".user .text", "First question")
     assert chat.inner_text("#title") == "A better <b>name</b>"
     chat.on("dialog", lambda dialog: dialog.accept())
+    chat.hover(".conversation.current")
     chat.click(".conversation.current [aria-label=Delete]")
     chat.shows(".empty", "What would you like to know?")
     chat.reload()
@@ -613,3 +617,43 @@ def test_pages_need_no_key_and_hold_none(served: Served, path: str) -> None:
     assert httpx.post(served.url + path).status_code == 401
     assert httpx.get(served.url + "/status.json").status_code == 401
     assert httpx.get(served.url + "/metrics").status_code == 401
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    with live_server("tiny", "--api-key", KEY, "--ctx-size", "512") as server:
+        yield server
+
+
+def test_a_person_and_the_bundled_model(opening: Open, live: LiveServer) -> None:
+    chat = opening(url=live.url)
+    chat.click("#open-settings")
+    chat.fill("#max_tokens", "60")
+    chat.fill("#temperature", "0")
+    chat.click("#settings >> text=Done")
+    chat.send("Tell me a story")
+    chat.finished()
+    told = chat.inner_text(".assistant .content")
+    assert len(told) > 60
+    chat.hover(".assistant")
+    chat.click("text=Again")
+    chat.finished()
+    assert chat.inner_text(".assistant .content") == told  # greedy
+    chat.reload()
+    chat.shows(".assistant .content", told[:40])
+    chat.is_clean()
+    status = opening("/status", url=live.url)
+    status.shows("td", "120")
+    counted = status.request.get(live.url + "/metrics", headers={"authorization": f"Bearer {KEY}"}).text()
+    samples = {_short(sample) for family in text_string_to_metric_families(counted) for sample in family.samples}
+    assert {
+        ("generation_tokens_total", "tiny", 120.0),
+        ("time_to_first_token_seconds_count", "tiny", 2.0),
+        ("engine_state", "tiny", "ready", 1.0),
+        ("http_requests_total", "/v1/chat/completions", "POST", "200", 2.0),
+    } <= samples
+    status.is_clean()
+
+
+def _short(sample: Any) -> tuple[Any, ...]:
+    return (sample.name.removeprefix("nanovllm:"), *(value for _, value in sorted(sample.labels.items())), sample.value)

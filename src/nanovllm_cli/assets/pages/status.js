@@ -2,7 +2,8 @@
 "use strict";
 
 const EVERY = 1000;
-const KEPT = 300; // answers that the charts show
+const KEPT = 300; // answers that the charts show, and how many of them
+const LEAST = 60; // fill their width
 const cards = new Map(); // a model's id -> its view and history
 let last = null;
 
@@ -111,7 +112,7 @@ function figure(label, mark, name) {
 
 /** Lines over the last answers, from 0 to the highest of them. */
 function chart(marks, label) {
-  const svg = svgNode("svg", { viewBox: `0 0 ${KEPT - 1} 100`, preserveAspectRatio: "none", class: "chart", "aria-hidden": "true" });
+  const svg = svgNode("svg", { preserveAspectRatio: "none", class: "chart", "aria-hidden": "true" });
   const lines = marks.map((mark) => svgNode("path", { class: mark }));
   const bottom = { x1: 0, x2: KEPT - 1, y1: 99.5, y2: 99.5 };
   svg.append(svgNode("line", bottom), ...lines);
@@ -122,8 +123,10 @@ function chart(marks, label) {
     history.push(values);
     if (history.length > KEPT) history.shift();
     const top = Math.max(1, ...history.flat());
+    const span = Math.max(LEAST, history.length);
+    svg.setAttribute("viewBox", `0 0 ${span - 1} 100`);
     lines.forEach((line, i) => {
-      const points = history.map((each, x) => `${KEPT - history.length + x},${(99 - (each[i] / top) * 97).toFixed(1)}`);
+      const points = history.map((each, x) => `${span - history.length + x},${(99 - (each[i] / top) * 97).toFixed(1)}`);
       line.setAttribute("d", points.length > 1 ? `M${points.join("L")}` : "");
     });
     from.textContent = `last ${duration((history.length * EVERY) / 1000)}`;

@@ -105,7 +105,7 @@ function takeCall(calls, piece) {
 
 function statsOf(usage, first, total, finish) {
   const parts = [`${usage.completion_tokens} tokens`];
-  if (usage.completion_tokens > 1 && total > first) {
+  if (usage.completion_tokens > 1 && first !== null && total - first > 0.02) {
     const rate = (usage.completion_tokens - 1) / (total - first);
     parts.push(`${rate < 10 ? rate.toFixed(1) : Math.round(rate)} tok/s`);
   }
