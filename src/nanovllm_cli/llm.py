@@ -218,7 +218,7 @@ class LLM:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request."""
         params = params or self.default_params
-        self._check_constraints([params])
+        self.prepare([params])
         request_id = self._add(self._ids(prompt), params)
         try:
             finished = False
@@ -271,6 +271,12 @@ class LLM:
                 self._abort(request_id)
         return [done[request_id] for request_id in ids]
 
+    def prepare(self, each: Sequence[SamplingParams]) -> None:
+        """Waits until the constraints of such requests are compiled. Raises UsageError for one that can't be had."""
+        for future in [self._worker.prepare(params) for params in each]:
+            if future is not None:
+                future.result()
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -322,7 +328,7 @@ class LLM:
 
     def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
         each = _params_for(self.default_params if params is None else params, len(prompts))
-        self._check_constraints(each)
+        self.prepare(each)
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
@@ -340,12 +346,6 @@ class LLM:
                 if request_id not in done:
                     self._abort(request_id)
         return [done[request_id] for request_id in ids]
-
-    def _check_constraints(self, each: Sequence[SamplingParams]) -> None:
-        """Waits until they are compiled: a constraint that can't be had is refused before anything runs."""
-        for future in [self._worker.prepare(params) for params in each]:
-            if future is not None:
-                future.result()
 
     def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
         request_id = f"request-{next(self._request_ids)}"

@@ -63,6 +63,7 @@ def main(fd: int) -> None:
     except NanovllmError as error:
         channel.send(Failed(type(error).__name__, error.message, error.hint))
         os._exit(1)
+    llm.prepare([SamplingParams(constraint=Constraint("json_object"))])  # half a second that steps would wait for, later
     gc.collect()
     gc.freeze()
     channel.send(Ready(_facts(llm, start.config)))
