@@ -19,6 +19,7 @@ from nanovllm_cli.errors import AccessRefusedError, NanovllmError, UsageError
 from nanovllm_cli.text.reasoning import HARMONY, THINK
 
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
+FINAL = "<|channel|>final<|message|>"
 GBNF = 'root ::= "a" | "b"\n'
 
 
@@ -106,12 +107,14 @@ def test_a_conversation_sets_them_one_after_another() -> None:
 
 
 def test_where_reasoning_may_come_first_follows_from_the_prompt() -> None:
-    assert THINK.phase("<|im_start|>assistant\n") == ReasoningPhase("<think>", "</think>")
-    assert THINK.phase("assistant\n<think>\n", 5) == ReasoningPhase("<think>", "</think>", True, 5)
-    assert THINK.phase("assistant\n<think>\n\n</think>\n\n", 5) is None
-    final = "<|channel|>final<|message|>"
-    assert HARMONY.phase("<|start|>assistant", 9) == ReasoningPhase(HARMONY.open, final, True, 9)
-    assert HARMONY.phase(f"<|start|>assistant{final}") is None
+    for form in (True, False):
+        assert THINK.phase("<|im_start|>assistant\n", to_content=form) == ReasoningPhase("<think>", "</think>")
+        assert THINK.phase("assistant\n<think>\n", 5, to_content=form) == ReasoningPhase("<think>", "</think>", True, 5)
+        assert THINK.phase("assistant\n<think>\n\n</think>\n\n", 5, to_content=form) is None
+        assert HARMONY.phase(f"<|start|>assistant{FINAL}", to_content=form) is None
+    for prompt, begun in (("<|start|>assistant", False), (f"<|start|>assistant{HARMONY.open}", True)):
+        assert HARMONY.phase(prompt, 9, to_content=True) == ReasoningPhase(HARMONY.open, FINAL, True, 9)
+        assert HARMONY.phase(prompt, 9, to_content=False) == ReasoningPhase(HARMONY.open, "<|end|>", begun, 9)
 
 
 def test_run_answers_in_the_form_that_was_asked_for(commands: Commands) -> None:

@@ -183,7 +183,8 @@ class Prompting:
             raise UsageError(f"--reasoning-budget has no meaning: {self.llm.name} does not mark its reasoning")
         if known is None or goes_on:
             return params
-        return dataclasses.replace(params, reasoning=known.phase(self.tail(ids), None if budget < 0 else budget))
+        most, form = None if budget < 0 else budget, params.constraint is not None
+        return dataclasses.replace(params, reasoning=known.phase(self.tail(ids), most, to_content=form))
 
     def tail(self, ids: list[int]) -> str:
         """The end of a rendered prompt: where it shows whether the answer begins inside reasoning."""

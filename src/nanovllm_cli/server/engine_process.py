@@ -16,10 +16,12 @@ from array import array
 from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.progress import Unit
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.channel import Channel
 from nanovllm_cli.server.messages import (
     Abort,

@@ -37,7 +37,6 @@ from nanovllm_cli.server.ports import (
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat
 from nanovllm_cli.text.messages import template_messages
-from nanovllm_cli.text.reasoning import prompt_opens_reasoning
 from nanovllm_cli.text.tool_calls import Tool, tools_of
 
 TAIL_TOKENS = 64
@@ -63,11 +62,9 @@ class Generator:
             prompt_ids = await asyncio.to_thread(partial(chat_ids, work.model, asked))
             tail = work.model.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
-            params = dataclasses.replace(
-                asked.params,
-                constraint=_constraint(work.model, asked, tools),
-                reasoning=_reasoning(work.model, asked, tail),
-            )
+            constraint = _constraint(work.model, asked, tools)
+            phase = _reasoning(work.model, asked, constraint, tail)
+            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase)
             known = work.model.format
             assert known is not None, "a model that chats has a format"
             parser = partial(
@@ -326,11 +323,10 @@ def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> 
     return calls
 
 
-def _reasoning(model: ServedModel, asked: ChatAsked, tail: str) -> ReasoningPhase | None:
+def _reasoning(model: ServedModel, asked: ChatAsked, constraint: Constraint | None, tail: str) -> ReasoningPhase | None:
     known = model.format.reasoning if model.format is not None else None
-    if known is None:
-        return None
-    return ReasoningPhase(known.open, known.close, prompt_opens_reasoning(tail, known), asked.reasoning_budget)
+    is_form = constraint is not None and constraint is asked.form
+    return None if known is None else known.phase(tail, asked.reasoning_budget, to_content=is_form)
 
 
 def _unit(vector: Sequence[float]) -> list[float]:

@@ -49,18 +49,22 @@ class ReasoningFormat:
             starts_after=prompt.rstrip().endswith(self.close),
         )
 
-    def phase(self, prompt: str, budget: int | None = None) -> ReasoningPhase | None:
+    def phase(self, prompt: str, budget: int | None = None, *, to_content: bool) -> ReasoningPhase | None:
         """What an answer to a rendered prompt may begin with, for whoever constrains it; None where the prompt is past it.
 
-        budget: most tokens of reasoning. In harmony all is reasoning until the message to the user begins.
+        budget: most tokens of reasoning. to_content: what follows is constrained as the content alone; in harmony everything is
+        reasoning then, until the message to the user begins.
         """
-        if self.name == "harmony":
-            if _harmony_channel(prompt) == "final":
+        if self.name != "harmony":
+            if prompt.rstrip().endswith(self.close):
                 return None
-            return ReasoningPhase(self.open, "<|channel|>final<|message|>", starts_inside=True, budget=budget)
-        if prompt.rstrip().endswith(self.close):
+            return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
+        channel = _harmony_channel(prompt)
+        if channel not in ("", "analysis"):
             return None
-        return ReasoningPhase(self.open, self.close, prompt_opens_reasoning(prompt, self), budget)
+        if to_content:
+            return ReasoningPhase(self.open, "<|channel|>final<|message|>", True, budget)
+        return ReasoningPhase(self.open, self.close, channel == "analysis", budget)
 
 
 def _tags(name: str, opening: str, closing: str) -> ReasoningFormat:
