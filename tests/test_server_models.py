@@ -89,7 +89,8 @@ def test_who_is_not_asked_sleeps_and_wakes(run: Run) -> None:
 
 def test_before_it_has_started_nobody_is_served(run: Run) -> None:
     async def scenario() -> None:
-        models = ServedModels([settings("a")])
+        models = ServedModels([settings("a"), settings("b")])
+        assert list(states(models).values()) == [EngineState.LOADING, EngineState.ASLEEP]
         starting = asyncio.create_task(models.start())
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:

@@ -118,6 +118,10 @@ class EngineClient:
 
     # ---- its life ----
 
+    def announce(self) -> None:
+        """It counts as loading from now on: `load` is about to be called."""
+        self._state = EngineState.LOADING
+
     async def load(self) -> Facts:
         """Starts the process, and waits until the model is there. Raises what loading raised."""
         if self._keeper is None or self._keeper.done():

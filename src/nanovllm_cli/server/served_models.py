@@ -99,13 +99,16 @@ class ServedModels:
         self._tell = on_loading or (lambda _name, _progress: None)
         self._slots = [_Slot(each, self._engine(each, stuck_seconds)) for each in models]
         self._by_name = {name: slot for slot in self._slots for name in slot.settings.names}
+        self._first = self._slots[:max_loaded]
+        for slot in self._first:
+            slot.engine.announce()
         self._room = asyncio.Lock()
         self._is_started = False
         self._sleeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Loads as many as may be loaded, in their order. Raises what loading raises."""
-        for slot in self._slots[: self._max_loaded]:
+        for slot in self._first:
             await self._load(slot)
         self._is_started = True
         if self._sleep_idle is not None:
