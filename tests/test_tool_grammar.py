@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.tool_calls import Tool, tools_of
+from tool_answers import ONE
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
 
@@ -29,40 +30,6 @@ def tool(name: str, parameters: dict[str, Any] | None = None, *, strict: bool = 
 
 TOOLS = (tool("weather", PLACE), tool("now"))
 STRICT = (tool("weather", PLACE, strict=True), tool("now"))
-
-# Each family as its template writes two calls, and the texts around arguments by which a call of one tool is written.
-ONE: dict[str, str] = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>',
-    "llama": '{"name": "weather", "parameters": {"city": "Köln", "days": 3}}',
-    "json": '{"name": "weather", "arguments": {"city": "Köln", "days": 3}}',
-    "pythonic": '[weather(city="Köln", days=3)]',
-    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Köln", "days": 3}',
-    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
-    "deepseek": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
-        '{"city": "Köln", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    ),
-    "deepseek_r1": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-        '{"city": "Köln", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    ),
-    "kimi": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-        '{"city": "Köln", "days": 3}<|tool_call_end|><|tool_calls_section_end|>'
-    ),
-    "glm": (
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-    ),
-    "qwen3_coder": (
-        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-    ),
-    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
-    "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',
-    "phi": 'functools[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
-    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln", "days": 3}',
-}
 
 
 class Bytes:

@@ -66,7 +66,7 @@ class ToolFormat:
                     yield from _attempt(stream, "", _read_bare, tools)
                 tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
                 while True:
-                    tag = yield from stream.pass_to(stream.content, *tags)
+                    tag = yield from stream.content_to(*tags)
                     if tag in self.openers:
                         yield from _attempt(stream, tag, self.section, tools)
                     elif kept and tag == kept[0]:
@@ -84,7 +84,7 @@ def read_plain(hidden: Sequence[str]) -> Reader:
     def read(stream: CallStream) -> Reading[None]:
         try:
             while True:
-                yield from stream.pass_to(stream.content, *hidden)
+                yield from stream.content_to(*hidden)
         except CutOff:
             return
 
@@ -92,7 +92,7 @@ def read_plain(hidden: Sequence[str]) -> Reader:
 
 
 def _keep(stream: CallStream, close: str) -> Reading[None]:
-    stream.content((yield from stream.pass_to(stream.content, close)))
+    stream.content((yield from stream.content_to(close)))
 
 
 def tool_format(template_source: str) -> ToolFormat:
@@ -115,6 +115,7 @@ def _attempt(stream: CallStream, tag: str, section: ReadSection, tools: Tools) -
     stream.mark(tag)
     try:
         yield from section(stream, tag, tools)
+        stream.settle()
     except Broken:
         stream.give_back()
     except CutOff:
@@ -203,7 +204,11 @@ def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
         yield from read_named_call(stream, name)
         yield from _close(stream, "</function>")
         return
-    yield from _read_loose(stream, None)
+    yield from stream.skip_space()
+    if (yield from stream.peek()) in "[{":
+        yield from _read_loose(stream, None)
+    else:
+        yield from read_python_call(stream, frozenset(tool.name for tool in tools))
     yield from _close(stream, "<|python_end|>")
 
 
@@ -213,20 +218,16 @@ def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
 
 
 def _read_loose(stream: CallStream, names: Names) -> Reading[None]:
-    """JSON objects behind each other or in a list, or Python."""
-    yield from stream.skip_space()
-    first = yield from stream.match("[", "{")
-    if first == "[":
-        yield from stream.skip_space()
-        if (yield from stream.peek()) == "{":
-            yield from read_calls(stream, names)
-        else:
-            yield from read_python_calls(stream, names)
-    elif first == "{":
+    """JSON objects behind each other or in a list, or a list of Python's calls."""
+    if (yield from stream.expect("[", "{")) == "{":
         yield from read_call(stream, names)
         yield from _further_calls(stream, names)
+        return
+    yield from stream.skip_space()
+    if (yield from stream.peek()) == "{":
+        yield from read_calls(stream, names)
     else:
-        yield from read_python_call(stream, names)
+        yield from read_python_calls(stream, names)
 
 
 def _further_calls(stream: CallStream, names: Names) -> Reading[None]:

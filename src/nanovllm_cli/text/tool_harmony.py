@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from nanovllm_cli.text.reasoning import HarmonyPiece
@@ -69,6 +70,7 @@ def _reader(name: str) -> Reader:
             stream.cut()
         except Broken:
             stream.give_back()
-        yield from stream.rest()
+        with suppress(CutOff):
+            yield from stream.content_to()
 
     return read

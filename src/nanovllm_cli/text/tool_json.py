@@ -163,21 +163,24 @@ def read_call(stream: CallStream, known: Collection[str] | None = None) -> Readi
     """
     name, held, begun = "", "", False
     while True:
-        yield from stream.skip_space()
         key = yield from read_text(stream)
         yield from stream.expect(":")
         if key in _NAMES and not name:
             name = yield from read_text(stream)
             if not name or (known is not None and name not in known):
                 raise Broken
-        elif key in _ARGUMENTS and name and not begun:
-            stream.begin(name)
-            begun = True
-            yield from _arguments(stream, stream.arguments)
-        elif key in _ARGUMENTS and not held:
-            pieces: list[str] = []
-            yield from _arguments(stream, pieces.append)
-            held = "".join(pieces)
+        elif key in _ARGUMENTS and not held and not begun:
+            yield from stream.skip_space()
+            if (yield from stream.peek()) != "{":
+                held = yield from _loose_arguments(stream)
+            elif name:
+                stream.begin(name)
+                begun = True
+                yield from read_value(stream, stream.arguments)
+            else:
+                pieces: list[str] = []
+                yield from read_value(stream, pieces.append)
+                held = "".join(pieces)
         elif known is None or key in _OTHERS:
             yield from read_value(stream, _nothing)
         else:
@@ -199,21 +202,17 @@ def read_calls(stream: CallStream, known: Collection[str] | None = None) -> Read
         yield from read_call(stream, known)
         stream.mark()
         if (yield from stream.expect(",", "]")) == "]":
+            stream.settle()
             return
 
 
-def _arguments(stream: CallStream, give: Give) -> Reading[None]:
-    """An object; or none, which is an empty one; or a string that holds one."""
-    yield from stream.skip_space()
-    first = yield from stream.peek()
-    if first == "{":
-        yield from read_value(stream, give)
-        return
+def _loose_arguments(stream: CallStream) -> Reading[str]:
+    """Arguments that are null, which is none, or a string that holds the object."""
     value = yield from _decoded(stream)
     text = value if isinstance(value, str) else "{}" if value is None else ""
     if not text.lstrip().startswith("{") or not is_json(text):
         raise Broken
-    give(text)
+    return text
 
 
 def _nothing(piece: str) -> None:

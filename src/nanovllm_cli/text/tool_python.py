@@ -22,16 +22,18 @@ def read_python_calls(stream: CallStream, known: Collection[str] | None = None) 
         yield from read_python_call(stream, known)
         stream.mark()
         if (yield from stream.expect(",", "]")) == "]":
+            stream.settle()
             return
 
 
 def read_python_call(stream: CallStream, known: Collection[str] | None = None) -> Reading[None]:
-    """name(argument=literal, …). Llama's own tools are written name.call(…)."""
-    name = (yield from _identifier(stream, ".-")).removesuffix(".call")
-    if (known is not None and name not in known) or (yield from stream.peek()) != "(":
+    """name(argument=literal, …). Llama's own tools are written name.call(…), which counts whoever is known."""
+    name = yield from _identifier(stream, ".-")
+    if known is not None and name not in known and not name.endswith(".call"):
+        raise Broken
+    if (yield from stream.peek()) != "(":
         raise Broken
     stream.take()
-    stream.begin(name)
     separator = "{"
     while True:
         yield from stream.skip_space()
@@ -39,14 +41,18 @@ def read_python_call(stream: CallStream, known: Collection[str] | None = None) -
             break
         key = yield from _identifier(stream)
         yield from stream.expect("=")
+        if separator == "{":
+            stream.begin(name.removesuffix(".call"))
         stream.arguments(f"{separator}{json.dumps(key)}: ")
-        yield from read_literal(stream, stream.arguments)
         separator = ", "
+        yield from read_literal(stream, stream.arguments)
         yield from stream.skip_space()
         if (yield from stream.peek()) != ",":
             break
         stream.take()
     yield from stream.expect(")")
+    if separator == "{":
+        stream.begin(name.removesuffix(".call"))
     stream.arguments("{}" if separator == "{" else "}")
     stream.end()
 
@@ -108,7 +114,7 @@ def _string(stream: CallStream, give: Give) -> Reading[None]:
             give('"')
             return
         else:
-            give(in_json_string((yield from _escaped(stream))))
+            give(json.dumps((yield from _escaped(stream)))[1:-1])  # in ASCII: it may be half a pair of surrogates
 
 
 def _escaped(stream: CallStream) -> Reading[str]:

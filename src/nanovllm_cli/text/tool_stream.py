@@ -58,6 +58,7 @@ class CallStream:
         self._marked: list[str] | None = None  # what was read since the mark, before `text`
         self._mark = 0
         self._in_call = False
+        self._ids: set[str] = set()
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._held: list[ToolCallDelta] = []  # of a call that is not complete, where calls are given out whole
@@ -140,7 +141,7 @@ class CallStream:
             pieces.append(self.take())
 
     def pass_to(self, give: Callable[[str], None], *tags: str) -> Reading[str]:
-        """Gives out text as it comes, up to one of `tags`, which is taken and returned. Raises CutOff, with the rest given."""
+        """Gives out text as it comes, up to one of `tags`, which is taken and returned. Raises CutOff."""
         firsts = frozenset(tag[0] for tag in tags)
         while True:
             yield from self.peek()
@@ -150,25 +151,25 @@ class CallStream:
             if at > start:
                 give(self.take(at - start))
                 continue
-            try:
-                found = yield from self.match(*tags)
-            except CutOff:
-                give(self.take(len(self.text) - self.position))
-                raise
-            if found:
+            if found := (yield from self.match(*tags)):
                 return found
             give(self.take())
 
-    def rest(self) -> Reading[None]:
-        """All that follows is content."""
+    def content_to(self, *tags: str) -> Reading[str]:
+        """`pass_to` the content, where half a tag at the end is content, too."""
         try:
-            yield from self.pass_to(self.content)
+            return (yield from self.pass_to(self.content, *tags))
         except CutOff:
-            return
+            self.content(self.take(len(self.text) - self.position))
+            raise
 
     def mark(self, tag: str = "") -> None:
         """What is read from here on, and the tag just taken, becomes content if the reader says Broken."""
         self._marked, self._mark = [], self.position - len(tag)
+
+    def settle(self) -> None:
+        """Nothing that was read so far becomes content any more."""
+        self._marked = None
 
     def give_back(self) -> None:
         """What was read since the mark is content."""
@@ -198,9 +199,12 @@ class CallStream:
         self._space = [text[len(kept) :]]
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call begins: its name is known."""
+        """A call begins: its name is known. call_id: the model's, which counts if it is the first of that name."""
         self._in_call = True
-        self._give(ToolCallDelta(self.num_calls, call_id or new_call_id(self._id_chars), name, ""))
+        if not call_id or call_id in self._ids:
+            call_id = new_call_id(self._id_chars)
+        self._ids.add(call_id)
+        self._give(ToolCallDelta(self.num_calls, call_id, name, ""))
 
     def arguments(self, piece: str) -> None:
         """A piece of the JSON text of the arguments of the call that has begun."""
