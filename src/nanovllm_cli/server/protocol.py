@@ -22,8 +22,8 @@ from nanovllm_cli.server.middleware import REFUSED, new_id
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.server.sse import ABORT
 
-LINGER_SECONDS = 2.0
-"""How long a refused client is listened to, so that it reads why before its connection is reset."""
+LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 20
+"""How long, and how far, a refused client is listened to, so that it reads why before its connection is reset."""
 
 _CHUNK_ALLOWANCE = 16
 
@@ -56,9 +56,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
         self._overhead += len(data)
+        if self._refused:
+            if self._overhead > LINGER_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         if self._overhead > self.settings.max_header_bytes and not self._refused and not self.transport.is_closing():
             self._refuse(self._too_large() if self._in_head else ApiError(400, "the body is mostly not its content"))
@@ -129,10 +131,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answers from below ASGI, where no request has come to be; then only listens until the client is gone."""
-        self._refused = True
+        self._refused, self._overhead = True, 0
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            return
+            if self.cycle.response_started or self.pipeline or self._in_head:
+                self.transport.abort()  # another answer is on its way
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         request_id = new_id()
         body = msgspec.json.encode(openai_form(error, request_id))
         head = (
