@@ -1,0 +1,209 @@
+"""`nanovllm serve` as a command: what its options come to, what it says, and one real server with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from live_server import LiveServer, live_server
+from nanovllm_cli.cli import serve as command
+from nanovllm_cli.cli.examples import EXAMPLES
+from nanovllm_cli.server.served_models import ModelSettings
+from nanovllm_cli.server.settings import ServeSettings
+from test_cli_driver import environment
+
+KEY = "a-key-that-is-long-enough"
+
+
+class Served(NamedTuple):
+    """What a command line would have served."""
+
+    models: list[ModelSettings]
+    settings: ServeSettings
+    options: Any
+    otlp_endpoint: str | None
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Served]:
+    """Reads a command line up to where the server would begin; raises what the command raises."""
+    seen: list[Served] = []
+
+    def stop(models: Any, settings: Any, listener: Any, options: Any, otlp_endpoint: Any, screen: Any) -> None:
+        seen.append(Served(models, settings, options, otlp_endpoint))
+
+    monkeypatch.setattr(command, "_run", stop)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+    def parse(*words: str) -> Served:
+        from typer.main import get_command
+
+        from nanovllm_cli.cli.program import PROGRAM, build
+
+        line = ["serve", *words, *([] if "--port" in words or "--unix-socket" in words else ["--port", "0"])]
+        click = get_command(build())
+        with click.make_context(PROGRAM, line) as ctx:
+            click.invoke(ctx)
+        return seen.pop()
+
+    return parse
+
+
+def failure(parse: Callable[..., Served], *words: str) -> str:
+    with pytest.raises(Exception) as raised:
+        parse(*words)
+    assert raised.value.exit_code == 2, raised.value  # type: ignore[attr-defined]
+    return f"{raised.value} {getattr(raised.value, 'hint', '')}"
+
+
+def test_models_come_as_words_and_by_m_and_are_called_as_they_were_named(parsed: Callable[..., Served]) -> None:
+    served = parsed("tiny", "-c", "512", "-np", "3", "--temp", "0.5", "--quant", "int8")
+    (model,) = served.models
+    assert model.names == ("tiny",)
+    assert (model.config.max_model_len, model.config.max_num_seqs, model.config.quant) == (512, 3, "int8")
+    assert model.given == {"temperature": 0.5}
+    assert parsed("-m", "tiny").models[0].names == ("tiny",)
+    two = parsed("tiny", "--model", "tiny", "-a", "first", "--alias", "second").models
+    assert [each.names for each in two] == [("first",), ("second",)]
+
+
+def test_a_path_does_not_show_in_a_name(parsed: Callable[..., Served], tmp_path: Path) -> None:
+    import nanovllm_cli
+
+    folder = Path(nanovllm_cli.__file__).parent / "assets/tiny"
+    assert parsed(str(folder)).models[0].names == ("tiny",)
+    (tmp_path / "mine").symlink_to(folder)
+    assert parsed("./mine").models[0].names == ("tiny",)
+
+
+def test_one_model_may_have_several_names(parsed: Callable[..., Served]) -> None:
+    assert parsed("tiny", "-a", "gpt-4,fast", "--served-model-name", "slow").models[0].names == ("gpt-4", "fast", "slow")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no model"), (["tiny", "tiny"], "--alias"), (["tiny", "tiny", "-a", "one"], "1 alias"),
+        (["tiny", "-a", ""], "--alias"), (["tiny", "--host", "0.0.0.0"], "--api-key"),
+        (["tiny", "--port", "99999"], "port"), (["tiny", "--api-key", "short"], "key"),
+        (["tiny", "--max-models", "0"], "--max-models"), (["tiny", "--sleep-idle", "0"], "--sleep-idle"),
+        (["tiny", "--sleep-idle", "nan"], "--sleep-idle"), (["tiny", "--ssl-key-file", "x"], "--ssl-cert-file"),
+        (["tiny", "--temp", "-1"], "temperature"), (["tiny", "-c", "-5"], "-5"), (["tiny", "--timeout", "0"], "--timeout"),
+        (["tiny", "--max-requests", "0"], "max_requests"), (["tiny", "--api-key-file", os.devnull], "no key"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nonsense_is_told_before_anything_is_loaded(parsed: Callable[..., Served], words: list[str], told: str) -> None:
+    assert told in failure(parsed, *words)
+
+
+def test_keys_come_from_the_option_the_environment_and_a_file(
+    parsed: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n{KEY}\n\nanother-long-key\n")
+    served = parsed("tiny", "--host", "0.0.0.0", "--api-key", "given-on-the-line", "--api-key-file", "keys")
+    assert served.settings.api_keys == ("given-on-the-line", KEY, "another-long-key")
+    monkeypatch.setenv("NANOVLLM_API_KEY", KEY)
+    assert parsed("tiny").settings.api_keys == (KEY,)
+
+
+def test_options_reach_the_settings(parsed: Callable[..., Served], tmp_path: Path) -> None:
+    access = "tiny --unix-socket x.sock --allowed-host a --allowed-host b --cors-origin https://c"
+    limits = "--max-requests 7 --max-body 1M --timeout 9 --idle-timeout 8 --drain-timeout 6 --ping-interval 5"
+    settings = parsed(*f"{access} {limits}".split()).settings
+    assert (settings.unix_socket, settings.allowed_hosts, settings.cors_origins) == ("x.sock", ("a", "b"), ("https://c",))
+    assert (settings.max_requests, settings.max_body_bytes, settings.request_seconds) == (7, 1 << 20, 9)
+    assert (settings.idle_seconds, settings.drain_seconds, settings.ping_seconds) == (8, 6, 5)
+    assert list(tmp_path.glob("*.sock")) == []  # removed again
+
+
+def test_defaults_are_those_of_the_settings(parsed: Callable[..., Served]) -> None:
+    assert parsed("tiny", "--port", "0").settings == ServeSettings(port=0)
+    page = subprocess.run(
+        [sys.executable, "-m", "nanovllm_cli", "serve", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    shown = " ".join(page.stdout.split())
+    assert f"[{ServeSettings().port}]" in shown
+    assert f"[{ServeSettings().host}]" in shown
+
+
+@pytest.mark.parametrize("example", EXAMPLES["serve"], ids=lambda example: example.line)
+def test_examples_are_command_lines(example: Any, parsed: Callable[..., Served], tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text(KEY)
+    aliases = "\n".join(f'"{name}" = "tiny"' for name in re.findall(r"qwen3:\S+", example.line))
+    (tmp_path / "nanovllm.toml").write_text(f"[aliases]\n{aliases}\n")
+    words = re.sub(r" --port \d+", "", example.line).split()[2:]
+    if aliases:
+        words += ["-a", "one", "-a", "two"]  # both are tiny here
+    assert parsed(*words).models
+
+
+# ---- one real server ----
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("serve") / "log.jsonl"
+    options = ("-c", "512", "-np", "4", "--log-file", str(log), "--log-json", "--temp", "0")
+    with live_server("tiny", *options, env={"PYTHONPATH": os.pathsep.join(sys.path)}) as server:
+        server.log_path = log  # type: ignore[attr-defined]
+        yield server
+
+
+def test_it_says_where_it_listens_and_a_line_to_copy(live: LiveServer) -> None:
+    said = "".join(live.log)
+    assert f"listening at {live.url}" in said
+    assert "context 512 tokens" in said
+    line = next(line for line in live.log if line.startswith("curl "))
+    done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_engine_reads_the_sampling_options_as_defaults(live: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    answers = [live.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] for _ in range(2)]
+    assert answers[0] == answers[1]  # --temp 0
+    assert live.get("/props")[1]["default_generation_settings"]["params"]["temperature"] == 0.0
+
+
+def test_a_request_is_a_line_of_the_json_log(live: LiveServer) -> None:
+    request = urllib.request.Request(
+        live.url + "/v1/completions",
+        json.dumps({"prompt": "unspeakable secret", "max_tokens": 4}).encode(),
+        {"content-type": "application/json", "x-request-id": "logged-1"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        usage = json.load(answer)["usage"]
+    text = ""
+    while "logged-1" not in text:
+        text = live.log_path.read_text()  # type: ignore[attr-defined]
+    assert "unspeakable" not in text
+    fields = next(line for line in map(json.loads, text.splitlines()) if line.get("request_id") == "logged-1")
+    assert (fields["method"], fields["path"], fields["status"], fields["model"]) == ("POST", "/v1/completions", 200, "tiny")
+    assert (fields["prompt_tokens"], fields["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert 0 < fields["seconds"] < 60
+
+
+def test_it_ends_with_its_engine(live: LiveServer) -> None:
+    """The last test of the file: it ends the server."""
+    children = subprocess.run(["pgrep", "-P", str(live.process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    assert children
+    live.process.send_signal(signal.SIGTERM)
+    assert live.process.wait(30) == 0
+    for child in map(int, children):
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
