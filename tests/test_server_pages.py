@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from markdown_it import MarkdownIt
@@ -29,6 +30,7 @@ from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.tool_calls import ToolCallDelta as CallDelta
+from otlp_collector import Collected, otlp_collector
 from server_fakes import FakeEngine, FakeGenerates, FakeModels, FakePool, Script, event
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -539,14 +541,15 @@ def test_markdown_that_grows_is_what_it_is_at_once(opening: Open) -> None:
 
 LONG = [
     "*a " * 50_000, "[" * 100_000, "[a](" * 50_000, "`" * 100_001, "` " * 50_000, "**" * 50_000, "_a" * 50_000, "> " * 50_000,
-    "- " * 50_000, "." * 100_000 + "http://" + "." * 100_000, " " * 100_000 + "|", "|" * 50_000 + "\n" + "|-" * 50_000,
-    "# " + " " * 100_000 + "x", "`a``" * 40_000, "***a" * 40_000, "\n".join(f"{' ' * (i % 40)}- x" for i in range(3_000)),
+    "- " * 50_000, "http://" + "." * 200_000 + "x", " " * 100_000 + "|", "|" * 50_000 + "\n" + "|-" * 50_000,
+    "# x" + " " * 100_000 + "x", "`a``" * 40_000, "***a" * 40_000, "\n".join(f"{' ' * (i % 40)}- x" for i in range(3_000)),
     "http://a" * 20_000, "~~a\n" * 30_000, "a*" * 50_000, "![" * 50_000,
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(90)
 def test_no_text_holds_the_page_up(opening: Open) -> None:
-    """Where time is not linear in the text, one of these takes minutes."""
+    """Some seconds for all; where time is not linear in the text, one of these takes minutes."""
     chat = opening()
     for text in LONG:
         chat.evaluate(SHOWN, text)
@@ -606,8 +609,6 @@ def test_the_status_page_shows_the_numbers_of_its_json(opening: Open, served: Se
 
 @pytest.mark.parametrize("path", ["/", "/status"])
 def test_pages_need_no_key_and_hold_none(served: Served, path: str) -> None:
-    import httpx
-
     answer = httpx.get(served.url + path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -620,8 +621,15 @@ def test_pages_need_no_key_and_hold_none(served: Served, path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[LiveServer]:
-    with live_server("tiny", "--api-key", KEY, "--ctx-size", "512") as server:
+def collected() -> Iterator[Collected]:
+    with otlp_collector() as collected:
+        yield collected
+
+
+@pytest.fixture(scope="module")
+def live(collected: Collected) -> Iterator[LiveServer]:
+    often = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+    with live_server("tiny", "--api-key", KEY, "--ctx-size", "512", "--otlp-endpoint", collected.url, env=often) as server:
         yield server
 
 
@@ -653,6 +661,22 @@ def test_a_person_and_the_bundled_model(opening: Open, live: LiveServer) -> None
         ("http_requests_total", "/v1/chat/completions", "POST", "200", 2.0),
     } <= samples
     status.is_clean()
+
+
+def test_a_live_request_is_a_span_of_its_callers_trace(live: LiveServer, collected: Collected) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"authorization": f"Bearer {KEY}", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    body = {"messages": [{"role": "user", "content": "a SECRET"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(live.base_url + "/chat/completions", json=body, headers=headers, timeout=60)
+    (span,) = collected.spans(lambda span: span.trace_id.hex() == trace)
+    told = {each.key: each.value for each in span.attributes}
+    assert told["gen_ai.usage.input_tokens"].int_value == answer.json()["usage"]["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"].int_value == 5
+    assert told["gen_ai.request.id"].string_value == answer.headers["x-request-id"]
+    assert told["gen_ai.operation.name"].string_value == "chat"
+    assert 0 <= told["gen_ai.latency.time_in_queue"].double_value <= told["gen_ai.response.time_to_first_chunk"].double_value
+    assert "SECRET" not in str(span)
 
 
 def _short(sample: Any) -> tuple[Any, ...]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 import pytest
 
@@ -25,6 +22,7 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.ports import Caller
 from nanovllm_cli.server.tracing import Tracing, tracing
+from otlp_collector import Collected, otlp_collector
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # the example of W3C Trace Context
@@ -115,39 +113,19 @@ def test_embeddings_have_no_sampling(traced: Tracing, exporter: InMemorySpanExpo
     assert not [name for name in attributes if "temperature" in name]
 
 
-class Collector(BaseHTTPRequestHandler):
-    got: list[tuple[str, bytes]]
-
-    def do_POST(self) -> None:
-        self.got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    got: list[tuple[str, bytes]] = []
-    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Collector,), {"got": got}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", got
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def collector() -> Iterator[Collected]:
+    with otlp_collector() as collected:
+        yield collected
 
 
 @pytest.mark.parametrize(("suffix", "path"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/own/traces", "/own/traces")])
-def test_a_collector_gets_the_span(collector: tuple[str, list[tuple[str, bytes]]], suffix: str, path: str) -> None:
-    address, got = collector
-    observer = tracing(address + suffix, {})
+def test_a_collector_gets_the_span(collector: Collected, suffix: str, path: str) -> None:
+    observer = tracing(collector.url + suffix, {})
     assert observer is not None
     run(observer, CALLER)
     observer.close()
-    ((sent_to, body),) = got
+    ((sent_to, body),) = collector.got
     assert sent_to == path
     (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
     (span,) = resource.scope_spans[0].spans
@@ -159,22 +137,20 @@ def test_a_collector_gets_the_span(collector: tuple[str, list[tuple[str, bytes]]
     assert SECRET.encode() not in body
 
 
-def test_the_environment_asks_for_it_too(
-    collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address, got = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+def test_the_environment_asks_for_it_too(collector: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
-    observer = tracing(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": address})
+    observer = tracing(None, {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url})
     assert observer is not None
     run(observer, None)
     observer.close()
-    ((_, body),) = got
+    ((_, body),) = collector.got
     (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
     assert "my-service" in {each.value.string_value for each in resource.resource.attributes if each.key == "service.name"}
 
 
 def test_a_dead_collector_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("opentelemetry.exporter"), "disabled", True)
     monkeypatch.setattr(tracing_module, "CLOSING_SECONDS", 0.2)
     observer = tracing("http://127.0.0.1:9", {})
     assert observer is not None

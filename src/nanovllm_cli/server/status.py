@@ -20,13 +20,12 @@ def status(metrics: Metrics, models: Models) -> dict[str, Any]:
         "version": __version__,
         "seconds": metrics.seconds,
         "http": {"in_flight": metrics.http_in_flight, "finished": sum(metrics.http_requests.values())},
-        "models": [_model(card, engines.get(card.id), metrics) for card in models.cards()],
+        "models": [_model(card, engines[card.id], metrics) for card in models.cards() if card.id in engines],  # no aliases
     }
 
 
-def _model(card: ModelCard, engine: EnginePort | None, metrics: Metrics) -> dict[str, Any]:
-    counts = metrics.of(card.id)
-    facts, stats = (None, None) if engine is None else (engine.facts, engine.stats)
+def _model(card: ModelCard, engine: EnginePort, metrics: Metrics) -> dict[str, Any]:
+    counts, facts, stats = metrics.of(card.id), engine.facts, engine.stats
     kept = ("device", "dtype", "num_parameters", "weight_bytes", "kv_bytes", "block_size")
     return {
         "id": card.id,
