@@ -65,7 +65,7 @@ class Server:
             sys.stderr.write(line)
             if "http://" in line and not self.port:
                 self.port = int(line.split("http://", 1)[1].split("/")[0].split()[0].rsplit(":", 1)[1])
-            if self.port and "ready" in line:
+            if self.port:
                 break
         stream = self.process.stderr
         threading.Thread(target=lambda: [None for _ in stream], daemon=True).start()
