@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
-from nanovllm_cli.text.tool_calls import Tool, tools_of
+from nanovllm_cli.text.tool_calls import Tool, joined_calls, tools_of
 from tool_answers import ONE
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -110,3 +112,217 @@ def test_free_choice_holds_only_strict_tools(name: str) -> None:
     assert allows(known(name), call, "auto", STRICT)
     assert not allows(known(name), call.replace("weather", "whether"), "auto", STRICT)
     assert not allows(known(name), call.replace("3", "few"), "auto", STRICT)
+
+
+TWO = {
+    "hermes": ONE["hermes"] + "\n" + ONE["hermes"],
+    "llama": ONE["llama"] + "; " + ONE["llama"],
+    "json": ONE["json"] + "\n" + ONE["json"],
+    "pythonic": ONE["pythonic"][:-1] + ", now()]",
+    "mistral": ONE["mistral"] * 2,
+    "mistral_list": ONE["mistral_list"][:-1] + ', {"name": "now", "arguments": {}}]',
+    "deepseek": ONE["deepseek"].replace(
+        "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "glm": ONE["glm"] + "\n<tool_call>now\n</tool_call>",
+    "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_several_calls_only_where_they_are_parallel(name: str) -> None:
+    assert allows(known(name), TWO[name])
+    assert not allows(known(name), TWO[name], parallel=False)
+    assert not allows(known(name), TWO[name], "weather")
+    assert allows(known(name), ONE[name], parallel=False)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "glm", "qwen3_coder", "deepseek"])
+def test_text_goes_on_around_free_calls(name: str) -> None:
+    text = f"One moment.\n\n{ONE[name]}\nAnd again: {ONE[name]} Done <i>."
+    assert allows(known(name), text, "auto", STRICT)
+    assert not allows(known(name), text.replace("3", "few"), "auto", STRICT)
+    assert not allows(known(name), text + ONE[name].replace("weather", "whether"), "auto", STRICT)
+
+
+def test_free_text_does_not_begin_calls_another_way() -> None:
+    call = ONE["qwen3_coder"].removeprefix("<tool_call>\n")
+    assert not allows(known("qwen3_coder"), call, "auto", STRICT)
+    assert not allows(known("llama"), 'Yes <function=weather>{"city": 3}</function>', "auto", STRICT)
+    assert not allows(known("llama"), '[{"name": "weather", "parameters": {}}]', "auto", STRICT)
+    assert allows(known("llama"), "", "auto", STRICT)
+    assert allows(known("llama"), " \n3 [a] {b}", "auto", STRICT)
+
+
+def test_tools_that_are_not_strict_may_be_called_with_anything_where_the_model_is_free() -> None:
+    for arguments in ('{"a": [1]}', "{}"):
+        call = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        assert allows(known("hermes"), call, "auto", STRICT)
+    assert not allows(known("hermes"), call.replace("{}", '{"a": 1}'), "now")
+    call = "<tool_call>\n<function=now>\n<parameter=a-1>\nx <b>\n</parameter>\n</function>\n</tool_call>"
+    assert allows(known("qwen3_coder"), call, "auto", STRICT)
+    assert not allows(known("qwen3_coder"), call, "required")
+
+
+def test_line_breaks_may_follow_reasoning() -> None:
+    assert allows(known("hermes", "think"), "\n\n" + ONE["hermes"])
+    assert not allows(known("hermes"), "\n\n" + ONE["hermes"])
+
+
+def test_white_space_in_arguments_has_a_bound() -> None:
+    call = ONE["hermes"]
+    assert allows(known("hermes"), call.replace(", ", ",").replace('"name": "weather","arg', '"name": "weather", "arg'))
+    assert allows(known("hermes"), call.replace(' "days": 3', '\n    "days": 3\n  '))
+    assert not allows(known("hermes"), call.replace('"days": 3', "\n" * 3 + '"days": 3'))
+
+
+def test_gpt_oss_may_reason_and_speak_before_a_call() -> None:
+    call = ONE["harmony"]
+    begin = "<|start|>assistant"
+    assert allows(known("harmony"), begin + call)
+    assert allows(known("harmony"), call.replace(" <|constrain|>json", ""))
+    said = f"<|channel|>analysis<|message|>Hm.<|end|>{begin}<|channel|>commentary<|message|>I look.<|end|>{begin}"
+    assert allows(known("harmony"), said + call, "auto", STRICT)
+    assert not allows(known("harmony"), said + call)
+    assert not allows(known("harmony"), said + call.replace("3", "few"), "auto", STRICT)
+
+
+PARAMETERS = {
+    "type": "object",
+    "$defs": {"Unit": {"enum": ["C", "F"]}},
+    "properties": {
+        "maybe": {"type": "string", "maxLength": 3},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "kind": {"type": "string", "enum": ["a/b", "c\n"]},
+        "one": {"const": "x"},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["unit"],
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"unit": '"C"'}, True),
+        ({"unit": "C"}, False),
+        ({"unit": '"K"'}, False),
+        ({"maybe": "abc"}, False),
+        ({"unit": '"C"', "maybe": "abc"}, True),
+        ({"unit": '"C"', "maybe": "abcd"}, False),
+        ({"unit": '"C"', "maybe": "</p"}, True),
+        ({"unit": '"C"', "kind": "a/b"}, True),
+        ({"unit": '"C"', "kind": "c\n"}, True),
+        ({"unit": '"C"', "kind": "c"}, False),
+        ({"unit": '"C"', "one": "x", "count": "null", "note": "any <text>\n"}, True),
+        ({"unit": '"C"', "one": "y"}, False),
+        ({"unit": '"C"', "count": "few"}, False),
+        ({"unit": '"C"', "other": "x"}, False),
+    ],
+)
+def test_arguments_between_tags_follow_their_schema(arguments: dict[str, str], fits: bool) -> None:
+    tools = (tool("f", PARAMETERS, strict=True),)
+    qwen = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    assert (
+        allows(known("qwen3_coder"), f"<tool_call>\n<function=f>\n{qwen}</function>\n</tool_call>", tools=tools) == fits
+    )
+    glm = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
+    assert allows(known("glm"), f"<tool_call>f\n{glm}</tool_call>", tools=tools) == fits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ("", True),
+        ("a=1", True),
+        ("b=2", True),
+        ("a=1, c=3", True),
+        ("b=2, c=3", True),
+        ("b=2, a=1", False),
+        ("a=1,", False),
+    ],
+)
+def test_arguments_of_python_calls_may_be_left_out(arguments: str, fits: bool) -> None:
+    numbers = {name: {"type": "integer"} for name in "abc"}
+    tools = (tool("f", {"type": "object", "properties": numbers}),)
+    assert allows(known("pythonic"), f"[f({arguments})]", tools=tools) == fits
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "format": "date"}, {"type": "string", "pattern": "a+"}])
+def test_what_a_format_cannot_hold_a_strict_tool_to_is_refused(schema: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    for name in ("qwen3_coder", "glm"):
+        with pytest.raises(UnsupportedError, match="the strict tool 'f'"):
+            known(name).constraint((tool("f", parameters, strict=True),), "required")
+        assert known(name).constraint((tool("f", parameters),), "required") is not None
+        with pytest.raises(UnsupportedError, match="'anyOf'"):
+            known(name).constraint((tool("f", {"anyOf": [parameters]}, strict=True),), "auto")
+    assert known("hermes").constraint((tool("f", parameters, strict=True),), "required") is not None
+
+
+def test_choices_that_no_tool_can_answer_are_refused() -> None:
+    with pytest.raises(UsageError, match="no tools"):
+        known("hermes").constraint((), "required")
+    with pytest.raises(UsageError, match="'later'"):
+        known("hermes").constraint(TOOLS, "later")
+    with pytest.raises(UsageError, match="properties"):
+        known("glm").constraint((tool("f", {"properties": []}),), "required")
+    assert known("hermes").constraint((), "none") is None
+
+
+def test_names_and_keys_are_text_and_no_grammar() -> None:
+    """A name may hold whatever Lark means something by."""
+    odd = tool(
+        'a"b\\ {<[1]>} /é', {"type": "object", "properties": {'k"/\\': {"type": "integer"}}, "required": ['k"/\\']}
+    )
+    call = f'<tool_call>\n{{"name": {json.dumps(odd.name, ensure_ascii=False)}, "arguments": {{"k\\"/\\\\": 1}}}}\n</tool_call>'
+    assert allows(known("hermes"), call, tools=(odd,))
+    assert allows(known("deepseek"), ONE["deepseek"].partition("weather")[0] + odd.name + "<｜tool▁sep｜>"
+                  '{"k\\"/\\\\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', tools=(odd,))  # fmt: skip
+
+
+@pytest.mark.skipif(not VOCABULARY.exists(), reason="the real vocabulary is not here")
+def test_over_a_real_vocabulary() -> None:
+    tokenizer = llguidance.LLTokenizer(VOCABULARY.read_text(), eos_token=151645)
+    for name in ("hermes", "qwen3_coder", "llama"):
+        for choice, tools in (("required", TOOLS), ("auto", STRICT)):
+            constraint = known(name).constraint(tools, choice)
+            assert constraint is not None
+            assert follows(constraint.text, tokenizer, tokenizer.tokenize_str(ONE[name]))
+            assert not follows(constraint.text, tokenizer, tokenizer.tokenize_str(ONE[name].replace("3", "few")))
+
+
+def test_a_model_that_must_call_calls() -> None:
+    """The bundled model knows nothing of tools; held to the grammar, its answers are calls all the same."""
+    from nanovllm_cli import LLM, SamplingParams
+
+    schema = {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}, "ok": {"type": "boolean"}},
+        "required": ["days", "ok"],
+    }
+    tools = (tool("weather", {**schema, "additionalProperties": False}), tool("now"))
+    with LLM("tiny", tool_format="hermes", shows_calls=True) as llm:
+        form = llm.answer_format
+        assert form is not None
+        params = SamplingParams(
+            temperature=1.0, seed=3, n=4, max_tokens=80, constraint=form.constraint(tools, "required")
+        )
+        [output] = llm.chat([{"role": "user", "content": "How will it be?"}], params)
+        finished = [each for each in output.outputs if each.finish_reason == "stop"]
+        assert finished
+        for each in finished:
+            parser = form.parser("", tools)
+            delta, last = parser.push(each.text), parser.finish()
+            assert (delta.content, last.content) == ("", "")
+            calls = joined_calls([*delta.calls, *last.calls])
+            assert calls
+            for call in calls:
+                arguments = json.loads(call.arguments)
+                if call.name == "now":
+                    assert arguments == {}
+                else:
+                    assert call.name == "weather"
+                    assert isinstance(arguments["days"], int)
+                    assert isinstance(arguments["ok"], bool)
