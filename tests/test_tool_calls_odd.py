@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, Tool, tools_of
-from tool_answers import ONE, TOOLS, answer, form, raw_answer, read
+from tool_answers import ONE, TOOLS, answer, form, raw_answer
 
 NOW = ("now", {})
 
@@ -346,27 +346,30 @@ def test_schemas_that_refer_to_themselves_say_nothing() -> None:
 # ---- text made to be slow ----
 
 SLOW = [
-    ("hermes", "", "<tool_call>"),
-    ("hermes", "", "<tool_cal"),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "', " "),
-    ("qwen3_coder", "<function=weather><parameter=days>", "</parameter"),
-    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>", "\n"),
-    ("mistral", "", "[TOOL_CALLS]["),
-    ("llama", '{"name": "now", "parameters": {"a": [', "{},"),
-    ("pythonic", "[now(a='", "\\"),
-    ("harmony", "", "<|channel|>analysis to=x<|message|>{<|end|>"),
+    ("hermes", "", "<tool_call>", 520_000),
+    ("hermes", "", "<tool_cal", 520_000),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "', " ", 520_000),
+    ("qwen3_coder", "<function=weather><parameter=days>", "</parameter", 520_000),
+    ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>", "\n", 520_000),
+    ("mistral", "", "[TOOL_CALLS][", 520_000),
+    ("llama", '{"name": "now", "parameters": {"a": [', "{},", 160_000),
+    ("pythonic", "[now(a='", "\\", 160_000),
+    ("harmony", "", "<|channel|>analysis to=x<|message|>{<|end|>", 160_000),
 ]
 
 
-@pytest.mark.parametrize(("name", "begun", "part"), SLOW)
-def test_any_text_is_read_in_linear_time(name: str, begun: str, part: str) -> None:
+@pytest.mark.parametrize(("name", "begun", "part", "size"), SLOW)
+def test_any_text_is_read_in_linear_time(name: str, begun: str, part: str, size: int) -> None:
     """Eight times the text takes about eight times as long; with a square in it, up to sixty-four times."""
 
-    def seconds(size: int) -> float:
+    def seconds(size: int, step: int) -> float:
         text = begun + part * (size // len(part))
+        parser = form(name, "think").parser("", TOOLS)
         began = time.thread_time()
-        read(form(name, "think").parser("", TOOLS), text)
-        read(form(name, "think").parser("", TOOLS), *(text[at : at + 64] for at in range(0, len(text), 64)))
+        for at in range(0, len(text), step):
+            parser.push(text[at : at + step])
+        parser.finish()
         return time.thread_time() - began
 
-    assert seconds(160_000) < 25 * max(min(seconds(20_000) for _ in range(3)), 0.002)
+    for step in (size, 997):
+        assert seconds(size, step) < 20 * max(min(seconds(size // 8, step) for _ in range(3)), 0.002)
