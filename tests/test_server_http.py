@@ -517,6 +517,12 @@ def test_the_description_tells_what_is_sent(guarded: Running) -> None:
     assert "ValidationError" not in described["components"]["schemas"]
 
 
+def test_an_open_server_does_not_say_that_it_wants_a_key(server: Running) -> None:
+    described = server.ask("GET", "/openapi.json").json
+    assert "security" not in described
+    assert "securitySchemes" not in described["components"]
+
+
 # ---- settings ----
 
 

@@ -68,7 +68,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.state.settings, app.state.gate = settings, gate
     for router in ROUTERS:
         app.include_router(router(context))
-    app.openapi = lambda: _description(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _description(app, needs_key=bool(settings.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -76,7 +76,7 @@ async def _tell(request: Request, failure: Exception) -> Response:
     exchange: Exchange = request.scope[SCOPE_KEY]
     error = as_api_error(failure)
     exchange.error = error.code or error.type
-    response = error_response(error, request.url.path, exchange.request_id)
+    response = error_response(error, request.scope["path"], exchange.request_id)
     allowed = getattr(failure, "headers", None) or {}
     if "Allow" in allowed:  # of a 405
         response.headers["allow"] = allowed["Allow"]
@@ -94,22 +94,23 @@ def _cors(origins: tuple[str, ...]) -> Middleware:
     )
 
 
-def _description(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI, once: with the ways to give a key, and without the 422 that FastAPI adds and this server never sends."""
+def _description(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """OpenAPI, once: with the ways to give a key where one is needed, without the 422 that FastAPI adds and nobody sends."""
     if app.openapi_schema is None:
         described = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path, operations in described["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                if path in PUBLIC:
+                if needs_key and path in PUBLIC:
                     operation["security"] = []
         components = described.setdefault("components", {})
         for name in ("HTTPValidationError", "ValidationError"):
             components.get("schemas", {}).pop(name, None)
-        components["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        }
-        described["security"] = [{"bearer": []}, {"x-api-key": []}]
+        if needs_key:
+            components["securitySchemes"] = {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            described["security"] = [{"bearer": []}, {"x-api-key": []}]
         app.openapi_schema = described
     return app.openapi_schema
