@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server import routes_metrics
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exposition import Exposition
 from nanovllm_cli.server.messages import Output, Piece
@@ -258,10 +257,8 @@ def test_status_has_the_numbers_of_metrics_and_percentiles_of_recent_requests(me
 @pytest.fixture
 def client(metrics: Metrics) -> Iterator[TestClient]:
     models = FakeModels("a")
-    context = ServerContext(ServeSettings(), models, FakeGenerates(models=models), FakePool(), metrics, metrics)
-    app = FastAPI()
-    app.include_router(routes_metrics.router(context))
-    with TestClient(app) as client:
+    context = ServerContext(ServeSettings(max_requests=1), models, FakeGenerates(models=models), FakePool(), metrics, metrics)
+    with TestClient(create_app(context), "http://localhost") as client:
         yield client
 
 
@@ -273,3 +270,19 @@ def test_routes_answer_as_prometheus_and_the_page_expect(client: TestClient, met
     shown = client.get("/status.json").json()
     assert shown["models"][0]["generation_tokens"] == 2
     assert shown["models"][0]["blocks"] == {"used": 0, "cached": 0, "free": 0}
+
+
+def test_what_the_door_turns_away_is_counted_and_watching_goes_on(client: TestClient, metrics: Metrics) -> None:
+    gate = client.app.state.gate  # type: ignore[attr-defined]
+    with gate.passing():
+        assert client.get("/v1/models").status_code == 429
+        assert client.get("/metrics").status_code == 200
+        assert client.get("/status.json").json()["http"]["in_flight"] == 1
+    gate.draining = True
+    assert client.get("/v1/models").status_code == 503
+    gate.draining = False
+    assert client.get("/v1/models/a%2f..%2f" + "b" * 50).status_code == 404
+    assert value(metrics, "requests_refused_total", reason="overloaded", model_name="") == 1
+    assert value(metrics, "requests_refused_total", reason="unavailable", model_name="") == 1
+    handlers = {labels for name, labels in samples(metrics) if name == NAME + "http_requests_total"}
+    assert {dict(labels)["handler"] for labels in handlers} == {"none", "/metrics", "/status.json", "/v1/models/{model:path}"}

@@ -55,7 +55,7 @@ def create_app(context: ServerContext) -> FastAPI:
     middleware = [Middleware(Exchanges, settings=settings, observer=context.observer, ended=log_exchange)]
     if settings.cors_origins:
         middleware.append(_cors(settings.cors_origins))
-    middleware.append(Middleware(Doors, settings=settings, gate=gate))
+    middleware.append(Middleware(Doors, settings=settings, gate=gate, observer=context.observer))
     app = FastAPI(
         title="nanovllm",
         version=__version__,

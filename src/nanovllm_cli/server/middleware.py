@@ -107,8 +107,8 @@ class Exchanges:
 class Doors:
     """Who gets in. What does counts as under way in `gate`."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, gate: Gate) -> None:
-        self._app, self._settings, self._gate = app, settings, gate
+    def __init__(self, app: ASGIApp, settings: ServeSettings, gate: Gate, observer: Observer) -> None:
+        self._app, self._settings, self._gate, self._observer = app, settings, gate, observer
         self._tenants = {key.encode(): _tenant(key) for key in settings.api_keys}
         self._hosts = {name.lower() for name in settings.allowed_hosts}
 
@@ -121,6 +121,8 @@ class Doors:
             counts = self._admit(scope, exchange)
         except ApiError as error:
             exchange.error = error.code or error.type
+            if error.status in (429, 503):
+                self._observer.refused(None, error)
             await error_response(error, scope["path"], exchange.request_id)(scope, receive, send)
             return
         with self._gate.passing() if counts else nullcontext():
