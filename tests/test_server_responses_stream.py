@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.app import create_app
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.tool_calls import ToolCallDelta as Call
 from responses_spec import check_event
 from server_client import ServerClient, StreamedEvent
-from server_fakes import FakeGenerates, Script, event
+from server_fakes import FakeGenerates, FakePool, Script, event
 
 PATH = "/v1/responses"
 TOOLS: list[dict[str, Any]] = [
@@ -171,3 +176,37 @@ def test_a_session_of_codex() -> None:
     # What was asked before is a prefix of what is asked now, so that the cache has it.
     assert list(served.generates.asked[0].messages) == messages[:3]
     assert list(served.generates.asked[1].messages) == messages[:5]
+
+
+@pytest.mark.parametrize("body", [{"input": "hi"}, {"input": "hi", "stream": True}])
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+def test_when_the_client_leaves_the_generation_is_closed(path: str, body: dict[str, Any]) -> None:
+    """While it waits for the engine, and in mid-stream."""
+    generates = FakeGenerates(Script([[event("Hel")], [event("lo", finish="stop")]], waits=asyncio.Event(), waits_at=1))
+    if path != PATH:
+        body = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **body}
+        body.pop("input")
+
+    async def leave() -> None:
+        app = create_app(ServerContext(ServeSettings(), generates.models, generates, FakePool()))
+        incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8080), "state": {},
+        }  # fmt: skip
+
+        async def send(message: Any) -> None:
+            pass
+
+        task = asyncio.create_task(app(scope, incoming.get, send))
+        while not generates.generations or not generates.generations[0].usage.completion_tokens:
+            await asyncio.sleep(0)
+        incoming.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(leave())
+    assert generates.generations[0].closed
+    assert generates.models.in_use == 0

@@ -1,8 +1,8 @@
 """Anthropic's messages as a conversation in OpenAI's form of chat messages.
 
 One message of theirs can be several of ours: results of tools become messages of the role `tool`, ahead of what the user says
-beside them. Turns of the same role that follow each other are one, as Anthropic reads them. Blocks of text are a line each. `redacted_thinking` is skipped: it
-is encrypted, and nobody here can read it.
+beside them. Turns of the same role that follow each other are one, as Anthropic reads them. Blocks of text are a line each.
+`redacted_thinking` is skipped: it is encrypted, and nobody here can read it.
 
 The billing line. Claude Code begins `system` with a block `x-anthropic-billing-header: cc_version=…; cch=…;`, whose `cch` is
 another in each request, so that no prompt has a prefix in the cache. It is a header of HTTP that was put into the body, and says
@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from nanovllm_cli.server.chat_turns import ChatMessage, ChatTurns
 from nanovllm_cli.server.function_tools import MAX_TOOLS, Tool, check_names, function_tool
 from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
 from nanovllm_cli.server.schemas_anthropic import MAX_MESSAGES
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-_MAX_BLOCKS = 4096
-
-ChatMessage = dict[str, Any]
+MAX_BLOCKS = 1 << 16
 
 
 class _Turn(msgspec.Struct):
@@ -69,11 +68,12 @@ def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
         conversation.system(_without_billing(_texts(system, "system")))
     for place, message in enumerate(listed(messages, "messages", MAX_MESSAGES)):
         conversation.add(read(_Turn, message, f"messages[{place}]"), f"messages[{place}].content")
-    if not conversation.messages or conversation.messages[-1]["role"] == "system":
+    found = conversation.turns.messages()
+    if not found or found[-1]["role"] == "system":
         raise invalid("messages", "must hold at least one message of the user")
-    if conversation.messages[-1].get("tool_calls"):
+    if found[-1].get("tool_calls"):
         raise invalid("messages", "the last message calls tools; send their results behind it")
-    return conversation.messages
+    return found
 
 
 def chat_tools(tools: Any) -> list[Tool]:
@@ -95,19 +95,23 @@ def chat_tools(tools: Any) -> list[Tool]:
 
 class _Conversation:
     def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
+        self.turns = ChatTurns(joins=("user", "assistant", "system"))
         self._names: dict[str, str] = {}  # of tools, by the ids of their calls
+        self._num_blocks = 0
 
     def system(self, texts: Sequence[str]) -> None:
-        text = "\n".join(text for text in texts if text)
+        text = "\n".join([text for text in texts if text])
         if text:
-            self._say("system", text)
+            self.turns.say("system", text)
 
     def add(self, turn: _Turn, path: str) -> None:
+        self._num_blocks += 1 if isinstance(turn.content, str) else len(turn.content)
+        if self._num_blocks > MAX_BLOCKS:
+            raise invalid("messages", f"more than {MAX_BLOCKS} blocks")
         if turn.role == "system":
             self.system(_texts(turn.content, path))
         elif isinstance(turn.content, str):
-            self._say(turn.role, turn.content)
+            self.turns.say(turn.role, turn.content)
         elif turn.role == "user":
             self._user(turn.content, path)
         else:
@@ -115,57 +119,42 @@ class _Conversation:
 
     def _user(self, blocks: Sequence[Any], path: str) -> None:
         texts = []
-        for place, block in enumerate(listed(blocks, path, _MAX_BLOCKS)):
+        for place, block in enumerate(blocks):
             at = f"{path}[{place}]"
             if kind_of(block, at) == "tool_result":
                 self._result(read(_ToolResult, block, at), at)
             else:
                 texts.append(_text(block, at))
         if texts:
-            self._say("user", "\n".join(texts))
+            self.turns.say("user", "\n".join(texts))
 
     def _result(self, result: _ToolResult, path: str) -> None:
         name = self._names.get(result.tool_use_id)
         if name is None:
             raise invalid(f"{path}.tool_use_id", "no tool_use before it has this id")
         text = "\n".join(_texts(result.content or "", f"{path}.content"))
-        if result.is_error and not text.lower().startswith(("error", "<tool_use_error>")):
+        if result.is_error and not text[:16].lower().startswith(("error", "<tool_use_error>")):
             text = f"Error: {text}"  # templates have no other way to say it
-        self.messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "name": name, "content": text})
+        self.turns.result(result.tool_use_id, name, text)
 
     def _assistant(self, blocks: Sequence[Any], path: str) -> None:
-        for place, block in enumerate(listed(blocks, path, _MAX_BLOCKS)):
+        for place, block in enumerate(blocks):
             at = f"{path}[{place}]"
             kind = kind_of(block, at)
             if kind == "tool_use":
-                self._call(read(_ToolUse, block, at))
+                use = read(_ToolUse, block, at)
+                self._names[use.id] = use.name
+                self.turns.call(use.id, use.name, json_text(use.input))
             elif kind == "thinking":
-                self._say("assistant", read(_Thinking, block, at).thinking, "reasoning_content")
+                self.turns.say("assistant", read(_Thinking, block, at).thinking, "reasoning_content")
             elif kind != "redacted_thinking":
-                self._say("assistant", _text(block, at))
-
-    def _call(self, use: _ToolUse) -> None:
-        self._names[use.id] = use.name
-        function = {"name": use.name, "arguments": json_text(use.input)}
-        call = {"id": use.id, "type": "function", "function": function}
-        self._turn("assistant").setdefault("tool_calls", []).append(call)
-
-    def _say(self, role: str, text: str, field: str = "content") -> None:
-        turn = self._turn(role)
-        before = turn.get(field)
-        turn[field] = text if before is None else f"{before}\n\n{text}"
-
-    def _turn(self, role: str) -> ChatMessage:
-        """The last message, if it is this role's, or a new one."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": None})
-        return self.messages[-1]
+                self.turns.say("assistant", _text(block, at))
 
 
 def _texts(content: Any, path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
-    return [_text(block, f"{path}[{place}]") for place, block in enumerate(listed(content, path, _MAX_BLOCKS))]
+    return [_text(block, f"{path}[{place}]") for place, block in enumerate(listed(content, path, MAX_BLOCKS))]
 
 
 def _text(block: Any, path: str) -> str:

@@ -3,15 +3,19 @@ mistake once for every kind that it is not. Raises ApiError 400, which names the
 
 from __future__ import annotations
 
+import asyncio
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 
 from nanovllm_cli.server.api_error import ApiError
 
 T = TypeVar("T")
+
+LARGE_BODY_BYTES = 1 << 18
 
 _AT = " - at `$"
 _LONGEST = 200
@@ -47,6 +51,13 @@ def listed(value: Any, path: str, most: int) -> list[Any]:
 def json_text(value: Any) -> str:
     """JSON of a value that came as JSON."""
     return msgspec.json.encode(value).decode()
+
+
+async def off_loop(request: Request, work: Callable[[], T]) -> T:
+    """What `work` returns; in a thread where the body is so large that others would wait for it."""
+    if len(await request.body()) < LARGE_BODY_BYTES:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 def invalid(path: str, what: str) -> ApiError:

@@ -17,12 +17,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from nanovllm_cli.server.chat_turns import ChatTurns
 from nanovllm_cli.server.reading import invalid, kind_of, listed, read, shown, unsupported
 from nanovllm_cli.server.schemas_responses import MAX_ITEMS
 
 Item = dict[str, Any]
 
 PREFIX = "nanovllm:"
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _MAX_PARTS = 4096
 _ID = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _NAME = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -113,10 +115,18 @@ def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise invalid("input", "must be a string or a list of items")
-    return [_read_item(item, f"input[{place}]", find) for place, item in enumerate(listed(value, "input", MAX_ITEMS))]
+    token = secrets.token_hex(20)
+    items = []
+    for place, given in enumerate(listed(value, "input", MAX_ITEMS)):
+        item = _read_item(given, f"input[{place}]", find)
+        if item["id"] is None:
+            item["id"] = f"{_PREFIXES[item['type']]}_{token}{place:08x}"
+        items.append(item)
+    return items
 
 
 def _read_item(value: Any, path: str, find: Callable[[str], Item | None]) -> Item:
+    """Its id may be None."""
     kind = kind_of(value, path, default="message" if isinstance(value, Mapping) and "role" in value else None)
     if kind == "item_reference":
         found = find(read(_Reference, value, path).id)
@@ -135,14 +145,13 @@ def _message(value: Any, path: str) -> Item:
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in parts]
     else:
         content = [{"type": "input_text", "text": text} for text in parts]
-    item_id = given.id or new_id("msg")
-    return {"id": item_id, "type": "message", "role": given.role, "content": content, "status": "completed"}
+    return {"id": given.id, "type": "message", "role": given.role, "content": content, "status": "completed"}
 
 
 def _function_call(value: Any, path: str) -> Item:
     given = read(_FunctionCall, value, path)
     return {
-        "id": given.id or new_id("fc"),
+        "id": given.id,
         "type": "function_call",
         "call_id": given.call_id,
         "name": given.name,
@@ -154,7 +163,7 @@ def _function_call(value: Any, path: str) -> Item:
 def _function_call_output(value: Any, path: str) -> Item:
     given = read(_FunctionCallOutput, value, path)
     return {
-        "id": given.id or new_id("fco"),
+        "id": given.id,
         "type": "function_call_output",
         "call_id": given.call_id,
         "output": "\n".join(_text_parts(given.output, f"{path}.output")),
@@ -168,7 +177,7 @@ def _reasoning(value: Any, path: str) -> Item:
     if not texts and given.encrypted_content is not None:
         texts = opened(given.encrypted_content)
     return {
-        "id": given.id or new_id("rs"),
+        "id": given.id,
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": part.text} for part in given.summary],
         "content": [{"type": "reasoning_text", "text": text} for text in texts],
@@ -218,62 +227,23 @@ def opened(sealed_text: str) -> list[str]:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation, in OpenAI's form of chat messages. Instructions, and what system and developer say at its beginning, are
-    one message, since most templates take only one. Raises ApiError 400 for an output that answers no call."""
-    conversation = _Conversation()
+    """The conversation, in OpenAI's form of chat messages. Raises ApiError 400 for an output that answers no call."""
+    conversation = ChatTurns()
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
-        conversation.system(instructions)
+        conversation.say("system", instructions)
     for item in items:
-        conversation.add(item)
-    return conversation.messages
-
-
-class _Conversation:
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._names: dict[str, str] = {}  # of functions, by the ids of their calls
-
-    def system(self, text: str, role: str = "system") -> None:
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
-        else:
-            self.messages.append({"role": role if self.messages else "system", "content": text})
-
-    def add(self, item: Item) -> None:
         if item["type"] == "function_call":
-            self._names[item["call_id"]] = item["name"]
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            self._turn().setdefault("tool_calls", []).append(call)
-        elif item["type"] == "reasoning":
-            text = "\n".join(part["text"] for part in item["content"])
-            if text:
-                _append(self._turn(), "reasoning_content", text)
+            names[item["call_id"]] = item["name"]
+            conversation.call(item["call_id"], item["name"], item["arguments"])
         elif item["type"] == "function_call_output":
-            self._output(item)
+            if item["call_id"] not in names:
+                raise invalid("input", f"there is no function call {shown(item['call_id'])} for this output")
+            conversation.result(item["call_id"], names[item["call_id"]], item["output"])
         else:
-            text = "\n".join(part["text"] for part in item["content"])
-            if item["role"] == "assistant":
-                _append(self._turn(), "content", text)
-            elif item["role"] == "user":
-                self.messages.append({"role": "user", "content": text})
-            else:
-                self.system(text, item["role"])
-
-    def _output(self, item: Item) -> None:
-        call_id = item["call_id"]
-        if call_id not in self._names:
-            raise invalid("input", f"there is no function call {shown(call_id)} for this output")
-        name = self._names[call_id]
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": item["output"]})
-
-    def _turn(self) -> dict[str, Any]:
-        """The assistant's, which is open."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": None})
-        return self.messages[-1]
-
-
-def _append(message: dict[str, Any], field: str, text: str) -> None:
-    before = message.get(field)
-    message[field] = text if before is None else f"{before}\n\n{text}"
+            text = "\n".join([part["text"] for part in item["content"]])
+            if item["type"] == "message":
+                conversation.say(item["role"], text)
+            elif text:
+                conversation.say("assistant", text, "reasoning_content")
+    return conversation.messages()

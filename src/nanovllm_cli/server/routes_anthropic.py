@@ -18,12 +18,13 @@ from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic
 from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
 from nanovllm_cli.server.anthropic_stream import MessageBuilder, StreamEvent
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.chat_turns import ChatMessage
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import check_choice
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, ToolChoice
-from nanovllm_cli.server.reading import invalid, json_text, kind_of, read, shown, unsupported
+from nanovllm_cli.server.reading import invalid, json_text, kind_of, off_loop, read, shown, unsupported
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_anthropic import (
     CountAnswer,
@@ -45,8 +46,9 @@ def router(context: ServerContext) -> APIRouter:
         form = _form(body)
         if form is not None:
             await _check_form(form, context)
+        messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.use(body.model) as model:
-            asked = _chat_asked(body, body.sampling(model.default_params), form, model)
+            asked = _chat_asked(body, messages, body.sampling(model.default_params), form, model)
             builder = MessageBuilder(model.id, shows_thinking=_thinking(body).display != "omitted")
         answering = _Answering(context, exchange, body, asked, builder)
         if not body.stream:
@@ -64,10 +66,11 @@ def router(context: ServerContext) -> APIRouter:
         )
 
     @routes.post("/v1/messages/count_tokens", responses=answers(CountAnswer))
-    async def count_tokens(body: CountTokensRequest, exchange: CurrentExchange) -> Response:
+    async def count_tokens(body: CountTokensRequest, request: Request, exchange: CurrentExchange) -> Response:
         _check_edits(body)
+        messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.use(body.model) as model:
-            asked = _chat_asked(body, SamplingParams(), _form(body), model)
+            asked = _chat_asked(body, messages, SamplingParams(), _form(body), model)
             ids = await context.generates.encode_chat(body.model, asked)
             exchange.count(model.id, len(ids))
         return JsonResponse({"input_tokens": len(ids)})
@@ -133,9 +136,12 @@ class _JsonFormat(msgspec.Struct):
 
 
 def _chat_asked(
-    body: CountTokensRequest, params: SamplingParams, form: Constraint | None, model: ServedModel
+    body: CountTokensRequest,
+    messages: Sequence[ChatMessage],
+    params: SamplingParams,
+    form: Constraint | None,
+    model: ServedModel,
 ) -> ChatAsked:
-    messages = chat_messages(body.system, body.messages)
     tools = chat_tools(body.tools)
     choice = _choice(body)
     check_choice(choice, tools)

@@ -23,7 +23,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse, as_api_error
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, Usage
-from nanovllm_cli.server.reading import invalid, unsupported
+from nanovllm_cli.server.reading import invalid, off_loop, unsupported
 from nanovllm_cli.server.responses_items import Item, messages_of, read_items
 from nanovllm_cli.server.responses_logprobs import ContentTokens
 from nanovllm_cli.server.responses_request import ToolsAsked, form_of, new_response, style_of, tools_of
@@ -56,7 +56,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/responses", responses=answers(ResponseAnswer, streams=True))
     async def create_response(body: ResponsesRequest, request: Request, exchange: CurrentExchange) -> Response:
         """An answer, as items."""
-        before, items = _items(body, store, exchange.tenant)
+        before, items = await _items(body, request, store, exchange.tenant)
         tools = tools_of(body)
         form = await form_of(body, context)
         async with context.models.use(body.model) as model:
@@ -84,9 +84,11 @@ def router(context: ServerContext) -> APIRouter:
         return JsonResponse(await while_connected(request, answering.whole()))
 
     @routes.post("/v1/responses/input_tokens", responses=answers(InputTokensAnswer))
-    async def count_input_tokens(body: InputTokensRequest, exchange: CurrentExchange) -> Response:
+    async def count_input_tokens(
+        body: InputTokensRequest, request: Request, exchange: CurrentExchange
+    ) -> Response:
         """How many tokens the prompt of such a request has."""
-        before, items = _items(body, store, exchange.tenant)
+        before, items = await _items(body, request, store, exchange.tenant)
         tools = tools_of(body)
         form = await form_of(body, context)
         async with context.models.use(body.model) as model:
@@ -210,9 +212,11 @@ def _logprobs(body: ResponsesRequest, tools: ToolsAsked) -> int | None:
     return body.top_logprobs or 0
 
 
-def _items(body: InputTokensRequest, store: ResponseStore, tenant: str | None) -> tuple[list[Item], list[Item]]:
+async def _items(
+    body: InputTokensRequest, request: Request, store: ResponseStore, tenant: str | None
+) -> tuple[list[Item], list[Item]]:
     """What was said before, and what this request brings."""
-    items = read_items(body.input, lambda item_id: store.item(tenant, item_id))
+    items = await off_loop(request, lambda: read_items(body.input, lambda item_id: store.item(tenant, item_id)))
     if body.previous_response_id is None:
         return [], items
     before = store.conversation(tenant, body.previous_response_id)
