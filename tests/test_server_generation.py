@@ -202,8 +202,11 @@ def test_thinking_is_the_templates_switch(run: Any, thinking: bool | None, end: 
     (event,) = run(house.chat(asked(thinking=thinking)))
     prompt, params, _, _ = house.engine.asked[0]
     assert house.models.model.tokenizer.decode(prompt, skip_special_tokens=False).endswith(end)
-    assert params.reasoning is not None
-    assert params.reasoning.starts_inside == (thinking is True)
+    if thinking is False:
+        assert params.reasoning is None
+    else:
+        assert params.reasoning is not None
+        assert params.reasoning.starts_inside == (thinking is True)
     assert (event.reasoning, event.content) == (("a", "") if thinking else ("", "a"))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.tool_calls import Tool, joined_calls, tools_of
@@ -112,6 +113,26 @@ def test_free_choice_holds_only_strict_tools(name: str) -> None:
     assert allows(known(name), call, "auto", STRICT)
     assert not allows(known(name), call.replace("weather", "whether"), "auto", STRICT)
     assert not allows(known(name), call.replace("3", "few"), "auto", STRICT)
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["free", "strict"])
+def test_an_answer_that_is_no_call_has_the_form_that_was_asked_for(name: str, tools: tuple[Tool, ...]) -> None:
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    form = Constraint("json_schema", json.dumps(schema))
+    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    if name in ("llama", "json", "pythonic"):  # nothing marks a call
+        with pytest.raises(UnsupportedError):
+            known(name).constraint(tools, "auto", form=form)
+        return
+    assert allows(known(name), ONE[name], "auto", tools, form=form)
+    assert allows(known(name), before + '{"rain": true}', "auto", tools, form=form)
+    assert not allows(known(name), before + '{"rain": 1}', "auto", tools, form=form)
+    assert not allows(known(name), before + "It is raining.", "auto", tools, form=form)
+    assert known(name).constraint(tools, "none", form=form) == known(name).constraint((), "auto", form=form) == form
+    assert known(name).constraint(tools, "required", form=form) == known(name).constraint(tools, "required")
+    with pytest.raises(UnsupportedError):
+        known(name).constraint(tools, "auto", form=Constraint("regex", "a+"))
 
 
 TWO = {

@@ -315,12 +315,9 @@ def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> 
     assert model.format is not None, "a model that chats has a format"
     if not tools and asked.tool_choice not in ("none", "auto"):
         raise ApiError(400, "there are no tools to choose from", param="tool_choice")
-    calls = model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel) if tools else None
-    if calls is None:
+    if not tools:
         return asked.form
-    if asked.form is not None and asked.tool_choice == "auto":
-        raise ApiError(400, "strict tools do not go with a form of the answer", code="unsupported", param="tools")
-    return calls
+    return model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=asked.form)
 
 
 def _reasoning(model: ServedModel, asked: ChatAsked, constraint: Constraint | None, tail: str) -> ReasoningPhase | None:

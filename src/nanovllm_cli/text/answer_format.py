@@ -114,12 +114,15 @@ class AnswerFormat:
             CallStream(read, whole=whole_calls, single=not parallel, hidden=hidden, id_chars=self.tools.id_chars),
         )
 
-    def constraint(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
+    def constraint(
+        self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, form: Constraint | None = None
+    ) -> Constraint | None:
         """What an answer must match behind its reasoning, so that `choice` and strict tools hold; None where anything will do.
 
         required: calls, and nothing else; a name: one call of that tool; auto with a strict tool: any text, in which a call that
-        has begun is one of the tools', and a strict tool's arguments match its schema. Raises UsageError where no tool can answer
-        the choice, UnsupportedError for a strict tool that this format can't be held to.
+        has begun is one of the tools', and a strict tool's arguments match its schema. form: of an answer that is no call, where
+        it may be none. Raises UsageError where no tool can answer the choice, UnsupportedError for a strict tool that this format
+        can't be held to, and for forms other than JSON beside tools that may be called.
         """
         return calls_constraint(
             self.tools.grammar,
@@ -129,6 +132,7 @@ class AnswerFormat:
             parallel=parallel,
             reasons=self.reasoning is not None,
             special_tokens=self.special_tokens,
+            form=form,
         )
 
 

@@ -112,6 +112,15 @@ class CallGrammar:
         lead = writer.terminal(r"/[ \n]{1,4}/") + "? " if reasons else ""
         return f"{lead}{writer.sequence(self.trigger)} {self.section(writer, call, parallel=parallel)}"
 
+    def content(self, writer: Writer, form: str) -> str:
+        """An answer in a form of its own. Where nothing marks a call, llguidance's lexer cannot tell the two apart in time."""
+        if not self.trigger:
+            raise UnsupportedError(
+                "this model's calls are not marked, so a form does not go with tools that may be called",
+                "set tool_choice to none or required",
+            )
+        return form
+
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
         """Any text, in which a call, once begun, is a known one. openers: whatever else begins a call is not written."""
         section = self.section(writer, call, parallel=parallel)
@@ -139,6 +148,9 @@ class HarmonyGrammar:
     def demanded(self, writer: Writer, call: str, *, parallel: bool, reasons: bool) -> str:
         return f"({writer.sequence('<|start|>', 'assistant')})? {call}"
 
+    def content(self, writer: Writer, form: str) -> str:
+        return f"({writer.sequence('<|start|>', 'assistant')})? {writer.sequence('<|channel|>', 'final', '<|message|>')} {form}"
+
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
         begin = writer.sequence("<|start|>", "assistant")
         head = (
@@ -157,13 +169,17 @@ def calls_constraint(
     parallel: bool,
     reasons: bool,
     special_tokens: Mapping[str, int],
+    form: Constraint | None = None,
 ) -> Constraint | None:
     """What an answer has to match, or None where anything will do.
 
-    openers: what begins a call in this format. reasons: reasoning may come before the answer. Raises UsageError where a call is
-    demanded that no tool can answer, UnsupportedError for a strict tool whose schema this format can't hold to.
+    openers: what begins a call in this format. reasons: reasoning may come before the answer. form: of an answer that is no
+    call. Raises UsageError where a call is demanded that no tool can answer, UnsupportedError for a strict tool whose schema
+    this format can't hold to, and for forms that don't go with calls.
     """
-    if choice == "none" or (choice == "auto" and not any(tool.strict for tool in tools)):
+    if choice == "none" or (choice == "auto" and not tools):
+        return form
+    if choice == "auto" and form is None and not any(tool.strict for tool in tools):
         return None
     if not tools:
         raise UsageError(f"tool_choice is {choice!r}, and there are no tools")
@@ -173,11 +189,24 @@ def calls_constraint(
             raise UsageError(f"tool_choice names {choice!r}, which is not among the tools")
     writer = Writer(special_tokens)
     calls = writer.rule(" | ".join(grammar.call(writer, _bound(tool, choice)) for tool in tools))
-    if choice == "auto":
+    if choice == "auto" and form is not None:
+        start = f"{grammar.demanded(writer, calls, parallel=parallel, reasons=reasons)} | {_content(writer, form, grammar)}"
+    elif choice == "auto":
         start = grammar.free(writer, calls, openers, parallel=parallel)
     else:
         start = grammar.demanded(writer, calls, parallel=parallel, reasons=reasons)
     return Constraint("lark", "\n".join(["%llguidance {}", f"start: {start}", *writer.rules]))
+
+
+def _content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:
+    """An answer that is no call, in the form that was asked for."""
+    if form.kind not in ("json_object", "json_schema"):
+        message = "an expression or a grammar does not go with tools that may be called"
+        raise UnsupportedError(message, "set tool_choice to none or required")
+    schema = json.loads(form.text) if form.kind == "json_schema" else {"type": "object"}
+    if not isinstance(schema, Mapping):
+        raise UsageError("the JSON schema is not an object")
+    return grammar.content(writer, writer.json(schema, strict=True))
 
 
 def _bound(tool: Tool, choice: ToolChoice) -> Bound:
