@@ -184,6 +184,12 @@ def test_an_address_that_is_taken_is_said_at_once() -> None:
     assert failure.value.exit_code == 1
 
 
+def test_connections_send_small_pieces_at_once() -> None:
+    listener = listen(ServeSettings(port=0))
+    assert [sock.proto for sock in listener.sockets] == [socket.IPPROTO_TCP]  # asyncio's condition for TCP_NODELAY
+    listener.close()
+
+
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "256.1.1.1"])
 def test_a_host_that_is_no_address_of_ours_is_refused(host: str) -> None:
     with pytest.raises(UsageError):

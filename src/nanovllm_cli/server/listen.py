@@ -84,7 +84,8 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 
 def _tcp(family: int, address: tuple[str, int]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off, which costs 40 ms an answer, for sockets that say they are TCP.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
