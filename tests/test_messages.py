@@ -10,7 +10,7 @@ import pytest
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.builtin_templates import builtin_template
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.messages import template_messages, wants_text_arguments
+from nanovllm_cli.text.messages import template_messages, wants_text_arguments, writes_one_call
 
 CHATML = ChatTemplate(builtin_template("chatml"))
 OBJECTS = ChatTemplate(
@@ -35,7 +35,11 @@ def answer(arguments: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_parts_become_lines() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}, {"type": "refusal", "refusal": "no"}]
+    parts = [
+        {"type": "text", "text": "one"},
+        {"type": "input_text", "text": "two"},
+        {"type": "refusal", "refusal": "no"},
+    ]
     assert template_messages(user(parts), CHATML) == user("one\ntwo\nno")
     assert template_messages(user([]), CHATML) == user("")
     assert template_messages(user(None), CHATML) == user("")
@@ -83,6 +87,28 @@ def test_ids_of_nine_letters_where_the_template_insists() -> None:
     assert other != short
     assert template_messages([{**result, "tool_call_id": "abcDEF123"}], SHORT_IDS)[0]["tool_call_id"] == "abcDEF123"
     assert template_messages([result], OBJECTS)[0]["tool_call_id"] == "call_1"
+
+
+def test_calls_come_apart_where_the_template_writes_one() -> None:
+    """Each with its result behind it, whatever order the results came in."""
+    first_only = ChatTemplate(
+        "{% for m in messages %}{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    refuses = ChatTemplate(
+        first_only.source + "{% if messages[1].tool_calls | length > 1 %}{{ raise_exception('no') }}{% endif %}"
+    )
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("a", "b", "c")]
+    said = {"role": "assistant", "content": "look", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in ("a", "c", "b")]
+    talk = [*user("q"), said, *results, *user("x"), {**said, "tool_calls": calls[:2]}, results[0], *user("y")]
+    for template in (first_only, refuses):
+        assert writes_one_call(template)
+        apart = template_messages(talk, template)
+        assert template.render(apart) == "q[a]A[c]C[b]Bx[a]A[b]y"
+        assert [message["content"] for message in apart if "tool_calls" in message] == ["look", "", "", "look", ""]
+    assert not writes_one_call(OBJECTS)
+    assert template_messages(talk, OBJECTS)[1]["tool_calls"][2]["function"]["name"] == "c"
 
 
 @pytest.mark.parametrize(

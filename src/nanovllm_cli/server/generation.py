@@ -68,7 +68,12 @@ class Generator:
             known = work.model.format
             assert known is not None, "a model that chats has a format"
             parser = partial(
-                known.parser, tail, tools, parallel=asked.parallel, splits_reasoning=asked.splits_reasoning
+                known.parser,
+                tail,
+                tools,
+                parallel=asked.parallel,
+                splits_reasoning=asked.splits_reasoning,
+                whole_calls=asked.whole_calls,
             )
             return await self._begin(work, prompt_ids, params, asked, caller, "chat", [parser() for _ in range(params.n)])
 

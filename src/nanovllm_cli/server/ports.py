@@ -133,6 +133,7 @@ class ChatAsked:
     params: without constraint and reasoning. form: what the answer's content must look like.
     thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
+    whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
     """
 
     messages: Sequence[Message]
@@ -140,6 +141,7 @@ class ChatAsked:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: ToolChoice = "auto"
     parallel: bool = True
+    whole_calls: bool = False
     form: Constraint | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None

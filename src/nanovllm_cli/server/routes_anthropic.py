@@ -153,6 +153,7 @@ def _chat_asked(
         tools=tools,
         tool_choice=choice,
         parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        whole_calls=isinstance(body, MessagesRequest) and not body.stream,
         form=form,
         template_kwargs={} if effort is None else {"reasoning_effort": effort},
         thinking=_wants_thinking(thinking, model),

@@ -91,6 +91,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         tools=tools,
         tool_choice=choice,
         parallel=body.parallel_tool_calls is not False,
+        whole_calls=not body.stream,
         form=await checked_form(body, context),
         template_kwargs={**variables, **_template_kwargs(body)},
         thinking=thinking,

@@ -241,6 +241,7 @@ def _chat_asked(
         tools=tools.tools,
         tool_choice=tools.choice,
         parallel=body.parallel_tool_calls is not False,
+        whole_calls=isinstance(body, ResponsesRequest) and not body.stream,
         form=form,
         template_kwargs=style.variables,
         thinking=style.thinking,

@@ -40,13 +40,16 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     """The conversation as `template` wants it.
 
     Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
-    become nine letters where the template insists on it, the same for a call and its result.
+    become nine letters where the template insists on it, the same for a call and its result. Where it writes one call a message,
+    each call of several gets a message of its own, and its result behind it.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UsageError("messages must be a list of objects")
-    return [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+    plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
+    several = any(len(message.get("tool_calls", ())) > 1 for message in plain)
+    return _one_call_each(plain) if several and writes_one_call(template) else plain
 
 
 def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
@@ -144,19 +147,50 @@ def _call_id(given: str, template: ChatTemplate) -> str:
     return "".join(LETTERS[byte % len(LETTERS)] for byte in digest)
 
 
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    apart: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # calls of one message, but the first, whose results have not come
+    for message in messages:
+        result_of = message.get("tool_call_id") if message["role"] == "tool" else None
+        found = next((each for each in waiting if each["tool_calls"][0].get("id") == result_of), None)
+        if message["role"] != "tool":
+            apart += waiting
+            waiting = []
+        elif found is not None and result_of is not None:
+            waiting.remove(found)
+            apart.append(found)
+        first, *others = message.get("tool_calls") or [None]
+        apart.append(message if not others else {**message, "tool_calls": [first]})
+        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+    return apart + waiting
+
+
+@lru_cache(maxsize=16)
+def writes_one_call(template: ChatTemplate) -> bool:
+    """Whether a template refuses a second call in a message, or leaves it out: tried out."""
+    arguments = '{"needle": "pin"}' if wants_text_arguments(template) else {"needle": "pin"}
+    one, two = ("find", arguments), ("thread", arguments)
+    return _writes(template, "find", [one]) and not _writes(template, "thread", [one, two])
+
+
 @lru_cache(maxsize=16)
 def wants_text_arguments(template: ChatTemplate) -> bool:
     """Whether a template writes the arguments of calls only if they are text: tried out, because templates don't say."""
-    return not _writes_call(template, {"needle": "pin"}) and _writes_call(template, '{"needle": "pin"}')
+    as_object = _writes(template, "needle", [("find", {"needle": "pin"})])
+    return not as_object and _writes(template, "needle", [("find", '{"needle": "pin"}')])
 
 
-def _writes_call(template: ChatTemplate, arguments: Any) -> bool:
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "find", "arguments": arguments}}
+def _writes(template: ChatTemplate, word: str, calls: Sequence[tuple[str, Any]]) -> bool:
+    """Whether a word of some calls is in what a template writes of them."""
+    plain = [
+        {"id": f"abcdefgh{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate(calls)
+    ]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "where?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": plain},
     ]
     try:
-        return "needle" in template.render(messages, add_generation_prompt=False)
+        return word in template.render(messages, add_generation_prompt=False)
     except TemplateError:
         return False
