@@ -261,7 +261,7 @@ def test_infill_is_what_llama_server_answers() -> None:
 
 def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
     tokenizer = with_tokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
-    script = Script([[event("a")], [event("b\n")], *[[event("c")] for _ in range(100_000)]])
+    script = Script([[event("a")], [event("b\n")], *[[event("c")] for _ in range(5_000)]])
     answer, generates = ask(script, FakeModels(tokenizer=tokenizer), "/infill", t_max_predict_ms=1)
     assert answer.json["stop_type"] == "limit"
     assert answer.json["content"].startswith("ab\n")

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 from nanovllm_cli import __version__
 from nanovllm_cli.errors import NanovllmError
@@ -66,8 +67,10 @@ def create_app(context: ServerContext) -> FastAPI:
         exception_handlers=dict.fromkeys((ApiError, NanovllmError, HTTPException, RequestValidationError), _tell),
     )
     app.state.settings, app.state.gate = settings, gate
-    for router in ROUTERS:
-        app.include_router(router(context))
+    routers = [router(context) for router in ROUTERS]
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     app.openapi = lambda: _description(app, needs_key=bool(settings.api_keys))  # type: ignore[method-assign]
     return app
 
@@ -77,10 +80,15 @@ async def _tell(request: Request, failure: Exception) -> Response:
     error = as_api_error(failure)
     exchange.error = error.code or error.type
     response = error_response(error, request.scope["path"], exchange.request_id)
-    allowed = getattr(failure, "headers", None) or {}
-    if "Allow" in allowed:  # of a 405
-        response.headers["allow"] = allowed["Allow"]
+    if error.status == 405:
+        response.headers["allow"] = ", ".join(_methods(request))
     return response
+
+
+def _methods(request: Request) -> list[str]:
+    """What this path takes, by all of its routes (the router itself tells of the first alone)."""
+    fitting = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
 
 
 def _cors(origins: tuple[str, ...]) -> Middleware:

@@ -71,8 +71,6 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
 
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
-    if not all(documents):
-        raise ApiError(400, "a document is empty", code="invalid_value", param="documents")
     async with context.models.use(body.model) as model:
         pooling = body.pooling or DEFAULT_POOLING
         (query, *vectors), num_tokens = await context.generates.embed(body.model, [body.query, *documents], pooling)

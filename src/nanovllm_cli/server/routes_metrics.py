@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
@@ -33,7 +33,9 @@ def router(context: ServerContext) -> APIRouter:
     routes = api_router()
     exposition = Exposition(context.metrics, context.models.engines)
 
-    @routes.get("/metrics", response_class=PlainTextResponse)
+    text = {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @routes.get("/metrics", responses={200: text})
     async def metrics() -> Response:
         return Response(exposition.text(), headers={"content-type": CONTENT_TYPE})
 

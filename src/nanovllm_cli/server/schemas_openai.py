@@ -30,6 +30,7 @@ MAX_INPUTS = 2048
 MAX_ID_LIST = 1 << 22
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+SomeText = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ID_LIST)]
 
@@ -169,7 +170,10 @@ class CompletionRequest(StreamFields, SamplingFields):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
         explained(f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of one of these"),
     ]
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
@@ -214,12 +218,10 @@ class EmbeddingRequest(BaseModel):
 
     model: ModelName | None = None
     input: Annotated[
-        Annotated[str, StringConstraints(min_length=1)]
+        SomeText
         | TokenIds
-        | Annotated[
-            list[Annotated[str, StringConstraints(min_length=1)]] | list[TokenIds],
-            Field(min_length=1, max_length=MAX_INPUTS),
-        ],
+        | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)],
         explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
     ]
     encoding_format: Literal["float", "base64"] | None = None
@@ -232,7 +234,7 @@ class EmbeddingRequest(BaseModel):
 class RerankDocument(TypedDict, total=False):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
-    text: Required[str]
+    text: Required[SomeText]
 
 
 class RerankRequest(BaseModel):
@@ -242,7 +244,7 @@ class RerankRequest(BaseModel):
 
     model: ModelName | None = None
     query: str = Field(min_length=1)
-    documents: list[str | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS)
+    documents: list[SomeText | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS)
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
     pooling: Literal["mean", "last", "cls"] | None = None
