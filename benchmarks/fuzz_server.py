@@ -23,9 +23,6 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.extend([str(REPOSITORY / "src"), str(REPOSITORY / "tests")])
 
-from live_server import live_server
-from nanovllm_cli.bench.machine import this_machine
-
 CONTEXT = 64
 SECONDS = 60
 CHECKS = (
@@ -72,6 +69,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    from live_server import live_server
+    from nanovllm_cli.bench.machine import this_machine
+
     with live_server("tiny", "-c", str(CONTEXT)) as server:
         before = server.post("/v1/chat/completions", CHAT)[1]["choices"]
         start = time.monotonic()
