@@ -154,6 +154,8 @@ def test_an_idle_connection_is_closed(server: Running) -> None:
         POST + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         POST + b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
         POST + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", b"GET version HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
     ],
     ids=repr,
 )  # fmt: skip

@@ -72,7 +72,7 @@ def serve(
 def http_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     """Raises UsageError for TLS files that are none."""
     tls = tls_context(settings)
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=protocol_for(settings),
         ws="none",
@@ -83,8 +83,10 @@ def http_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
         server_header=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=_BREAK_OFF_SECONDS,
-        ssl_context_factory=None if tls is None else (lambda config, default: tls),
     )
+    config.load()
+    config.ssl = tls
+    return config
 
 
 class _Life:
