@@ -227,6 +227,39 @@ def test_conversations_stay_in_the_browser(opening: Open, served: Served) -> Non
     chat.is_clean()
 
 
+def test_an_answer_goes_on_while_another_conversation_is_shown(opening: Open, served: Served) -> None:
+    slow = Script.of("Slowly", " but surely", waits=served.held, waits_at=1)
+    served.answers(lambda asked: slow if asked.messages[-1]["content"] == "slow" else Script.of("At once"))
+    chat = opening()
+    chat.send("slow")
+    chat.shows(".assistant .content", "Slowly")
+    chat.click("#new")
+    chat.send("quick")
+    chat.shows(".assistant .content", "At once")
+    chat.finished()
+    assert chat.locator(".running").count() == 1
+    served.release()
+    chat.wait_for_selector(".running", state="detached")
+    assert chat.inner_text(".assistant .content") == "At once"
+    chat.click(".conversation .open >> text=slow")
+    assert chat.inner_text(".assistant .content") == "Slowly but surely"
+    chat.is_clean()
+
+
+def test_what_came_before_a_reload_is_kept(opening: Open, served: Served) -> None:
+    served.answers(Script.of("Half", " and half", waits=served.held, waits_at=1))
+    chat = opening()
+    chat.send("Both halves")
+    chat.shows(".assistant .content", "Half")
+    chat.reload()
+    chat.shows(".assistant .content", "Half")
+    assert not chat.is_visible(".assistant .problem")
+    served.answers(Script.of("A whole"))
+    chat.click("text=Again")
+    chat.shows(".assistant .content", "A whole")
+    chat.is_clean()
+
+
 def test_export_and_import_bring_conversations_along(opening: Open, served: Served, tmp_path: Path) -> None:
     served.answers(Script([[event(reasoning="hm")], [event("It is *so*", finish="stop")]]))
     chat = opening()

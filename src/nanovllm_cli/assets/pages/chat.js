@@ -10,6 +10,7 @@ let current = newConversation();
 const settings = { ...DEFAULTS, ...recall("settings", {}) };
 const running = new Map();
 let views = [];
+let leaving = false;
 
 const log = byId("log");
 const input = byId("input");
@@ -326,7 +327,7 @@ async function answer(conversation) {
     await streamAnswer(request, message, controller.signal, changed);
   } catch (error) {
     if (controller.signal.aborted) message.stats = "stopped";
-    else message.error = error instanceof TypeError ? "The server cannot be reached." : error.message;
+    else if (!leaving) message.error = error instanceof TypeError ? "The server cannot be reached." : error.message;
   }
   if (running.get(conversation) === controller) running.delete(conversation);
   if (conversations.includes(conversation)) save(conversation);
@@ -464,6 +465,11 @@ document.addEventListener("keydown", (event) => {
     openSettings();
   }
 });
+addEventListener("pagehide", () => {
+  leaving = true;
+  for (const conversation of running.keys()) store.put(conversation).catch(() => {});
+});
+addEventListener("pageshow", () => (leaving = false));
 byId("export").addEventListener("click", () => {
   const file = new Blob([exported(conversations)], { type: "application/json" });
   const link = el("a", { href: URL.createObjectURL(file), download: "conversations.json" });

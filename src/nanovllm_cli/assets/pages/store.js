@@ -30,6 +30,7 @@ const store = {
     if (!this.database) return;
     const transaction = this.database.transaction("conversations", "readwrite");
     change(transaction.objectStore("conversations"));
+    transaction.commit(); // at once: the page may be on its way out
     await new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
       transaction.onerror = transaction.onabort = () => reject(transaction.error);
