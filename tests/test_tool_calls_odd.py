@@ -7,10 +7,12 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import MAX_TOOLS, Tool, tools_of
-from tool_answers import ONE, TOOLS, answer, form, raw_answer
+from tool_answers import ONE, TOOLS, answer, form, raw_answer, read
 
 NOW = ("now", {})
 
@@ -341,6 +343,79 @@ def test_schemas_that_refer_to_themselves_say_nothing() -> None:
     loop = {"$ref": "#/$defs/A"}
     tool = Tool("f", {"properties": {"a": loop, "b": {"anyOf": [loop] * 64}, "c": 3}, "$defs": {"A": loop}})
     assert tool.types("a") == tool.types("b") == tool.types("c") == tool.types("d") == frozenset()
+
+
+# ---- text of any kind ----
+
+PIECES = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "now"',
+        '"arguments": ',
+        "{",
+        "}",
+        "[",
+        "]",
+        ", ",
+        ": ",
+        '"',
+        "\\",
+        "\\u00e9",
+    ),
+    *(
+        "now",
+        "weather",
+        "(",
+        ")",
+        "=",
+        "1",
+        "-2.5",
+        "true",
+        "None",
+        "\n",
+        " ",
+        "city",
+        "days",
+        ";",
+        "x",
+        "'",
+        "</think>",
+    ),
+    *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    *(
+        "<|python_tag|>",
+        "functools[",
+        "<|channel|>",
+        "commentary to=functions.now",
+        "<|message|>",
+        "<|call|>",
+        "<|start|>",
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(ONE)),
+    st.floats(0, 1),
+    st.lists(st.sampled_from(PIECES), max_size=12),
+    st.sampled_from([{}, {"whole_calls": True}, {"splits_reasoning": False}, {"parallel": False}]),
+)
+def test_pieces_do_not_matter_and_nothing_is_lost(
+    name: str, place: float, parts: list[str], options: dict[str, bool]
+) -> None:
+    """A sound call with anything in it, whole and character by character; without a call in it, all of it is content."""
+    cut = int(place * len(ONE[name]))
+    text = ONE[name][:cut] + "".join(parts) + ONE[name][cut:]
+    known = form(name, "harmony" if name == "harmony" else "none")
+    whole = read(known.parser("", TOOLS, **options), text)
+    assert read(known.parser("", TOOLS, **options), *text) == whole
+    if options.get("whole_calls") and not whole[2] and name != "harmony":
+        assert whole[1] == text
+    for _, arguments in whole[2][:-1] if options.get("whole_calls") else ():
+        json.loads(arguments)  # only the last may have been cut off
 
 
 # ---- text made to be slow ----
