@@ -96,17 +96,17 @@ class Generator:
             for ids in each:
                 _check_fits(ids, work.model, "input")
             watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
+            told: ApiError | None = None
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(work.model.engine.embed(ids, pooling)) for ids in each]
             except* ApiError as failed:
-                error = failed.exceptions[0]
-                assert isinstance(error, ApiError)
+                told = next(error for error in failed.exceptions if isinstance(error, ApiError))
+            finally:
                 for watch in watches:
-                    watch.end(error)
-                raise error from None
-            for watch in watches:
-                watch.end()
+                    watch.end(told)
+            if told is not None:
+                raise told
             return [_unit(task.result()) for task in tasks], sum(map(len, each))
 
     def _using(self, model: str | None) -> _Work:
