@@ -44,9 +44,6 @@ class MaskThread:
             guide.matcher.check()
         return guide.allowed_mask(words)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
-
     def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], table: Words) -> None:
         row_bytes = table.strides[0]
         if len(matchers) == 1:

@@ -1,0 +1,261 @@
+"""What structured output costs and holds: schemas of jsonschemabench, and decoding with masks against decoding without.
+
+    python benchmarks/constraints.py --tokenizer FOLDER --schemas maskbench_sample.jsonl
+    python benchmarks/constraints.py --tokenizer FOLDER --model q4_0.gguf --output benchmarks/results/constraint_overhead.json
+
+Schemas: how long compiling takes and the first mask; how many instances are accepted or refused as they should be, beside
+llguidance's matcher by itself; what random logits say under the mask, checked by jsonschema.
+Overhead: 16 sequences decode with the whole engine in this process; rounds with a schema, a regular expression and GBNF take
+turns with rounds without. The model's weights may be random: what it says has no part in it, because no answer ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from nanovllm_cli.bench.machine import this_machine
+from nanovllm_cli.constrain.grammar import compiled
+from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.constrain.matcher import Matcher
+from nanovllm_cli.constrain.vocabulary import Vocabulary
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+BATCH, STEPS, PROMPT = 16, 12, 8
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+            "mail": {"type": "string", "pattern": "^[a-z]{1,20}@[a-z]{1,20}\\.com$"},
+        },
+        "required": ["name", "age", "tags", "mail"],
+        "additionalProperties": False,
+    },
+}
+GBNF = r"""
+root   ::= "[" item{500,} "]"
+item   ::= "{" [a-z]+ ":" ws (string | [0-9]+) "}" ws
+string ::= "\"" [^"\\\n]* "\""
+ws     ::= [ \n]?
+"""
+FORMS = {
+    "json_schema": Constraint("json_schema", json.dumps(SCHEMA)),
+    "regex": Constraint("regex", r"([A-Z][a-z]{2,9} \d{1,3}; ){500}"),
+    "gbnf": Constraint("gbnf", GBNF),
+}
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    tokens = [tokenizer.id_to_bytes(i) for i in range(tokenizer.vocab_size)]
+    return Vocabulary(tokens, tokenizer.control_ids, lambda text: plain(tokenizer, text))
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{p}": round(float(np.percentile(values, p)) * 1e3, 3) for p in (50, 95, 99, 100)}
+
+
+# ---- schemas ----
+
+
+def allows(words: Any, token_id: int) -> bool:
+    return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & 1)
+
+
+def accepts(guide: Guide, ids: list[int], stop_id: int) -> bool:
+    for token_id in ids:
+        words = None if guide.is_complete else guide.allowed_mask()
+        if words is None or not allows(words, token_id):
+            return False
+        guide.accept(token_id)
+    if guide.is_complete:
+        return True
+    words = guide.allowed_mask()
+    return guide.is_complete or allows(words, stop_id)
+
+
+def sampled(guide: Guide, rng: random.Random, vocabulary: Vocabulary, stop_id: int, closing: Any) -> bytes | None:
+    """Random logits, but that tokens which close something come oftener: more answers end."""
+    text = b""
+    for _ in range(200):
+        words = None if guide.is_complete else guide.allowed_mask()
+        if words is None or guide.is_complete or allows(words, stop_id):
+            return text
+        if rng.random() < 0.5 and (words & closing).any():
+            words = words & closing
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        token_id = int(allowed[rng.randrange(len(allowed))])
+        guide.accept(token_id)
+        text += vocabulary.tokens[token_id]
+    return None
+
+
+def measure_schemas(path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    import jsonschema
+    import llguidance
+
+    vocabulary = vocabulary_of(tokenizer)
+    began = time.perf_counter()
+    _ = vocabulary.tokenizer
+    building = time.perf_counter() - began
+    stop_id = tokenizer.eos_ids[0]
+    rows = [json.loads(line) for line in path.open()]
+    closing = vocabulary.mask([i for i, token in enumerate(vocabulary.tokens) if token[:1] in (b'"', b"}", b"]", b",", b":")])
+    compiling: list[float] = []
+    masks: list[float] = []
+    refused: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    llguidance_alone: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        text = json.dumps(row["schema"])
+        began = time.perf_counter()
+        try:
+            base = compiled(Constraint("json_schema", text), vocabulary)
+        except UsageError as error:
+            refused[error.message.partition(": ")[2][:50]] += 1
+            continue
+
+        def fresh(base: Any = base) -> Guide:
+            return Guide(vocabulary, Matcher(base.deep_copy(), vocabulary), None, (stop_id,))
+
+        compiling.append(time.perf_counter() - began)
+        guide = fresh()
+        guide.allowed_mask()
+        masks.append(time.perf_counter() - began)
+        alone = llguidance.LLMatcher(vocabulary.tokenizer, llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
+        for test in row["tests"]:
+            kind = "valid" if test["valid"] else "invalid"
+            ids = tokenizer.encode(json.dumps(test["data"], ensure_ascii=False), add_special_tokens=False)
+            right[kind] += accepts(fresh(), ids, stop_id) == test["valid"]
+            right[f"{kind} of"] += 1
+            own = alone.deep_copy()
+            llguidance_alone[kind] += (own.try_consume_tokens(ids) == len(ids) and own.is_accepting()) == test["valid"]
+        said = sampled(fresh(), random.Random(number), vocabulary, stop_id, closing)
+        if said is None:
+            drawn["unfinished"] += 1
+            continue
+        try:
+            jsonschema.validators.validator_for(row["schema"])(row["schema"]).validate(json.loads(said))
+            drawn["valid"] += 1
+        except (ValueError, jsonschema.ValidationError):
+            drawn[f"invalid: {row['name']}"] += 1
+    return {
+        "tokens": tokenizer.vocab_size,
+        "vocabulary_seconds": round(building, 3),
+        "schemas": len(rows),
+        "compiled": len(compiling),
+        "refused": dict(refused.most_common()),
+        "compile_ms": percentiles(compiling),
+        "compile_and_first_mask_ms": percentiles(masks),
+        "instances_right": dict(right),
+        "llguidance_alone": dict(llguidance_alone),
+        "sampled": dict(drawn),
+    }
+
+
+# ---- overhead ----
+
+
+def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int) -> dict[str, Any]:
+    from nanovllm_cli.config import EngineConfig
+    from nanovllm_cli.engine.engine import Engine
+    from nanovllm_cli.engine.executor import InProcessExecutor
+    from nanovllm_cli.engine.worker import Worker
+    from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+    config = EngineConfig(
+        threads=threads, max_model_len=1024, num_blocks=512, max_num_seqs=BATCH, enable_prefix_caching=False
+    )
+    with open_checkpoint(path) as checkpoint:
+        worker = Worker(
+            checkpoint,
+            config,
+            lambda text: plain(tokenizer, text),
+            lambda: [tokenizer.id_to_bytes(i) for i in range(tokenizer.vocab_size)],
+            tokenizer.control_ids,
+        )
+    engine = Engine(
+        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        num_blocks=worker.num_blocks, prepare=worker.prepare,
+    )  # fmt: skip
+    ids = range(tokenizer.vocab_size)
+
+    def decode(form: Constraint | None, steps: int) -> list[float]:
+        """Seconds of each step after the one that ended the prompts."""
+        for i in range(BATCH):
+            params = SamplingParams(temperature=1.0, seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form)
+            engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)
+        begun: set[str] = set()
+        while len(begun) < BATCH:
+            begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
+        seconds = []
+        while engine.has_unfinished():
+            began = time.perf_counter()
+            outputs = engine.step()
+            seconds.append(time.perf_counter() - began)
+            assert all(each.outputs[0].finish_reason in (None, "length") for each in outputs), outputs
+        return seconds
+
+    for form in (None, *FORMS.values()):
+        decode(form, 2)  # compiles kernels and constraints
+    steps: dict[str, list[float]] = {name: [] for name in ("free", *FORMS)}
+    for _ in range(rounds):
+        for name in steps:
+            steps[name] += decode(FORMS.get(name), STEPS)
+    medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
+    return {
+        "batch": BATCH,
+        "steps": STEPS * rounds,
+        "median_step_ms": {name: round(median * 1e3, 2) for name, median in medians.items()},
+        "tokens_per_second": {name: round(BATCH / median, 2) for name, median in medians.items()},
+        "slower_than_free": {name: round(median / medians["free"] - 1, 4) for name, median in medians.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with tokenizer.json")
+    parser.add_argument("--schemas", type=Path, help="lines of {schema, tests}")
+    parser.add_argument("--model", type=Path, help="a checkpoint with at least as many tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_folder(options.tokenizer)
+    result: dict[str, Any] = {"machine": asdict(this_machine())}
+    if options.schemas:
+        result["schemas"] = measure_schemas(options.schemas, tokenizer)
+    if options.model:
+        result["overhead"] = measure_overhead(options.model, tokenizer, options.rounds, options.threads)
+    print(json.dumps(result, indent=1))
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
