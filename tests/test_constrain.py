@@ -95,7 +95,7 @@ def test_a_regex_allows_what_re_matches_whole(regex: str) -> None:
         assert accepts(guide("regex", regex), text) == (re.fullmatch(regex, text) is not None), text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("regex", [each for each in REGEXES if "\\w" not in each])  # Unicode's \w has marks, re's has not
 def test_what_a_regex_lets_through_matches(regex: str, seed: int) -> None:
     text = sample(guide("regex", regex), random.Random(seed).choice)

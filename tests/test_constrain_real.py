@@ -25,7 +25,7 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TINY = Path(__file__).resolve().parents[1] / "src" / "nanovllm_cli" / "assets" / "tiny"
 SCHEMAS = DATA / "schemas" / "maskbench_sample.jsonl"
-EVERY = 5  # of the schemas; benchmarks/constraints.py takes all
+EVERY = 9  # of the schemas; benchmarks/constraints.py takes all
 
 needs_schemas = pytest.mark.skipif(not SCHEMAS.exists(), reason="needs the schemas of jsonschemabench")
 needs_grammars = pytest.mark.skipif(not (DATA / "grammars").exists(), reason="needs llama.cpp's grammars")
@@ -107,8 +107,8 @@ def test_schemas_accept_and_refuse_what_llguidance_alone_does(vocabulary: Vocabu
             ours.append(accepts(guide(vocabulary, Constraint("json_schema", text), (stop_id,)), ids, stop_id) == test["valid"])
             fresh = own.deep_copy()
             theirs.append((fresh.try_consume_tokens(ids) == len(ids) and fresh.is_accepting()) == test["valid"])
-    assert num_compiled > 35
-    assert len(ours) > 60
+    assert num_compiled > 18
+    assert len(ours) > 40
     assert sum(ours) >= sum(theirs)
 
 
@@ -126,7 +126,7 @@ def test_what_schemas_let_through_is_valid(vocabulary: Vocabulary, tokenizer: To
             num_ended += 1
             validator = jsonschema.validators.validator_for(row["schema"])(row["schema"])
             validator.validate(json.loads(text))
-    assert num_ended > 25
+    assert num_ended > 9
 
 
 GRAMMARS: dict[str, tuple[list[str], list[str]]] = {
