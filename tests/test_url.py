@@ -288,7 +288,7 @@ def test_several_answers_and_their_logprobs(tmp_path: Path) -> None:
         record = json.loads(run(tmp_path, server, *QUIET, "-N", "2", "--logprobs", "2", "--json", "hi").out)
         text = run(tmp_path, server, *QUIET, "-N", "2", "hi").out
     assert text == "A\n---\nB\n"
-    assert [(each["text"], each["num_tokens"]) for each in record["answers"]] == [("A", 1), ("B", 1)]
+    assert [(each["text"], each["num_tokens"]) for each in record["answers"]] == [("A", None), ("B", None)]
     assert record["answers"][1]["logprobs"] == [
         {"token": "B", "logprob": -0.5, "top": [{"token": "B", "logprob": -0.5}, {"token": "?", "logprob": None}]}
     ]
@@ -429,11 +429,13 @@ def test_an_answer_that_breaks_off_leaves_what_came(tmp_path: Path, kind: str) -
     async def answer(reply: Reply, request: Request) -> None:
         await reply.begin()
         await reply.piece("half an")
-        await asyncio.sleep(0.05)
+        if request.index % 2 or kind in ("reset", "not HTTP"):  # in one piece with what breaks it, and apart
+            await asyncio.sleep(0.05)
         await breaks(reply)
 
     with OpenAIServer(answer) as server:
         result = run(tmp_path, server, "-q", "hi")
+        assert run(tmp_path, server, "-q", "hi") == result
         as_json = run(tmp_path, server, "-q", "--json", "hi")
         to_file = run(tmp_path, server, "-q", "-o", "out", "hi")
     assert (result.code, result.out) == (1, "half an\n")

@@ -35,8 +35,8 @@ class ServerOptions:
 
     url: Annotated[
         str,
-        option("--url", help="The server, with or without /v1. [http://127.0.0.1:8000]", panel=SERVER, metavar="URL"),
-    ] = "http://127.0.0.1:8000"
+        option("--url", help="The server, with or without /v1. [http://127.0.0.1:8080]", panel=SERVER, metavar="URL"),
+    ] = "http://127.0.0.1:8080"
     model: Annotated[
         str | None,
         option("-m", "--model", help="The model's name there. [the first that the server lists]", panel=SERVER, metavar="NAME"),

@@ -26,6 +26,10 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         ),
         Example("nanovllm run tiny --batch prompts.jsonl -o results.jsonl", "A file of prompts at once; resumable."),
         Example('nanovllm run tiny --continue "And then?"', "The next turn of the last run."),
+        Example(
+            'nanovllm run --url http://127.0.0.1:8080 "Once upon a time"',
+            "Asks a server: nanovllm serve, or any that is compatible with OpenAI's.",
+        ),
         Example('nanovllm run tiny --choice yes --choice no "Is it raining?"', "One of these, and nothing else."),
         Example('nanovllm run tiny --json-object "Describe a cat in JSON"', "JSON; --json-schema says which."),
     ),
@@ -37,6 +41,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             "nanovllm chat --continue --save-kv",
             "The last conversation, with its model; the next time it goes on at once.",
         ),
+        Example('nanovllm chat --url http://127.0.0.1:8080 "Who are you?"', "With a server's model."),
         Example("nanovllm chat --list-sessions", "All conversations that were kept."),
     ),
     "serve": (
@@ -68,7 +73,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("nanovllm bench latency tiny -npl 1 --input-len 200 --output-len 8 -r 5", "One longer request."),
     ),
     "bench.serve": (
-        Example("nanovllm bench serve --url http://127.0.0.1:8000", "100 made-up prompts, all at once."),
+        Example("nanovllm bench serve --url http://127.0.0.1:8080", "100 made-up prompts, all at once."),
         Example(
             "nanovllm bench serve --num-prompts 20 --request-rate 10,20 --goodput ttft:500,tpot:100 --report serve.html",
             "At two rates, with the requests a second that met both goals.",

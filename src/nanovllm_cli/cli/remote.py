@@ -209,11 +209,8 @@ def _says_something(piece: Piece) -> bool:
 def _count(answers: Answers, stream: AnswerStream, num_answers: int) -> None:
     """How many tokens each answer has: the server counts all together."""
     answers.at(0)
-    for answer in answers.in_order():
-        if answer.num_tokens is None and answer.logprobs is not None:
-            answer.num_tokens = len(answer.logprobs)
-        if answer.num_tokens is None and num_answers == 1:
-            answer.num_tokens = stream.answer_tokens
+    if num_answers == 1 and answers.first.num_tokens is None:
+        answers.first.num_tokens = stream.answer_tokens
 
 
 def _result(answers: Answers, stream: AnswerStream) -> Result:

@@ -128,7 +128,14 @@ class Endpoint:
             raise StreamError(f"the server does not stream: its answer is of the type {kind[:60]!r}")
         events = EventReader()
         while not answer.done and (piece := await self._soon(reply.piece())) is not None:
-            yield [delta for data in events.feed(piece.data) for delta in answer.read(data)]
+            found: list[Delta] = []
+            try:
+                for data in events.feed(piece.data):
+                    found += answer.read(data)
+            except StreamError:
+                yield found  # what came before it is a part of the answer
+                raise
+            yield found
 
     async def _soon(self, coming: Awaitable[T]) -> T:
         async with asyncio.timeout(self.patience):

@@ -52,7 +52,7 @@ class Server:
     @classmethod
     def at(cls, url: str) -> Server:
         """http://host:port, with or without /v1; or unix:///path/of/a/socket. Raises UsageError."""
-        example = "for example: --url http://127.0.0.1:8000"
+        example = "for example: --url http://127.0.0.1:8080"
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").removeprefix("//")
             if not path.startswith("/") or "\0" in path:
