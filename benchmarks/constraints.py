@@ -1,6 +1,6 @@
 """What structured output costs and holds: schemas of jsonschemabench, and decoding with masks against decoding without.
 
-    python benchmarks/constraints.py --tokenizer FOLDER --schemas maskbench_sample.jsonl
+    python benchmarks/constraints.py --tokenizer FOLDER --schemas maskbench_sample.jsonl --masks
     python benchmarks/constraints.py --tokenizer FOLDER --model q4_0.gguf --output benchmarks/results/constraint_overhead.json
 
 Schemas: how long compiling takes and the first mask; how many instances are accepted or refused as they should be, beside
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.constrain.masks import MaskThread
 from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary
 from nanovllm_cli.constraint import Constraint
@@ -236,11 +237,40 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
     }
 
 
+def measure_masks(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Processor time of what a step of 16 sequences has to do for its masks, and for what was drawn, by itself: nearly all of it
+    runs beside the model. Random tokens, so that every sequence is at another place."""
+    vocabulary = vocabulary_of(tokenizer)
+    threads = MaskThread()
+    result = {}
+    for name, form in FORMS.items():
+        base = compiled(form, vocabulary)
+        guides = {i: Guide(vocabulary, Matcher(base.deep_copy(), vocabulary), None) for i in range(BATCH)}
+        rng = random.Random(0)
+        masks: list[float] = []
+        draws: list[float] = []
+        for _ in range(100):
+            began = time.process_time()
+            threads.start(guides)
+            words = [threads.mask(i, guide) for i, guide in guides.items()]
+            masks.append(time.process_time() - began)
+            bits = [np.unpackbits(each.view(np.uint8), bitorder="little") for each in words if each is not None]
+            allowed = [np.flatnonzero(each) for each in bits]
+            chosen = [int(ids[rng.randrange(len(ids))]) for ids in allowed]
+            began = time.process_time()
+            for guide, token_id in zip(guides.values(), chosen, strict=True):
+                guide.accept(token_id)
+            draws.append(time.process_time() - began)
+        result[name] = {"masks_ms": percentiles(masks), "accept_ms": percentiles(draws)}
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with tokenizer.json")
     parser.add_argument("--schemas", type=Path, help="lines of {schema, tests}")
     parser.add_argument("--model", type=Path, help="a checkpoint with at least as many tokens")
+    parser.add_argument("--masks", action="store_true", help="processor time of masks, without a model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -249,6 +279,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": asdict(this_machine())}
     if options.schemas:
         result["schemas"] = measure_schemas(options.schemas, tokenizer)
+    if options.masks:
+        result["cpu_ms_of_a_step"] = measure_masks(tokenizer)
     if options.model:
         result["overhead"] = measure_overhead(options.model, tokenizer, options.rounds, options.threads)
     print(json.dumps(result, indent=1))
