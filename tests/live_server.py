@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 END_SECONDS = 30.0
 _ADDRESS = re.compile(r"https?://[0-9a-z.:\[\]]+:\d+")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -12,7 +13,7 @@ from starlette.testclient import TestClient
 from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.settings import ServeSettings
-from server_fakes import FakeGenerates, FakePool
+from server_fakes import FakeGenerates, FakeModels, FakePool
 
 
 @dataclass
@@ -34,15 +35,34 @@ class Answer:
         return events
 
 
-class Door:
-    """An application over stand-ins."""
+class Stage:
+    """Whatever stands on it."""
 
-    def __init__(self, generates: FakeGenerates, pool: FakePool | None = None, **settings: Any) -> None:
-        context = ServerContext(ServeSettings(**settings), generates.models, generates, pool or FakePool())
-        self._client = TestClient(create_app(context), base_url="http://127.0.0.1:8080", raise_server_exceptions=False)
+    def __init__(self, standing: Any) -> None:
+        self.standing = standing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.standing, name)
+
+
+class Door:
+    """An application over stand-ins. It is made once: which stand-ins are behind it changes with each request."""
+
+    def __init__(self, generates: FakeGenerates, pool: FakePool | None = None) -> None:
+        self._behind = (generates.models, generates, pool or FakePool())
 
     def post(self, path: str, body: Any) -> Answer:
         """body: JSON, or bytes as they are."""
+        client, stages = _application()
+        for stage, standing in zip(stages, self._behind, strict=True):
+            stage.standing = standing
         content = body if isinstance(body, bytes) else json.dumps(body)
-        answer = self._client.post(path, content=content, headers={"content-type": "application/json"})
+        answer = client.post(path, content=content, headers={"content-type": "application/json"})
         return Answer(answer.status_code, answer.headers, answer.text)
+
+
+@cache
+def _application() -> tuple[TestClient, tuple[Any, Any, Any]]:
+    models, generates, pool = Stage(FakeModels()), Stage(FakeGenerates()), Stage(FakePool())
+    app = create_app(ServerContext(ServeSettings(), models, generates, pool))  # type: ignore[arg-type]
+    return TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False), (models, generates, pool)
