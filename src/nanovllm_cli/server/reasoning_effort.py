@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import ServedModel
-from nanovllm_cli.server.reading import unsupported
 
 
 def effort_of(
@@ -24,7 +24,7 @@ def effort_of(
         return effort != "none" if thinking is None else thinking, {}
     if effort == "none":
         return thinking, {}
-    raise unsupported(param, f"{model.id} does not know how hard to think")
+    raise ApiError(400, f"{model.id} knows no {param}", code="unsupported", param=param)
 
 
 def reads(model: ServedModel, variable: str) -> bool:

@@ -17,6 +17,7 @@ from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.openai_answers import ChatFrames, ChatStyle, chat_answer
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, ToolChoice
+from nanovllm_cli.server.reasoning_effort import effort_of
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
 from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
@@ -78,7 +79,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
     tools, choice = _tools(body)
-    thinking, variables = _thinking(body, model)
+    thinking, variables = effort_of(body.reasoning_effort, body.enable_thinking, model, "reasoning_effort")
     budgets = (body.thinking_budget, body.reasoning_budget, body.thinking_token_budget)
     budget = next((budget for budget in budgets if budget is not None), -1)
     return ChatAsked(
@@ -124,20 +125,6 @@ def _known(name: str, names: list[str]) -> str:
     if name not in names or name in _CHOICES:
         raise _bad(f"there is no tool {name[:64]!r} to choose", "tool_choice")
     return name
-
-
-def _thinking(body: ChatRequest, model: ServedModel) -> tuple[bool | None, dict[str, Any]]:
-    """Whether to reason, and variables of the template that say how much. An effort that the model cannot make is refused."""
-    effort = body.reasoning_effort
-    if effort is None:
-        return body.enable_thinking, {}
-    if model.chat_template is not None and "reasoning_effort" in model.chat_template.source:
-        return body.enable_thinking, {"reasoning_effort": effort}
-    if model.thinking_switch is not None:
-        return effort != "none" if body.enable_thinking is None else body.enable_thinking, {}
-    if effort == "none":
-        return body.enable_thinking, {}
-    raise ApiError(400, f"{model.id} knows no reasoning_effort", code="unsupported", param="reasoning_effort")
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
