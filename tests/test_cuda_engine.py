@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli import LLM
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
@@ -31,6 +33,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 64,
                  "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+BYTES = [bytes([i]) for i in range(256)]
 PROMPTS = [[3, 4, 5], [7], list(range(20, 41)), [100, 101, 102, 103]]
 
 
@@ -43,10 +46,10 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "dtype": "bfloat16"} | settings)
     platform = None if device is None else CudaPlatform(config, device)
     with open_checkpoint(folder) as checkpoint:
-        worker = Worker(checkpoint, config, platform=platform)
+        worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES, platform=platform)
     return Engine(
         InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
-        num_blocks=worker.num_blocks, ahead=worker.ahead,
+        num_blocks=worker.num_blocks, ahead=worker.ahead, prepare=worker.prepare,
     )  # fmt: skip
 
 
@@ -135,6 +138,17 @@ def test_what_the_device_cannot_draw_is_drawn_on_the_host(folder: Path) -> None:
         for device in (None, EmulatedDevice())
     ]
     assert found[0] == found[1]
+
+
+def test_constraints_are_followed_beside_answers_that_the_device_draws(folder: Path) -> None:
+    form = Constraint("regex", "[0-9]{2}-[0-9]{2}")
+    asked = (SamplingParams(constraint=form, seed=1), greedy(7), greedy(9, constraint=form))
+    mixed = list(zip(PROMPTS[:3], asked, strict=True))
+    outputs = [[each.outputs[0] for each in run(engine_on(folder, device), mixed)] for device in (None, EmulatedDevice())]
+    assert [each.token_ids for each in outputs[0]] == [each.token_ids for each in outputs[1]]
+    for answer in (outputs[1][0], outputs[1][2]):
+        assert re.fullmatch(form.text.encode(), bytes(answer.token_ids))
+        assert answer.finish_reason == "stop"
 
 
 def test_logprobs_are_those_of_the_cpu(folder: Path) -> None:
