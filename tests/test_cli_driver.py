@@ -249,6 +249,7 @@ def serve() -> None:
 
     import nanovllm_cli.chat.commands
     import nanovllm_cli.chat.plain
+    import nanovllm_cli.chat.remote_model
     import nanovllm_cli.cli.failures
     import nanovllm_cli.cli.run
     import nanovllm_cli.text.builtin_templates  # noqa: F401

@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.client.http import Server
+from nanovllm_cli.client.wire import chat_body
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import UsageError
 from openai_server import OpenAIServer, Reply, Request, Script
 from test_cli_driver import Result, environment, nanovllm
 
@@ -113,26 +117,20 @@ def test_thinking_and_template_variables(tmp_path: Path) -> None:
     assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False, "tone": "dry"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "fields"),
-    [
-        (["--json-object"], {"response_format": {"type": "json_object"}}),
-        (
-            ["--json-schema", '{"type": "null"}'],
-            {"response_format": {"type": "json_schema", "json_schema": {
-                "name": "answer", "schema": {"type": "null"}, "strict": True}}},
-        ),
-        (["--regex", "a+"], {"structured_outputs": {"regex": "a+"}}),
-        (["--choice", "a", "--choice", "b"], {"structured_outputs": {"choice": ["a", "b"]}}),
-        (["--grammar", 'root ::= "a"'], {"structured_outputs": {"grammar": 'root ::= "a"'}}),
-        (["--grammar", 'start: "a"'], {"structured_outputs": {"grammar": 'start: "a"'}}),
-        (["--reasoning-budget", "5"], {"reasoning_budget": 5}),
-        (["--reasoning-budget", "-1"], {}),
-    ],
-)  # fmt: skip
-def test_the_form_of_an_answer_is_asked_for(tmp_path: Path, flags: list[str], fields: dict[str, Any]) -> None:
-    body, _ = asked(tmp_path, "hi", *flags)
-    assert {name: body[name] for name in body if name not in ("model", "messages", "stream", "stream_options")} == fields
+def test_the_form_of_an_answer_is_asked_for(tmp_path: Path) -> None:
+    body, _ = asked(tmp_path, "hi", "--json-schema", '{"type": "null"}', "--reasoning-budget", "5")
+    schema = {"name": "answer", "schema": {"type": "null"}, "strict": True}
+    assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
+    assert body["reasoning_budget"] == 5
+    for form, fields in (
+        (Constraint("json_object"), {"response_format": {"type": "json_object"}}),
+        (Constraint("regex", "a+"), {"structured_outputs": {"regex": "a+"}}),
+        (Constraint("choice", '["a", "b"]'), {"structured_outputs": {"choice": ["a", "b"]}}),
+        (Constraint("gbnf", 'root ::= "a"'), {"structured_outputs": {"grammar": 'root ::= "a"'}}),
+        (Constraint("lark", 'start: "a"'), {"structured_outputs": {"grammar": 'start: "a"'}}),
+    ):
+        plain = chat_body("m", [], {})
+        assert chat_body("m", [], {"constraint": form, "reasoning_budget": -1}) == plain | fields
 
 
 @pytest.mark.parametrize(
@@ -177,8 +175,10 @@ def test_the_forms_of_a_url(tmp_path: Path) -> None:
         dead = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1", "ALL_PROXY": "http://127.0.0.1:1"}
         assert run(tmp_path, server, *QUIET, "hi", **dead).out == "ok\n"
     assert [reply.request.path for reply in server.replies] == ["/v1/chat/completions"] * 7
-    for form in ("ftp://x", "http://", "http://a:b@c", "http://x/?q=1", "unix:relative", "http://x:99999"):
-        assert run(tmp_path, form, "hi").code == 2
+    assert run(tmp_path, "http://a:b@c", "hi").code == 2
+    for form in ("ftp://x", "http://", "http://a:b@c", "http://x/?q=1", "unix:relative", "unix:///\0", "http://x:99999"):
+        with pytest.raises(UsageError):
+            Server.at(form)
 
 
 def test_a_unix_socket(tmp_path: Path) -> None:
@@ -217,18 +217,12 @@ def test_which_key_counts_and_that_none_is_shown(tmp_path: Path) -> None:
     assert "a\nb" not in bad.err
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--quant int8", "-c 100", "--ctx-size 100", "--kv-cache 1M", "--threads 2", "--device cpu", "--dtype float32", "--offline",
-     "--revision main", "--chat-template chatml", "--deterministic", "--batch-size 64", "--kv-cache-dtype int8",
-     "--activations exact"],
-)  # fmt: skip
+@pytest.mark.parametrize("flags", ["--quant int8", "-c 100", "--threads 2", "--offline", "--chat-template chatml"])
 def test_what_only_a_model_here_could_do_is_refused_by_name(tmp_path: Path, flags: str) -> None:
-    for command in ("run", "chat"):
-        refused = nanovllm(tmp_path, command, "--url", "http://127.0.0.1:1", "hi", *flags.split())
-        assert refused.code == 2
-        name = {"-c": "--ctx-size"}.get(flags.split()[0], flags.split()[0])
-        assert refused.err.startswith(f"error: {name} has no meaning with --url")
+    refused = run(tmp_path, "http://127.0.0.1:1", "hi", *flags.split())
+    assert refused.code == 2
+    name = {"-c": "--ctx-size"}.get(flags.split()[0], flags.split()[0])
+    assert refused.err.startswith(f"error: {name} has no meaning with --url")
 
 
 def test_defaults_for_models_here_do_not_concern_a_server(tmp_path: Path) -> None:
@@ -436,14 +430,12 @@ def test_an_answer_that_breaks_off_leaves_what_came(tmp_path: Path, kind: str) -
     with OpenAIServer(answer) as server:
         result = run(tmp_path, server, "-q", "hi")
         assert run(tmp_path, server, "-q", "hi") == result
-        as_json = run(tmp_path, server, "-q", "--json", "hi")
-        to_file = run(tmp_path, server, "-q", "-o", "out", "hi")
+        to_file = run(tmp_path, server, "-q", "--json", "-o", "out", "hi")
     assert (result.code, result.out) == (1, "half an\n")
     assert says in result.err
-    assert (as_json.code, as_json.out, to_file.code, (tmp_path / "out").exists()) == (1, "", 1, False)
-    with OpenAIServer(pieces("ok")) as server:
-        run(tmp_path, server, "-q", "--continue")
-    assert server.replies[0].request.body["messages"][-1] == {"role": "assistant", "content": "half an"}
+    assert (to_file.code, to_file.out, (tmp_path / "out").exists()) == (1, "", False)
+    last = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())
+    assert last["messages"][-1] == {"role": "assistant", "content": "half an"}  # --continue goes on with it
 
 
 def test_what_is_no_stream_is_said(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_session_goes_on_with_its_model(tmp_path: Path, server: OpenAIServer) 
     assert (nowhere.code, "several models: one, two" in nowhere.err) == (2, True)
 
 
-@pytest.mark.parametrize("flags", [["--save-kv"], ["--context-overflow", "shift"]])
+@pytest.mark.parametrize("flags", [["--save-kv"], ["--context-overflow", "shift"], ["--ctx-size", "100"]])
 def test_what_needs_the_model_here_is_refused_by_name(tmp_path: Path, server: OpenAIServer, flags: list[str]) -> None:
     refused = chat(tmp_path, server, args=("one", *flags))
     assert (refused.code, refused.err.startswith(f"error: {flags[0]} has no meaning with --url")) == (2, True)
