@@ -548,3 +548,10 @@ def test_an_unknown_model_is_404() -> None:
         answer, _ = ask(model="gpt-9", stream=stream)
         assert answer.status == 404
         assert answer.json["error"]["code"] == "model_not_found"
+
+
+def test_answers_are_held_against_openais_description() -> None:
+    if not openai_spec.SPEC.exists():
+        pytest.skip("OpenAI's API description is not beside the repository: shapes are not held against it")
+    with pytest.raises(AssertionError, match="usage"):
+        openai_spec.check("CreateChatCompletionResponse", {**ask()[0].json, "usage": 5})
