@@ -239,7 +239,7 @@ def test_a_recording_gives_the_same_bits() -> None:
     storage = CpuInteger(Blocks("Q4_0"), 130, 512, torch.bfloat16)
     storage.load_rows(0, randn(130, 512))
     x, ids = randn(4, 512), torch.tensor([5, 129])
-    with cpu.Program(torch.bfloat16, cpu.MemoryPool()) as program:
+    with cpu.Program(cpu.MemoryPool()) as program:
         out, rows = storage.matmul(x, None, torch.float32), storage.rows(ids, None)
     for _ in range(2):
         x.copy_(randn(4, 512))

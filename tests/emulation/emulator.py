@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -162,10 +163,33 @@ def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")
         folders = [f"-I{folder}" for folder in (SOURCES, HERE, *cuda_headers())]
-        command = ["g++", *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
-        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of the sanitizers
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        command = ["-include", str(_headers()), *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
+        done = _compile(command)
         if done.returncode:
             raise KernelFailed(f"{kernel} does not compile:\n{done.stderr[:4000]}")
         unfinished.rename(target)
     return target
+
+
+@functools.cache
+def _headers() -> Path:
+    """A header that includes what every kernel begins with, compiled beforehand: half the time of a small kernel."""
+    digest = hashlib.sha256(repr((FLAGS, cuda_headers())).encode())
+    for file in sorted(HERE.glob("*.h")):
+        digest.update(file.read_bytes())
+    header = CACHE / f"headers-{digest.hexdigest()[:20]}" / "headers.h"
+    compiled = header.with_name("headers.h.gch")
+    if not compiled.is_file():
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text('#include "cuda_emulation.h"\n')
+        unfinished = compiled.with_name(f"unfinished.{os.getpid()}")
+        folders = [f"-I{folder}" for folder in (HERE, *cuda_headers())]
+        done = _compile([*FLAGS, "-x", "c++-header", str(header), *folders, "-o", str(unfinished)])
+        assert done.returncode == 0, done.stderr[:4000]
+        unfinished.rename(compiled)
+    return header
+
+
+def _compile(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of the sanitizers
+    return subprocess.run(["g++", *arguments], capture_output=True, text=True, env=environment)

@@ -88,7 +88,7 @@ class CpuPlatform:
         storage = make_storage(form, num_rows, width, dtype, rounds=rounds)
         if isinstance(storage, CpuInteger) and not self._has_integer:
             self._has_integer = True
-            self._warm_up(warm.integer_is_compiled(), warm.warm_up_integer)
+            self._warm_up(warm.integer_is_compiled(dtype), lambda: warm.warm_up_integer(dtype))
         return storage
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:

@@ -25,7 +25,7 @@ class DecodeGraph:
     def __init__(self, model: Decoder, cache: KVCache, inputs: StepInputs, pool: MemoryPool) -> None:
         self._model = model
         self._inputs = inputs
-        with Program(model.dtype, pool) as self._program:
+        with Program(pool) as self._program:
             logits = model.head(model.run(inputs, cache))
             # Another view, so that the memory itself goes back to the pool: every step of a batch that drains has its own graph.
             self._logits = logits.detach()

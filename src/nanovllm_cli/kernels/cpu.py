@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numba
 import numpy as np
@@ -31,15 +31,15 @@ def _use_own_cache_folder() -> None:
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
-from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, cpu_program, entry  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
+from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
 from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
 
 CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
 BLOCK = cpu_cache.BLOCK
 ACTIVATIONS = {"silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU}
-_TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
-_CACHE_TAGS: dict[torch.dtype, Any] = _TAGS | {torch.int8: np.int8(0), torch.float8_e4m3fn: np.uint8(0)}
+_TAGS = {torch.bfloat16: "H", torch.float32: "f", torch.int8: "b", torch.float8_e4m3fn: "B"}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
 
@@ -119,13 +119,11 @@ class Program:
     place, and uses an output before another program of the same pool runs.
     """
 
-    def __init__(self, dtype: torch.dtype, pool: MemoryPool) -> None:
+    def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
-        self._dtype = dtype
-        self._cache_dtypes = (dtype, dtype)
-        self._rows: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
         self._work = 0
-        self._ints = self._floats = torch.empty(0)
+        self._steps: list[tuple[int, bytes]] = []
+        self._rows = self._arguments = torch.empty(0)
 
     def __enter__(self) -> Program:
         assert _State.recording is None
@@ -134,24 +132,21 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         _State.recording = None
-        self._ints = torch.zeros(len(self._rows), cpu_program.INTS, dtype=torch.int64)
-        self._floats = torch.zeros(len(self._rows), cpu_program.FLOATS, dtype=torch.float64)
-        for i, (kind, ints, floats) in enumerate(self._rows):
-            self._ints[i, : len(ints) + 1] = torch.tensor((kind, *ints))
-            self._floats[i, : len(floats)] = torch.tensor(floats, dtype=torch.float64)
+        sizes = [len(arguments) for _, arguments in self._steps]
+        assert all(size % ALIGNMENT == 0 for size in sizes)
+        self._arguments = torch.frombuffer(bytearray(b"".join(arguments for _, arguments in self._steps)), dtype=torch.int64)
+        starts = [self._arguments.data_ptr() + start for start in itertools.accumulate(sizes, initial=0)]
+        self._rows = torch.tensor([(step[0], start) for step, start in zip(self._steps, starts, strict=False)])
 
-    def add(
-        self, kind: int, work: int, ints: tuple[int, ...], floats: tuple[float, ...], cache_dtypes: CacheDTypes | None
-    ) -> None:
-        self._rows.append((kind, ints, floats))
+    def add(self, step: tuple[int, bytes], work: int) -> None:
+        """A kernel's address and its arguments; its multiply-adds."""
+        self._steps.append(step)
         self._work += work
-        self._cache_dtypes = cache_dtypes or self._cache_dtypes  # one cache a model: all of its kernels say the same
 
     def replay(self) -> None:
         """Run every kernel in order."""
-        use_threads_for(self._work / max(1, len(self._rows)))
-        tags = _TAGS[self._dtype], *_cache_tags(self._cache_dtypes)
-        cpu_program.replay(*tags, self._ints.data_ptr(), self._floats.data_ptr(), len(self._rows))
+        use_threads_for(self._work / max(1, len(self._steps)))
+        entry.replay(self._rows.data_ptr(), len(self._steps))
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -161,34 +156,18 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def launch(
-    kind: int, work: int, dtype: torch.dtype, ints: tuple[int, ...], floats: tuple[float, ...] = (),
-    cache_dtypes: CacheDTypes | None = None,
-) -> None:  # fmt: skip
-    """Run a kernel of cpu_program's table, or write it into the recording. work: its multiply-adds. cache_dtypes: of K and V,
-    where it touches them."""
+def launch(kernel: Kernel, work: int, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
+    """Run a kernel, or write it into the recording. work: its multiply-adds. tags: `tags_of` its element types."""
     if _State.recording is not None:
-        _State.recording.add(kind, work, ints, floats, cache_dtypes)
+        _State.recording.add(kernel.step(tags, ints, floats), work)
         return
     use_threads_for(work)
-    tag = _TAGS[dtype]
-    match kind:
-        case cpu_program.MATMUL:
-            cpu_matmul.matmul(tag, tag, *ints)
-        case cpu_program.MATMUL_FLOAT:
-            cpu_matmul.matmul(tag, _TAGS[torch.float32], *ints)
-        case cpu_program.ROWS:
-            cpu_matmul.unpack_rows(tag, *ints)
-        case cpu_program.NORM:
-            cpu_fused.add_rms_norm(tag, *ints, *floats)
-        case cpu_program.ACTIVATION:
-            cpu_fused.gated_activation(tag, *ints)
-        case cpu_program.ROPE:
-            cpu_fused.rope_and_cache(tag, *_cache_tags(cache_dtypes), *ints, *floats)
-        case cpu_program.ATTENTION:
-            cpu_attention.paged_attention(tag, *_cache_tags(cache_dtypes), *ints, *floats)
-        case cpu_program.CALL:
-            entry.call(ints[0], ints[1:])
+    kernel.run(tags, ints, floats)
+
+
+def tags_of(*dtypes: torch.dtype) -> str:
+    """What a kernel is told of the element types of its tensors."""
+    return "".join(_TAGS[dtype] for dtype in dtypes)
 
 
 def address_of(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -217,10 +196,8 @@ def pack_rows(packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
     """rows [n, k] become rows first_row … first_row + n - 1 of a packed weight of the same width and dtype."""
     n, k = rows.shape
     assert (first_row + n) * k <= packed.numel()
-    use_threads_for(n * k)
-    cpu_matmul.pack_rows(
-        _TAGS[packed.dtype], _PAIRS[packed.dtype], address_of(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row
-    )
+    ints = (_PAIRS[packed.dtype], address_of(rows, packed.dtype, n, k), n, k, packed.data_ptr(), first_row)
+    launch(cpu_matmul.pack_rows, n * k, tags_of(packed.dtype), ints)
 
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
@@ -228,7 +205,7 @@ def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Te
     n, dtype = ids.shape[0], packed.dtype
     out = new_tensor((n, width), dtype)
     ints = (_PAIRS[dtype], packed.data_ptr(), address_of(ids, torch.int64, n), n, width, out.data_ptr())
-    launch(cpu_program.ROWS, n * width, dtype, ints)
+    launch(cpu_matmul.unpack_rows, n * width, tags_of(dtype), ints)
     return out
 
 
@@ -248,8 +225,7 @@ def matmul(
         address_of(x, packed.dtype, tokens, width), tokens, width * x.element_size(), packed.data_ptr(), num_rows, width // pair,
         0 if bias is None else address_of(bias, out_dtype, num_rows), out.data_ptr(),
     )  # fmt: skip
-    kind = cpu_program.MATMUL if out_dtype == x.dtype else cpu_program.MATMUL_FLOAT
-    launch(kind, tokens * num_rows * width, x.dtype, ints)
+    launch(cpu_matmul.matmul, tokens * num_rows * width, tags_of(x.dtype, out_dtype), ints)
     return out
 
 
@@ -266,7 +242,7 @@ def add_rms_norm(
         address_of(x, x.dtype, tokens, width), 0 if residual is None else address_of(residual, x.dtype, tokens, width),
         address_of(weight, x.dtype, width), out.data_ptr(), tokens, width,
     )  # fmt: skip
-    launch(cpu_program.NORM, 4 * tokens * width, x.dtype, ints, (eps, offset))
+    launch(cpu_fused.add_rms_norm, 4 * tokens * width, tags_of(x.dtype), ints, (eps, offset))
     return out
 
 
@@ -275,7 +251,7 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     out = new_tensor((tokens, width), x.dtype)
     ints = (address_of(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
-    launch(cpu_program.ACTIVATION, 16 * tokens * width, x.dtype, ints)
+    launch(cpu_fused.gated_activation, 16 * tokens * width, tags_of(x.dtype), ints)
     return out
 
 
@@ -298,11 +274,6 @@ def cache_shapes(
 
 def _padded(dim: int) -> int:
     return -(-dim // LANES) * LANES
-
-
-def _cache_tags(kept: CacheDTypes | None) -> list[Any]:
-    assert kept is not None
-    return [_CACHE_TAGS[side] for side in kept]
 
 
 def _check_cache(
@@ -343,7 +314,7 @@ def rope_and_cache(
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(),
     )  # fmt: skip
-    launch(cpu_program.ROPE, 8 * qkv.numel(), dtype, ints, (eps,), kept)
+    launch(cpu_fused.rope_and_cache, 8 * qkv.numel(), tags_of(dtype, *kept), ints, (eps,))
     return out
 
 
@@ -381,5 +352,6 @@ def paged_attention(
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
         window, 0 if sinks is None else address_of(sinks, torch.float32, heads), out.data_ptr(),
     )  # fmt: skip
-    launch(cpu_program.ATTENTION, 2 * BLOCK * q.numel() * block_tables.shape[1], q.dtype, ints, (scale, softcap), kept)
+    work = 2 * BLOCK * q.numel() * block_tables.shape[1]
+    launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))
     return out

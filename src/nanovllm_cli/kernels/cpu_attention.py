@@ -21,10 +21,11 @@ are used, inside the loop.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
 from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, scratch, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_f32
 
@@ -83,11 +84,8 @@ def _fetch(blocks, count, size):
             prefetch(blocks[b] + line)
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def paged_attention(
-    tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record,
-    tiles, num_tiles, block_tables, table_width, window, sinks, out, scale, softcap,
-):  # fmt: skip
+@kernel()
+def paged_attention(arguments, thread, threads):
     """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
 
     k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block.
@@ -95,6 +93,10 @@ def paged_attention(
     window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
     take part in the softmax's sum without a value, or 0.
     """
+    (
+        tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
+        num_tiles, block_tables, table_width, window, sinks, out, scale, softcap,
+    ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
     result = carray(typed_pointer(out, tag), (num_tokens, heads, dim))
@@ -103,7 +105,7 @@ def paged_attention(
     sink_of = carray(typed_pointer(sinks, np.float32(0)), (heads,))
     group = heads // kv_heads
     k_codes, v_codes = dim * BLOCK, padded * BLOCK
-    for task in prange(num_tiles * kv_heads):
+    for task in share(num_tiles * kv_heads, thread, threads):
         kv_head = task // num_tiles
         seq, first_row, count, first_position = tile_of[task % num_tiles]
         num_rows = count * group
@@ -119,7 +121,9 @@ def paged_attention(
         acc[:] = np.float32(0.0)
         state = np.zeros((num_rows, 2), np.float32)
         for r in range(num_rows):
-            rows[r] = queries[first_row + r // group, kv_head * group + r % group]
+            query = queries[first_row + r // group, kv_head * group + r % group]
+            for d in range(dim):  # a whole row would bring numba's messages about shapes, which take seconds to compile
+                rows[r, d] = query[d]
             state[r, 0] = NEG_INF
         end = first_position + count
         begin = max(0, first_position - window + 1) if window > 0 else 0

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-from nanovllm_cli.kernels.cpu_numbers import store
+from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, store
 from nanovllm_cli.kernels.simd import prefetch, typed_pointer
 
 BLOCK = 16
@@ -83,7 +83,7 @@ def _encode(kind, row, codes):
         for i in range(row.size):
             bits = np.uint32(row_bits[i] & np.uint32(0x7FFFFFFF))
             largest = bits if bits > largest else largest
-        scale = np.uint32(largest).view(np.float32) / most
+        scale = float_of(largest) / most
         if largest >= _INFINITY_BITS or scale < _SMALLEST_NORMAL:
             for i in range(row.size):
                 codes[i] = 0
@@ -104,9 +104,9 @@ def _to_int8(x):
 def _to_e4m3(x):
     """Bits of the nearest e4m3, ties to even, saturated. Below 2**-6 it counts in steps of 2**-9; above, an fp32 rounded to three
     bits of mantissa is one with another bias (127 against 7)."""
-    bits = np.float32(x).view(np.uint32)
+    bits = bits_of(x)
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    small = np.uint32(np.int32(np.rint(np.uint32(size).view(np.float32) * np.float32(512.0))))
+    small = np.uint32(np.int32(np.rint(float_of(size) * np.float32(512.0))))
     rounding = np.uint32(np.uint32(0x7FFFF) + np.uint32(np.uint32(size >> np.uint32(20)) & np.uint32(1)))
     large = np.uint32(np.uint32(np.uint32(size + rounding) >> np.uint32(20)) - np.uint32(120 << 3))
     large = large if large < np.uint32(0x7E) else np.uint32(0x7E)

@@ -7,27 +7,29 @@ happens to q, k and v between their projection and attention.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
 SILU, GELU_TANH, GELU = 0, 1, 2
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
-def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):
+@kernel(fastmath=FAST)
+def add_rms_norm(arguments, thread, threads):
     """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
     """
+    tag, x, residual, weight, out, num_rows, width, eps, offset = fields(arguments)
     shape = (num_rows, width)
     added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
     scale = carray(typed_pointer(weight, tag), (width,))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         line, plus, target = stream[r], added[r], result[r]
         if residual != 0:
             for i in range(width):
@@ -38,12 +40,13 @@ def add_rms_norm(tag, x, residual, weight, out, num_rows, width, eps, offset):
             store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy", fastmath=FAST)
-def gated_activation(tag, x, out, num_rows, width, kind):
+@kernel(fastmath=FAST)
+def gated_activation(arguments, thread, threads):
     """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH or GELU (by erf)."""
+    tag, x, out, num_rows, width, kind = fields(arguments)
     both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
     result = carray(typed_pointer(out, tag), (num_rows, width))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         gate, up, target = both[r, :width], both[r, width:], result[r]
         if kind == SILU or kind == GELU_TANH:
             for i in range(width):
@@ -93,11 +96,8 @@ def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, cos, sin, rotar
             buffer[half + i] = b * cos[i] + a * sin[i]
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def rope_and_cache(
-    tag, k_kind, v_kind, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
-    slots, run, k_cache, v_cache, k_record, v_record, q_out, eps,
-):  # fmt: skip
+@kernel()
+def rope_and_cache(arguments, thread, threads):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
     cpu_cache).
 
@@ -106,6 +106,10 @@ def rope_and_cache(
     this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
     and stale memory may hold a NaN.
     """
+    (
+        tag, k_kind, v_kind, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
+        slots, run, k_cache, v_cache, k_record, v_record, q_out, eps,
+    ) = fields(arguments)  # fmt: skip
     source = carray(typed_pointer(qkv, tag), (num_tokens, heads + 2 * kv_heads, dim))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
     q_weight = carray(typed_pointer(q_norm, tag), (dim,))
@@ -115,7 +119,7 @@ def rope_and_cache(
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
     run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
     group = heads // kv_heads
-    for task in prange(num_tokens * kv_heads):
+    for task in share(num_tokens * kv_heads, thread, threads):
         t, h = task // kv_heads, task % kv_heads
         buffer = np.empty(dim, np.float32)
         c, s = angle_cos[t], angle_sin[t]

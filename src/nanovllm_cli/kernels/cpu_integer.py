@@ -10,12 +10,11 @@ is the largest magnitude / 127, of a group or of the whole row. A row's numbers 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_numbers import load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, load, scratch, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import (
     BF16,
     CHUNK,
@@ -51,16 +50,17 @@ _MOST_GROUPS = CHUNK // 16
 _ROUNDING, _ROUNDING_BITS = np.float32(12582912.0), np.int32(0x4B400000)
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def quantize(tag, x, num_rows, x_stride, width, group, per_row, order, out, stride):
+@kernel()
+def quantize(arguments, thread, threads):
     """Round rows of x [num_rows, width], x_stride bytes apart, to int8 (layout: above).
 
     group: columns that share a scale and a sum; per_row: 1 for one scale a row. order: address of i32 [width], the columns of x
     in the order of the weight's, or 0.
     """
+    tag, x, num_rows, x_stride, width, group, per_row, order, out, stride = fields(arguments)
     padded = (width + STEP - 1) // STEP * STEP
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         line = carray(typed_pointer(x + r * x_stride, tag), (width,))
         values = np.zeros(padded, np.float32)
         if order == 0:
@@ -87,7 +87,7 @@ def quantize(tag, x, num_rows, x_stride, width, group, per_row, order, out, stri
                 finite = largest < np.float32(np.inf)
                 inverse = np.float32(127.0) / largest if finite and largest > np.float32(1e-36) else np.float32(0.0)
                 for i in range(piece.size):
-                    code = np.int32(np.float32(piece[i] * inverse + _ROUNDING).view(np.int32) - _ROUNDING_BITS)
+                    code = np.int32(np.int32(bits_of(piece[i] * inverse + _ROUNDING)) - _ROUNDING_BITS)
                     rounded[i] = np.int8(code)
                     total += code
                 scales[g] = scale if finite else np.float32(np.nan)
@@ -101,7 +101,7 @@ def _largest(values):
     bits, most = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         most = max(most, bits[i] & np.uint32(0x7FFFFFFF))
-    return np.uint32(most).view(np.float32)
+    return float_of(most)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -147,10 +147,10 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
         for i in range(count):
             e = np.uint32(exponents[i])
             word = np.uint32(0x200000) << e if e < np.uint32(2) else (e - np.uint32(1)) << np.uint32(23)
-            scales[i] = np.uint32(word).view(np.float32)
+            scales[i] = float_of(word)
         at += count
     else:
-        groups, half_to_unit = count // TILE, np.int32((127 - unit) << 23).view(np.float32)
+        groups, half_to_unit = count // TILE, float_of(np.int32((127 - unit) << 23))
         unpack_halves(supers, TILE, half_to_unit, factors.ctypes.data)
         if scale == SUB_I8:
             times_i8(at, groups, factors.ctypes.data, scales.ctypes.data)
@@ -172,14 +172,16 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             lows[i] = np.float32(zeros[i])
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group, scale, low, offset, unit, table, bias, out,
-                   out_stride):  # fmt: skip
+@kernel()
+def integer_matmul(arguments, thread, threads):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): one rounding to the output's type.
 
     x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. bits … unit: as in RecordLayout;
     table: address of 16 bytes, or 0. bias: address of [n] in the output's type, or 0.
     """
+    (
+        out_tag, x, num_rows, x_stride, weight, n, width, bits, group, scale, low, offset, unit, table, bias, out, out_stride,
+    ) = fields(arguments)  # fmt: skip
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
     full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
@@ -187,7 +189,7 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
-    for task in prange(num_tiles * num_parts):
+    for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
         panel, factors = scratch(CHUNK * TILE), scratch(4 * TILE).view(np.float32)
@@ -247,10 +249,11 @@ def integer_matmul(out_tag, x, num_rows, x_stride, weight, n, width, bits, group
                 store(line, c, sums[r, c])
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def integer_rows(out_tag, weight, ids, num_ids, width, bits, group, scale, low, offset, unit, table, order, out):
+@kernel()
+def integer_rows(arguments, thread, threads):
     """out [num_ids, width] = rows `ids` (int64), dequantized: scale * (code - offset) + low, rounded to fp32 after each step as
     `quant.cpu_records.dequantize` does, and once more to the output's type. order: as in `quantize`."""
+    out_tag, weight, ids, num_ids, width, bits, group, scale, low, offset, unit, table, order, out = fields(arguments)
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
     full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
@@ -259,7 +262,7 @@ def integer_rows(out_tag, weight, ids, num_ids, width, bits, group, scale, low, 
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
     dst = carray(typed_pointer(out, out_tag), (num_ids, width))
     values = carray(typed_pointer(table, np.uint8(0)), (16,))
-    for r in prange(num_ids):
+    for r in share(num_ids, thread, threads):
         tile, column = rows[r] // TILE, rows[r] % TILE
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
         factors = np.empty(TILE, np.float32)
@@ -295,37 +298,3 @@ def packed_code(planes, bits, column, i):
         code |= ((packed >> (unit % per_row * plane)) & ((1 << plane) - 1)) << shift
         row, shift, left = row + plane, shift + plane, left - plane
     return code
-
-
-# ---- by address (entry.py) ----
-
-
-def quantize_entry(arguments: Any) -> None:
-    """The element type's bytes, and `quantize`'s arguments."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (10,))
-    if a[0] == 2:
-        quantize(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
-    else:
-        quantize(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
-
-
-def matmul_entry(arguments: Any) -> None:
-    """The same for `integer_matmul`."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (17,))
-    if a[0] == 2:
-        integer_matmul(
-            np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
-        )  # fmt: skip
-    else:
-        integer_matmul(
-            np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]
-        )  # fmt: skip
-
-
-def rows_entry(arguments: Any) -> None:
-    """The same for `integer_rows`."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (14,))
-    if a[0] == 2:
-        integer_rows(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13])
-    else:
-        integer_rows(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13])

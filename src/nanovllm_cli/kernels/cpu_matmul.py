@@ -8,20 +8,22 @@ hundreds (the multipliers' speed). Work is split over blocks of 64 outputs, and 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray
 
 from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, typed_pointer
 
 ROWS_PER_TASK = 96
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def pack_rows(tag, pair, source, num_rows, k, packed, first_row):
+@kernel()
+def pack_rows(arguments, thread, threads):
     """Rows of a row-major [num_rows, k] weight into place in a packed one, from row `first_row` on. pair: e above."""
+    tag, pair, source, num_rows, k, packed, first_row = fields(arguments)
     steps = (k + pair - 1) // pair
     src = carray(typed_pointer(source, tag), (num_rows, k))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         n = first_row + r
         block = carray(
             typed_pointer(packed + (n // TILE_COLUMNS) * steps * TILE_COLUMNS * 4, tag), (steps, TILE_COLUMNS, pair)
@@ -31,13 +33,14 @@ def pack_rows(tag, pair, source, num_rows, k, packed, first_row):
             block[i // pair, column, i % pair] = src[r, i]
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def unpack_rows(tag, pair, packed, ids, num_ids, k, out):
+@kernel()
+def unpack_rows(arguments, thread, threads):
     """Row-major rows `ids` (int64) of a packed weight: what an embedding needs of a tied head."""
+    tag, pair, packed, ids, num_ids, k, out = fields(arguments)
     steps = (k + pair - 1) // pair
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     dst = carray(typed_pointer(out, tag), (num_ids, k))
-    for r in prange(num_ids):
+    for r in share(num_ids, thread, threads):
         n = rows[r]
         block = carray(
             typed_pointer(packed + (n // TILE_COLUMNS) * steps * TILE_COLUMNS * 4, tag), (steps, TILE_COLUMNS, pair)
@@ -47,18 +50,19 @@ def unpack_rows(tag, pair, packed, ids, num_ids, k, out):
             dst[r, i] = block[i // pair, column, i % pair]
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def matmul(tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out):
+@kernel()
+def matmul(arguments, thread, threads):
     """out [num_rows, n] = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     tag, out_tag: element types of x and weight, and of out and bias. Addresses; x_stride in bytes; steps of 32 bits along k.
     bias: address of [n] in the output's type, or 0.
     """
+    tag, out_tag, x, num_rows, x_stride, weight, n, steps, bias, out = fields(arguments)
     num_blocks = (n + TILE_COLUMNS - 1) // TILE_COLUMNS
     num_chunks = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     dst = carray(typed_pointer(out, out_tag), (num_rows, n))
     added = carray(typed_pointer(bias, out_tag), (n,))
-    for task in prange(num_blocks * num_chunks):
+    for task in share(num_blocks * num_chunks, thread, threads):
         block, chunk = task // num_chunks, task % num_chunks
         w = weight + block * steps * TILE_COLUMNS * 4
         first, width = block * TILE_COLUMNS, min(TILE_COLUMNS, n - block * TILE_COLUMNS)

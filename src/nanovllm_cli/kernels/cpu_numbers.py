@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from nanovllm_cli.kernels.simd import dot16_bf16, dot16_f32, dot64_bf16, dot64_f32
 
@@ -27,6 +28,20 @@ def scratch(num_bytes):
     return memory[skip : skip + num_bytes]
 
 
+@intrinsic
+def float_of(typing: Any, bits: Any) -> Any:
+    """The fp32 with these bits. `view` calls a function that could fail, which keeps loops from being vectors."""
+    code = lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+    return types.float32(types.uint32), code
+
+
+@intrinsic
+def bits_of(typing: Any, number: Any) -> Any:
+    """The bits of an fp32."""
+    code = lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
+    return types.uint32(types.float32), code
+
+
 def load(array: Any, i: Any) -> Any:
     """array[i] as fp32."""
     raise NotImplementedError("compiled code only")
@@ -40,7 +55,7 @@ def store(array: Any, i: Any, value: Any) -> Any:
 @overload(load, inline="always")
 def _load(array, i):
     if array.dtype == types.uint16:
-        return lambda array, i: np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
+        return lambda array, i: float_of(np.uint32(array[i]) << np.uint32(16))
     return lambda array, i: array[i]
 
 
@@ -49,7 +64,7 @@ def _store(array, i, value):
     if array.dtype == types.uint16:
 
         def store_bf16(array, i, value):
-            bits = np.float32(value).view(np.uint32)
+            bits = bits_of(value)
             rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
             array[i] = np.uint16(np.uint32(bits + rounding) >> np.uint32(16))
 
@@ -78,7 +93,7 @@ def exp_not_positive(x):
     p = p * f + np.float32(2.4022651e-1)
     p = p * f + np.float32(6.9314718e-1)
     p = p * f + np.float32(1.0)
-    return p * np.int32(n << np.int32(23)).view(np.float32)
+    return p * float_of(n << np.int32(23))
 
 
 def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):

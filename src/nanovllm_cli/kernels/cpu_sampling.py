@@ -117,11 +117,11 @@ def adjust_rows(rows: Ids, masks: Sequence[Words | None], edits: Sequence[Sequen
     assert all(mask is None or (mask.dtype == np.uint32 and mask.flags.c_contiguous) for mask in masks)
     words = np.array([0 if mask is None else mask.ctypes.data for mask in masks], dtype=np.int64)
     sizes = np.array([0 if mask is None else len(mask) for mask in masks], dtype=np.int64)
-    cpu.use_threads_for(copies.size)
-    cpu_sampling_rows.adjust_rows(
+    ints = (
         rows.ctypes.data, count, vocab_size, words.ctypes.data, sizes.ctypes.data, listed.ctypes.data, starts.ctypes.data,
         copies.ctypes.data,
     )  # fmt: skip
+    cpu.launch(cpu_sampling_rows.adjust_rows, copies.size, "", ints)
 
 
 # ---- the draw ----
@@ -148,8 +148,9 @@ def draw_tokens(rows: Ids, vocab_size: int, settings: NDArray[np.float64]) -> Id
     assert settings.flags.c_contiguous
     drawn = np.empty(len(rows), dtype=np.int64)
     work = _DRAW_WORK if settings[:, cpu_sampling_rows.TEMPERATURE].any() else _GREEDY_WORK
-    cpu.use_threads_for(len(rows) * vocab_size * work if len(rows) > 1 else 0)
-    cpu_sampling_rows.draw_rows(rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, drawn.ctypes.data)
+    work = len(rows) * vocab_size * work if len(rows) > 1 else 0
+    ints = (rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, drawn.ctypes.data)
+    cpu.launch(cpu_sampling_rows.draw_rows, work, "", ints)
     return drawn
 
 
@@ -175,11 +176,12 @@ def logprobs(rows: Ids, vocab_size: int, token_ids: Sequence[int], num_top: Sequ
     assert 0 <= tokens.min() <= tokens.max() < vocab_size
     counts = np.empty((len(rows), 3 + width), dtype=np.int64)
     found = np.empty((len(rows), 2 + width), dtype=np.float32)
-    cpu.use_threads_for(len(rows) * vocab_size * _DRAW_WORK if len(rows) > 1 else 0)
-    cpu_sampling_rows.logprob_rows(
+    work = len(rows) * vocab_size * _DRAW_WORK if len(rows) > 1 else 0
+    ints = (
         rows.ctypes.data, len(rows), vocab_size, tokens.ctypes.data, limits.ctypes.data, width, counts.ctypes.data,
         found.ctypes.data,
     )  # fmt: skip
+    cpu.launch(cpu_sampling_rows.logprob_rows, work, "", ints)
     return [_from_found(ints, floats) for ints, floats in zip(counts.tolist(), found.tolist(), strict=True)]
 
 

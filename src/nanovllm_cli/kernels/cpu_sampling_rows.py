@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, prange, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTINGS = range(8)
@@ -72,14 +74,14 @@ def weight(gap):
     over = _fma(over, r, np.float32(9.999999999980870924916e-01))
     under = _fma(np.float32(2.159509375685829852307e-02), r, np.float32(-2.742335390411667452936e-01))
     under = _fma(under, r, np.float32(1.0))
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    power = float_of(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
     return np.int64(np.float32(np.float32(over / under) * power) * _ONE)
 
 
 @_inner
 def _ordered(x):
     """Signed bits that order as float32 does (0.0 above -0.0), with NaN at the ends."""
-    bits = np.float32(x).view(np.int32)
+    bits = np.int32(bits_of(x))
     return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -110,11 +112,11 @@ def _block_peaks(logits, peaks):
                 key = _ordered(logits[i])
                 top = max(top, key)
                 lowest = min(lowest, key)
-        peaks[block] = np.int32(top ^ np.int32((top >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        peaks[block] = float_of(np.int32(top ^ np.int32((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
         highest = max(highest, top)
     if highest >= _ordered(np.float32(np.inf)) or lowest < _ordered(_NEG_INF):
         return np.float32(np.inf)
-    return np.int32(highest ^ np.int32((highest >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+    return float_of(np.int32(highest ^ np.int32((highest >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @_inner
@@ -214,7 +216,7 @@ def _most_likely(logits, peaks, floor, limit, ids):
     if 0 < limit < len(peaks):
         bound, _ = _last_that_counts(_keys_of_float32(peaks), np.ones(len(peaks), np.int64), limit, np.int64(32))
         bits = np.int32(np.int64(bound) - np.int64(0x80000000))
-        floor = max(floor, np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32))
+        floor = max(floor, float_of(np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))))
     count = _at_least(logits, peaks, floor, ids)
     if 0 < limit < count:
         values = np.empty(count, np.float32)
@@ -338,36 +340,32 @@ def _draw(logits, setting):
     return ids[i]
 
 
-@_inner
-def _note(array, i, value):
-    """array[i] = value. Written in a prange itself, numba takes it for dead code: nobody there reads the array."""
-    array[i] = value
-
-
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def draw_rows(rows, num_rows, size, settings, drawn):
+@kernel()
+def draw_rows(arguments, thread, threads):
     """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64."""
+    rows, num_rows, size, settings, drawn = fields(arguments)
     addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     table = carray(typed_pointer(settings, np.float64(0)), (num_rows, SETTINGS))
     out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
-    for r in prange(num_rows):
-        _note(out, r, _draw(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[r]))
+    for r in share(num_rows, thread, threads):
+        out[r] = _draw(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[r])
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def adjust_rows(rows, num_rows, size, masks, mask_sizes, edits, edit_starts, copies):
+@kernel()
+def adjust_rows(arguments, thread, threads):
     """The logits at the addresses rows [B], changed, to copies [B, V]; a row that holds NaN or +inf starts with NaN there.
 
     masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is banned. 0: none.
     edits [E, EDIT] float32, of row r from edit_starts[r] to edit_starts[r + 1], one after another.
     """
+    rows, num_rows, size, masks, mask_sizes, edits, edit_starts, copies = fields(arguments)
     addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     words = carray(typed_pointer(masks, np.int64(0)), (num_rows,))
     num_words = carray(typed_pointer(mask_sizes, np.int64(0)), (num_rows,))
     starts = carray(typed_pointer(edit_starts, np.int64(0)), (num_rows + 1,))
     table = carray(typed_pointer(edits, np.float32(0)), (starts[num_rows], EDIT))
     out = carray(typed_pointer(copies, np.float32(0)), (num_rows, size))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         _adjust(addresses[r], words[r], num_words[r], table[starts[r] : starts[r + 1]], out[r])
 
 
@@ -404,19 +402,20 @@ def _ban_all_but(words, out):
             out[i] = _NEG_INF
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def logprob_rows(rows, num_rows, size, tokens, limits, width, counts, logits_found):
+@kernel()
+def logprob_rows(arguments, thread, threads):
     """What log-probabilities of a token and of the limits[r] most likely ones are made of, for each of the addresses rows [B].
 
     counts [B, 3 + width] int64: the row's weight at temperature 1 (NOT_FINITE, NOTHING_LEFT), the token's rank, how many most
     likely ones, their ids by rank. logits_found [B, 2 + width] float32: the largest, the token's, theirs.
     """
+    rows, num_rows, size, tokens, limits, width, counts, logits_found = fields(arguments)
     addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     ids = carray(typed_pointer(tokens, np.int64(0)), (num_rows,))
     most = carray(typed_pointer(limits, np.int64(0)), (num_rows,))
     ints = carray(typed_pointer(counts, np.int64(0)), (num_rows, 3 + width))
     floats = carray(typed_pointer(logits_found, np.float32(0)), (num_rows, 2 + width))
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         _logprob_row(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), ids[r], most[r], ints[r], floats[r])
 
 

@@ -13,14 +13,13 @@ itself: scale * number + low. Groups come in ascending order, and a row's bits d
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import carray, njit, prange, types
+from numba import carray, njit, types
 from numba.extending import overload
 
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_scales
-from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, load, scratch, store
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES, look_up, unpack_codes
@@ -36,9 +35,9 @@ _E4M3_MAX = np.float32(448.0)
 @njit(inline="always")
 def _e4m3(code):
     """The number that eight bits stand for, exactly. NaN (all but the sign set) does not occur: readers refuse it."""
-    magnitude = np.uint32((code & np.uint32(0x7F)) << np.uint32(20)).view(np.float32) * _E4M3_BIAS
+    magnitude = float_of(np.uint32((code & np.uint32(0x7F)) << np.uint32(20))) * _E4M3_BIAS
     sign = np.uint32((code & np.uint32(0x80)) << np.uint32(24))
-    return np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32)
+    return float_of(np.uint32(bits_of(magnitude) | sign))
 
 
 @njit(inline="always")
@@ -54,7 +53,7 @@ def _value(code, kind, table, taken):
 @njit(inline="always")
 def _upper(value):
     """The bf16 bits of an fp32 that is a bf16, in the lower half of 32 bits."""
-    return np.float32(value).view(np.uint32) >> np.uint32(16)
+    return bits_of(value) >> np.uint32(16)
 
 
 def fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
@@ -135,11 +134,8 @@ def _scaled_after(tag):
     return lambda tag: after
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def value_matmul(
-    tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, bits, group, scale, low, offset, unit, table, kind,
-    numbers, bias, out, out_stride,
-):  # fmt: skip
+@kernel()
+def value_matmul(arguments, thread, threads):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
@@ -147,6 +143,10 @@ def value_matmul(
     address of 16 bytes, or 0. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias: address of [n] in the
     output's type, or 0.
     """
+    (
+        tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, bits, group, scale, low, offset, unit, table,
+        kind, numbers, bias, out, out_stride,
+    ) = fields(arguments)  # fmt: skip
     size = 4 // _per_word(tag)
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
@@ -158,7 +158,7 @@ def value_matmul(
     added = carray(typed_pointer(bias, out_tag), (n,))
     factors = carray(typed_pointer(x_scales, np.float32(0)), (num_rows, max(1, x_groups)))
     by_group = scaled_after(tag) or x_groups > 1
-    for task in prange(num_tiles * num_parts):
+    for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
         unpacked = scratch(CHUNK * TILE).view(np.uint32)
@@ -223,10 +223,11 @@ def value_matmul(
                 store(line, c, sums[r, c])
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, numbers, out):
+@kernel()
+def value_rows(arguments, thread, threads):
     """out [num_ids, width] = rows `ids` (int64) of E4M3 or TABLE, dequantized: scale * number in fp32, rounded to the output's
     type. Whole numbers: `cpu_integer.integer_rows`."""
+    tag, weight, ids, num_ids, width, bits, group, scale, low, kind, numbers, out = fields(arguments)
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
     full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
@@ -234,7 +235,7 @@ def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, 
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
     dst = carray(typed_pointer(out, tag), (num_ids, width))
-    for r in prange(num_ids):
+    for r in share(num_ids, thread, threads):
         tile, column = rows[r] // TILE, rows[r] % TILE
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
         of_supers = np.empty(TILE, np.float32)
@@ -250,13 +251,14 @@ def value_rows(tag, weight, ids, num_ids, width, bits, group, scale, low, kind, 
                 store(line, chunk * CHUNK + i, scales[at] * _value(code, kind, values, np.float32(0.0)))
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def round_e4m3(tag, x, num_rows, width, group, fixed, out, scales):
+@kernel()
+def round_e4m3(arguments, thread, threads):
     """out [num_rows, width] = x / scale, rounded to what e4m3 can say, in x's type; scales fp32 [num_rows, groups].
 
     A scale is the largest magnitude of a row's group / 448, or the one at the address `fixed` where that is not 0. group: columns
     that share a scale.
     """
+    tag, x, num_rows, width, group, fixed, out, scales = fields(arguments)
     source = carray(typed_pointer(x, tag), (num_rows, width))
     target = carray(typed_pointer(out, tag), (num_rows, width))
     groups = (width + group - 1) // group
@@ -264,7 +266,7 @@ def round_e4m3(tag, x, num_rows, width, group, fixed, out, scales):
     given = np.float32(0.0)
     if fixed != 0:  # outside of the loop, out of which numba would lift the reading without the condition
         given = carray(typed_pointer(fixed, np.float32(0)), (1,))[0]
-    for r in prange(num_rows):
+    for r in share(num_rows, thread, threads):
         line, rounded = source[r], target[r]
         for g in range(groups):
             begin, end = g * group, min(width, (g + 1) * group)
@@ -283,9 +285,9 @@ def round_e4m3(tag, x, num_rows, width, group, fixed, out, scales):
 @njit(inline="always")
 def _to_e4m3(value):
     """Rounded to three bits after the leading one, ties to even, 2**-9 apart below 2**-6, at most 448. NaN stays NaN."""
-    bits = np.float32(value).view(np.uint32)
+    bits = bits_of(value)
     bits = np.uint32(bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) & np.uint32(0xFFF00000)
-    normal = np.uint32(bits).view(np.float32)
+    normal = float_of(bits)
     small = np.rint(np.float32(value) * np.float32(512.0)) * np.float32(1.0 / 512.0)
     rounded = small if abs(value) < np.float32(2.0**-6) else normal
     rounded = _E4M3_MAX if rounded > _E4M3_MAX else rounded
@@ -314,43 +316,3 @@ def _empty_like_of(tag, size):
     if tag == types.uint16:
         return lambda tag, size: scratch(2 * size).view(np.uint16)
     return lambda tag, size: scratch(4 * size).view(np.float32)
-
-
-# ---- by address (entry.py) ----
-
-
-def matmul_entry(arguments: Any) -> None:
-    """The element types' bytes (x's, the output's), and `value_matmul`'s arguments."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (22,))
-    if a[0] == 2 and a[1] == 2:
-        _matmul(np.uint16(0), np.uint16(0), a)
-    elif a[0] == 2:
-        _matmul(np.uint16(0), np.float32(0), a)
-    else:
-        _matmul(np.float32(0), np.float32(0), a)
-
-
-@njit(nogil=True, error_model="numpy")
-def _matmul(tag, out_tag, a):
-    value_matmul(
-        tag, out_tag, a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17],
-        a[18], a[19], a[20], a[21],
-    )  # fmt: skip
-
-
-def rows_entry(arguments: Any) -> None:
-    """The output's element bytes, and `value_rows`' arguments."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (12,))
-    if a[0] == 2:
-        value_rows(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11])
-    else:
-        value_rows(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11])
-
-
-def round_entry(arguments: Any) -> None:
-    """x's element bytes, and `round_e4m3`'s arguments."""
-    a = carray(typed_pointer(arguments, np.int64(0)), (8,))
-    if a[0] == 2:
-        round_e4m3(np.uint16(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7])
-    else:
-        round_e4m3(np.float32(0), a[1], a[2], a[3], a[4], a[5], a[6], a[7])

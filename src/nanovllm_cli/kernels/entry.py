@@ -1,54 +1,166 @@
-"""Kernels that are called by their address, with the address of their arguments.
+"""How the CPU's kernels are compiled and started.
 
-A recorded step (cpu_program.py) can run them without knowing them when it is compiled: so who never loads a quantized model never
-waits for its kernels. Each is compiled, or loaded from the cache, when it is first asked for.
+A kernel is a C function (address of its arguments, thread, threads), which every thread of a team runs on its share of the tasks:
+
+    @kernel()
+    def negate(arguments, thread, threads):
+        tag, x, count = fields(arguments)
+        values = carray(typed_pointer(x, tag), (count,))
+        for i in share(count, thread, threads):
+            values[i] = -values[i]
+
+Its arguments are a C struct: tags, scalars whose type says an element type (cpu_numbers); int64 numbers; float64 numbers. It is
+compiled, or loaded from the cache, when it is first asked for with these tags: nobody waits for what no model uses. Since all of
+them start alike, a recorded step is a list of addresses.
+
+The threads are numba's. Its `prange` takes the code of a loop, and all that it calls, through LLVM four times.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
-from numba import cfunc, types
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+from nanovllm_cli.kernels.simd import typed_pointer
+
+TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.uint8}
+"""By `struct`'s letters."""
+ALIGNMENT = 8
+"""Of arguments, whose bytes are a multiple of it."""
+_I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
-@cache
-def address(kernel: Callable[[Any], None]) -> int:
-    """Of the machine code of kernel(arguments), where `arguments` is the address of int64 numbers."""
-    numba.get_num_threads()  # starts the threads: code of a cfunc that comes from the cache doesn't, and crashes without
-    compiled: Any = cfunc(types.void(types.int64), cache=True, error_model="numpy")(kernel)
-    _keep.append(compiled)
-    return int(compiled.address)
+class Kernel:
+    """A function of (arguments, thread, threads), compiled for each combination of tags that is used."""
+
+    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+        self._function = function
+        self._options = {"error_model": "numpy", "cache": True} | options
+        self._compiled: dict[tuple[str, int, int], tuple[Any, int, struct.Struct]] = {}
+
+    def step(self, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> tuple[int, bytes]:
+        """Its address, and its arguments. tags: letters of TAG_TYPES."""
+        key = tags, len(ints), len(floats)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(*key)
+        _, address, layout = self._compiled[key]
+        return address, layout.pack(*(0 for _ in tags), *ints, *floats)
+
+    def run(self, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
+        """Now, on the threads that numba is set to use, without the interpreter's lock."""
+        address, arguments = self.step(tags, ints, floats)
+        memory = ctypes.create_string_buffer(arguments, len(arguments))
+        row = (ctypes.c_int64 * 2)(address, ctypes.addressof(memory))
+        replay(ctypes.addressof(row), 1)
+
+    def _compile(self, tags: str, num_ints: int, num_floats: int) -> tuple[Any, int, struct.Struct]:
+        members = [*(TAG_TYPES[tag] for tag in tags), *[types.int64] * num_ints, *[types.float64] * num_floats]
+        signature = types.void(types.CPointer(types.Tuple(members)), types.int64, types.int64)
+        compiled: Any = cfunc(signature, **self._options)(self._function)
+        return compiled, int(compiled.address), struct.Struct(f"@{tags}{num_ints}q{num_floats}d0q")
 
 
-_keep: list[Any] = []
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
+    """options: numba's."""
+    return lambda function: Kernel(function, **options)
 
 
-def call(kernel_address: int, arguments: tuple[int, ...]) -> None:
-    """Run it now, without the interpreter's lock."""
-    numbers = (ctypes.c_int64 * len(arguments))(*arguments)
-    _function(kernel_address)(ctypes.addressof(numbers))
+def replay(steps: int, count: int) -> None:
+    """Run kernels one after another. steps: address of [count, 2] int64, a kernel's address and that of its arguments."""
+    if not _replay:
+        numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
+        compiled: Any = cfunc(types.void(types.int64, types.int64), cache=True, error_model="numpy")(_run_all)
+        _replay.extend((_PROTOTYPE(compiled.address), compiled))
+    _replay[0](steps, count)
 
 
-@cache
-def _function(kernel_address: int) -> Callable[[int], None]:
-    return _PROTOTYPE(kernel_address)
+_replay: list[Any] = []
+
+
+# ---- compiled ----
 
 
 @intrinsic
-def call_address(typing: Any, kernel: Any, arguments: Any) -> Any:
-    """The same, from compiled code."""
+def fields(typing: Any, arguments: Any) -> Any:
+    """The arguments of a kernel, as a tuple."""
+    members = arguments.dtype
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        layout = ir.LiteralStructType([context.get_value_type(member) for member in members])
+        base = builder.bitcast(args[0], layout.as_pointer())
+        values = [builder.load(cgutils.gep_inbounds(builder, base, 0, i)) for i in range(len(members))]
+        return context.make_tuple(builder, members, values)
+
+    return members(arguments), code
+
+
+@njit(inline="always")
+def share(count, thread, threads):
+    """The tasks, of `count`, that are this thread's: a range."""
+    return range(count * thread // threads, count * (thread + 1) // threads)
+
+
+def _run_all(steps: Any, count: Any) -> None:
+    table = carray(typed_pointer(steps, np.int64(0)), (count, 2))
+    for i in range(count):
+        _on_all_threads(table[i, 0], table[i, 1])
+
+
+@intrinsic
+def _on_all_threads(typing: Any, function: Any, arguments: Any) -> Any:
+    """Run the kernel at an address on as many threads as numba is set to use.
+
+    Numba's pool (`numba.np.ufunc.parallel.build_gufunc_kernel`) calls f(args, dimensions, steps, data) on each thread, with
+    args[0] moved on by steps[0] for each item before its first, and dimensions[0] items. From 0 on in steps of 1, args[0] is the
+    number of the first.
+    """
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        function, arguments = args
+        outer = b.function
+        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I64])
+        threads = b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_I64, []), "get_num_threads"), [])
+        with b.if_else(b.icmp_signed("==", threads, _I64(1))) as (alone, together):
+            with alone:
+                b.call(b.inttoptr(function, kind.as_pointer()), [arguments, _I64(0), _I64(1)])
+            with together:
+                data, number, step, first = (
+                    cgutils.alloca_once(b, held) for held in (ir.ArrayType(_I64, 3), _I64, _I64, _I64)
+                )
+                for i, value in enumerate((function, arguments, threads)):
+                    b.store(value, cgutils.gep_inbounds(b, data, 0, i))
+                b.store(threads, number)
+                b.store(_I64(1), step)
+                b.store(_I64(0), first)
+                pool_kind = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_I64] * 3)
+                pool = cgutils.get_or_insert_function(b.module, pool_kind, "numba_parallel_for")
+                pointers = [b.bitcast(held, _BYTES) for held in (_items(outer.module, kind), first, number, step, data)]
+                b.call(pool, [*pointers, _I64(0), _I64(1), threads])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), code
+
+
+def _items(module: Any, kernel_kind: ir.FunctionType) -> ir.Function:
+    """What the pool calls on each thread."""
+    many = _I64.as_pointer()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [many, many, many, many]), "kernel_items")
+    function.linkage = "internal"
+    b = ir.IRBuilder(function.append_basic_block())
+    firsts, counts, _, data = function.args
+    address, arguments, threads = (b.load(b.gep(data, [_I64(i)])) for i in range(3))
+    first, count = b.load(firsts), b.load(counts)
+    with cgutils.for_range(b, count) as loop:
+        b.call(b.inttoptr(address, kernel_kind.as_pointer()), [arguments, b.add(first, loop.index), threads])
+    b.ret_void()
+    return function

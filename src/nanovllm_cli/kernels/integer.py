@@ -5,13 +5,12 @@ All of it can be recorded in a cpu.Program. Work of several weights on the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import cpu_integer, cpu_program, entry
-from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor
+from nanovllm_cli.kernels import cpu_integer
+from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 
@@ -60,10 +59,10 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:
     data = new_tensor((chunks * tokens * stride,), torch.uint8)
     order = 0 if rounding.order is None else address_of(rounding.order, torch.int32, width)
     ints = (
-        x.itemsize, address_of(x, x.dtype, tokens, width), tokens, width * x.itemsize, width, rounding.group,
+        address_of(x, x.dtype, tokens, width), tokens, width * x.itemsize, width, rounding.group,
         int(rounding.per_row), order, data.data_ptr(), stride,
     )  # fmt: skip
-    launch_entry(cpu_integer.quantize_entry, 16 * tokens * width, ints)
+    launch(cpu_integer.quantize, 16 * tokens * width, tags_of(x.dtype), ints)
     return Rounded(data, tokens, width, stride, rounding)
 
 
@@ -76,10 +75,10 @@ def matmul(x: Rounded, weight: Packed, bias: torch.Tensor | None, out: torch.Ten
     assert weight.data.numel() == layout.num_bytes
     added = 0 if bias is None else address_of(bias, out.dtype, layout.num_rows)
     ints = (
-        out.itemsize, x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
+        x.data.data_ptr(), x.tokens, x.stride, weight.data.data_ptr(), layout.num_rows, *weight.numbers, added,
         out.data_ptr(), out.stride(0) * out.itemsize,
     )  # fmt: skip
-    launch_entry(cpu_integer.matmul_entry, x.tokens * layout.num_rows * layout.width, ints)
+    launch(cpu_integer.integer_matmul, x.tokens * layout.num_rows * layout.width, tags_of(out.dtype), ints)
 
 
 def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -88,12 +87,7 @@ def rows(weight: Packed, ids: torch.Tensor, order: torch.Tensor | None, dtype: t
     out = new_tensor((n, layout.width), dtype)
     columns = 0 if order is None else address_of(order, torch.int32, layout.width)
     ints = (
-        out.itemsize, weight.data.data_ptr(), address_of(ids, torch.int64, n), n, *weight.numbers, columns, out.data_ptr()
+        weight.data.data_ptr(), address_of(ids, torch.int64, n), n, *weight.numbers, columns, out.data_ptr()
     )  # fmt: skip
-    launch_entry(cpu_integer.rows_entry, 8 * n * layout.width, ints)
+    launch(cpu_integer.integer_rows, 8 * n * layout.width, tags_of(out.dtype), ints)
     return out
-
-
-def launch_entry(kernel: Callable[[Any], None], work: int, ints: tuple[int, ...]) -> None:
-    """Run a kernel that is called by its address, or write it into the recording. work: its multiply-adds."""
-    launch(cpu_program.CALL, work, torch.bfloat16, (entry.address(kernel), *ints))

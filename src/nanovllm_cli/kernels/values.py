@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.kernels import cpu_values
-from nanovllm_cli.kernels.cpu import address_of, new_tensor
-from nanovllm_cli.kernels.integer import Packed, launch_entry
+from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
+from nanovllm_cli.kernels.integer import Packed
 
 CODE, E4M3, TABLE = cpu_values.CODE, cpu_values.E4M3, cpu_values.TABLE
 
@@ -26,8 +26,8 @@ def round_e4m3(x: torch.Tensor, group: int, fixed: torch.Tensor | None) -> Scale
     scales = new_tensor((tokens, -(-width // group)), torch.float32)
     rounded = new_tensor((tokens, width), x.dtype)
     given = 0 if fixed is None else address_of(fixed, torch.float32, 1)
-    ints = (x.itemsize, address_of(x, x.dtype, tokens, width), tokens, width, group, given, rounded.data_ptr(), scales.data_ptr())
-    launch_entry(cpu_values.round_entry, 16 * tokens * width, ints)
+    ints = (address_of(x, x.dtype, tokens, width), tokens, width, group, given, rounded.data_ptr(), scales.data_ptr())
+    launch(cpu_values.round_e4m3, 16 * tokens * width, tags_of(x.dtype), ints)
     return Scaled(rounded, scales)
 
 
@@ -47,12 +47,12 @@ def matmul(
     if width * rows.itemsize % 4:
         rows = torch.nn.functional.pad(rows, (0, 1))
     ints = (
-        rows.itemsize, out.itemsize, address_of(rows, rows.dtype, *rows.shape), tokens, rows.shape[1] * rows.itemsize,
+        address_of(rows, rows.dtype, *rows.shape), tokens, rows.shape[1] * rows.itemsize,
         0 if x.scales is None else address_of(x.scales, torch.float32, tokens, groups), groups, weight.data.data_ptr(),
         layout.num_rows, *weight.numbers, kind, 0 if numbers is None else address_of(numbers, torch.float32, 16),
         0 if bias is None else address_of(bias, out.dtype, layout.num_rows), out.data_ptr(), out.stride(0) * out.itemsize,
     )  # fmt: skip
-    launch_entry(cpu_values.matmul_entry, tokens * layout.num_rows * width, ints)
+    launch(cpu_values.value_matmul, tokens * layout.num_rows * width, tags_of(rows.dtype, out.dtype), ints)
 
 
 def rows(weight: Packed, ids: torch.Tensor, kind: int, numbers: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -60,8 +60,8 @@ def rows(weight: Packed, ids: torch.Tensor, kind: int, numbers: torch.Tensor | N
     n, layout = ids.shape[0], weight.layout
     out = new_tensor((n, layout.width), dtype)
     ints = (
-        out.itemsize, weight.data.data_ptr(), address_of(ids, torch.int64, n), n, layout.width, layout.bits, layout.group,
+        weight.data.data_ptr(), address_of(ids, torch.int64, n), n, layout.width, layout.bits, layout.group,
         layout.scale, layout.low, kind, 0 if numbers is None else address_of(numbers, torch.float32, 16), out.data_ptr(),
     )  # fmt: skip
-    launch_entry(cpu_values.rows_entry, 8 * n * layout.width, ints)
+    launch(cpu_values.value_rows, 8 * n * layout.width, tags_of(out.dtype), ints)
     return out

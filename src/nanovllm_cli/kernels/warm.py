@@ -1,8 +1,8 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
 dtype and kind of KV cache, and apart from them those of integer weights.
 
-The first run on a machine takes about half a minute of compiling; a marker in numba's cache folder tells later ones that it is
-done, so that only the first says so.
+The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
+it is done, so that only the first says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         return cpu.matmul(x, inner["rows"], 64, None, torch.float32)
 
     step()
-    with cpu.Program(dtype, cpu.MemoryPool()) as program:
+    with cpu.Program(cpu.MemoryPool()) as program:
         logits = step()
     program.replay()
     assert logits.isfinite().all()
@@ -52,22 +52,20 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     _mark(_marker(dtype, kept))
 
 
-def integer_is_compiled() -> bool:
+def integer_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_integer`."""
-    return _folder().joinpath(_INTEGER).exists()
+    return _integer_marker(dtype).exists()
 
 
-def warm_up_integer() -> None:
-    """Run the kernels of integer weights once on next to nothing."""
+def warm_up_integer(dtype: torch.dtype) -> None:
+    """Run the kernels of integer weights once on next to nothing, with results of dtype and in float32, as logits are."""
     layout = RecordLayout(64, 32, 4, 32, F16)
     weight = integer.Packed(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8), None)
-    x = integer.quantize(torch.zeros(1, 32, dtype=torch.bfloat16), integer.Rounding(32, False, None))
-    integer.matmul(x, weight, None, torch.zeros(1, 64))
-    integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, torch.bfloat16)
-    _mark(_folder() / _INTEGER)
-
-
-_INTEGER = "compiled-integer"
+    x = integer.quantize(torch.zeros(1, 32, dtype=dtype), integer.Rounding(32, False, None))
+    for out_dtype in (dtype, torch.float32):
+        integer.matmul(x, weight, None, torch.zeros(1, 64, dtype=out_dtype))
+    integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, dtype)
+    _mark(_integer_marker(dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:
@@ -84,6 +82,10 @@ def _draw(logits: cpu_sampling.Logits) -> None:
 def _marker(dtype: torch.dtype, kept: cpu.CacheDTypes) -> Path:
     names = "-".join(str(kind).removeprefix("torch.") for kind in (dtype, *kept))
     return _folder() / f"compiled-{names}"
+
+
+def _integer_marker(dtype: torch.dtype) -> Path:
+    return _folder() / f"compiled-integer-{str(dtype).removeprefix('torch.')}"
 
 
 def _mark(marker: Path) -> None:
