@@ -22,14 +22,14 @@ from starlette.responses import Response
 
 from http_server import Answer, Running, read_answer, running
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.server import middleware
+from nanovllm_cli.server import errors, middleware
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import EngineState
-from nanovllm_cli.server.routing import api_router, parse_json
+from nanovllm_cli.server.routing import MAX_VALUES, api_router, parse_json
 from nanovllm_cli.server.settings import ServeSettings
 from server_fakes import FakeGenerates, FakeModels, FakePool
 
@@ -70,7 +70,7 @@ def server(recorder: Recorder) -> Iterator[Running]:
     async def caller(exchange: CurrentExchange) -> Response:
         return JsonResponse(exchange.caller._asdict())
 
-    settings = ServeSettings(port=0, max_body_bytes=100_000, cors_origins=("https://good.example",))
+    settings = ServeSettings(port=0, max_body_bytes=4_000_000, cors_origins=("https://good.example",))
     with running(settings, context_of(settings, observer=recorder), routes) as server:
         yield server
 
@@ -267,6 +267,11 @@ def test_a_wrong_field_is_named(server: Running) -> None:
     error = error_of(server.ask("POST", "/detokenize", {"tokens": [1, "x"]}), 400)
     assert error["param"] == "tokens[1]"
     assert "url" not in error["message"]
+    error = error_of(server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}), 400)
+    assert error["param"] == "messages[0].content"  # may be text or a list of parts: both are told, neither is part of the path
+    assert "string" in error["message"]
+    assert "list" in error["message"]
+    assert error_of(server.ask("POST", "/v1/chat/completions", {}), 400)["param"] == "messages"
     for nonsense in ([], 7, "text", None):
         error_of(server.ask("POST", "/tokenize", json.dumps(nonsense).encode()), 400)
 
@@ -306,7 +311,7 @@ def test_a_body_is_bounded_announced_or_not(server: Running) -> None:
     error_of(server.say(f"{head}content-length: {10**30}\r\n\r\n".encode()), 400)  # more than the parser counts
     error_of(server.say(f"{head}content-length: {10**15}\r\n\r\n".encode()), 413)
     chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
-    error_of(server.say(f"{head}transfer-encoding: chunked\r\n\r\n".encode() + 4 * chunk), 413)
+    error_of(server.say(f"{head}transfer-encoding: chunked\r\n\r\n".encode() + (most // 0x8000 + 1) * chunk), 413)
 
 
 def test_a_chunked_body_is_put_together(server: Running) -> None:
@@ -337,6 +342,37 @@ def test_depth_counts_brackets_outside_of_strings() -> None:
     for pairs in (33, 500):
         with pytest.raises(ApiError, match="64 deep"):
             parse_json(b'[{"a":' * pairs + b"1" + b"}]" * pairs, 64)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": ["x"] * 200_000}, "tokens[0]"),
+        ("/apply-template", {"messages": [5] * 200_000}, "messages[0]"),
+        ("/v1/completions", {"prompt": [1.5] * 200_000}, "prompt"),
+        ("/v1/embeddings", {"input": [{}] * 200_000}, "input"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [5] * 200_000}]}, "messages[0].content"),
+        ("/v1/chat/completions", CHAT | {"stop_token_ids": ["x"] * 200_000}, "stop_token_ids[0]"),
+        ("/v1/chat/completions", CHAT | {"logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_with_many_values_is_told_of_the_first(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+) -> None:
+    """To tell it of each took more than a minute, and held up everybody."""
+    told: list[int] = []
+    write = errors._invalid
+    monkeypatch.setattr(errors, "_invalid", lambda error: told.append(len(error.errors())) or write(error))
+    assert error_of(server.ask("POST", path, body), 400)["param"] == param
+    assert told[0] <= 4
+
+
+def test_more_values_than_any_prompt_has_are_not_read() -> None:
+    with pytest.raises(ApiError, match="values"):
+        parse_json(b"[" + b"0," * MAX_VALUES + b"0,0]", 64)
+    assert len(parse_json(b"[" + b"0," * MAX_VALUES + b"0]", 64)) == MAX_VALUES + 1
+    assert parse_json(b'["' + b"," * (2 * MAX_VALUES) + b'"]', 64)  # a text has as many commas as it likes
 
 
 # ---- how many ----

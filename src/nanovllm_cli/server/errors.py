@@ -81,11 +81,25 @@ def _http(error: HTTPException) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong: where, and in a few words what."""
+    """The first field that is wrong: where, and in a few words what. Of a field that may be several things, each of them."""
     problems = error.errors()
-    first = problems[0]
-    location = first["loc"][1:]  # behind "body", "query", "path" or "header"
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".") or None
-    text = str(first["msg"]).removeprefix("Value error, ")
+    param = _param(problems[0], error.body)
+    same = [problem for problem in problems if _param(problem, error.body) == param]
+    texts = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ") for problem in same)
+    text = ", or ".join(texts)
     message = f"{param}: {text}" if param else text
     return ApiError(400, message[:_LONGEST_MESSAGE], code="invalid_value", param=param and param[:_LONGEST_MESSAGE])
+
+
+def _param(problem: Mapping[str, Any], body: Any) -> str | None:
+    """Where: messages[0].content. Names of a union's branches, which pydantic puts in between, are left out."""
+    path = ""
+    source, *location = problem["loc"]
+    for part in location:
+        if source != "body":
+            path += f".{part}"
+        elif isinstance(body, dict) and (part in body or (problem["type"] == "missing" and part == location[-1])):
+            path, body = f"{path}.{part}", body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            path, body = f"{path}[{part}]", body[part]
+    return path.lstrip(".") or None

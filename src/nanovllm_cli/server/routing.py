@@ -20,6 +20,9 @@ from starlette.types import Receive, Scope
 
 from nanovllm_cli.server.api_error import ApiError
 
+MAX_VALUES = 1 << 18
+"""Most values of a body: enough for the ids of any prompt. What is wrong with each of millions would take minutes to tell."""
+
 _decode = msgspec.json.Decoder().decode
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -98,6 +101,8 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 
 def parse_json(body: bytes, max_depth: int) -> Any:
     """The value. Raises ApiError 400 for what is no JSON, or nested deeper than that."""
+    if body.count(b",") > MAX_VALUES and _STRING.sub(b"", body).count(b",") > MAX_VALUES:
+        raise ApiError(400, f"the JSON has more than {MAX_VALUES} values", code="too_many_values")
     if body.count(b"[") + body.count(b"{") > max_depth and not _closes_within(body, max_depth):
         raise ApiError(400, f"the JSON is not closed, or nested more than {max_depth} deep", code="invalid_json")
     try:

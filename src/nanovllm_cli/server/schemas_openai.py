@@ -32,7 +32,7 @@ MAX_ID_LIST = 1 << 22
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 SomeText = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ID_LIST)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
 
 class ContentPart(TypedDict, total=False):
@@ -63,9 +63,9 @@ class ChatMessage(TypedDict, total=False):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
     role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
-    content: str | list[ContentPart] | None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None
     name: ShortText | None
-    tool_calls: list[ToolCall] | None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None
     tool_call_id: ShortText | None
     reasoning_content: str | None
 
@@ -128,13 +128,13 @@ class StreamFields(BaseModel):
 class ChatRequest(StreamFields, SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
         explained("none, auto, required, a function by name, or allowed_tools"),
@@ -172,8 +172,8 @@ class CompletionRequest(StreamFields, SamplingFields):
     prompt: Annotated[
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
         explained(f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of one of these"),
     ]
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
@@ -220,8 +220,8 @@ class EmbeddingRequest(BaseModel):
     input: Annotated[
         SomeText
         | TokenIds
-        | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_INPUTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)],
+        | Annotated[list[SomeText], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)],
         explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
     ]
     encoding_format: Literal["float", "base64"] | None = None
@@ -244,7 +244,7 @@ class RerankRequest(BaseModel):
 
     model: ModelName | None = None
     query: str = Field(min_length=1)
-    documents: list[SomeText | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS)
+    documents: Annotated[list[SomeText | RerankDocument], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_INPUTS)
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
     pooling: Literal["mean", "last", "cls"] | None = None

@@ -25,8 +25,8 @@ class TokenizeRequest(BaseModel):
     model: ModelName | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    messages: Annotated[list[AnyMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
     add_special: StrictBool | None = None
     add_special_tokens: StrictBool | None = None
     parse_special: StrictBool = True
@@ -50,7 +50,7 @@ class TokenizeAnswer(BaseModel):
 
 class DetokenizeRequest(BaseModel):
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)]
 
 
 class DetokenizeAnswer(BaseModel):
@@ -62,8 +62,8 @@ class DetokenizeAnswer(BaseModel):
 
 class ApplyTemplateRequest(BaseModel):
     model: ModelName | None = None
-    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
+    messages: Annotated[list[AnyMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 

@@ -72,6 +72,17 @@ def explained(text: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+FIRST_ERROR = Field(fail_fast=True)
+"""For lists: millions of wrong entries are one error. To tell them all would hold the event loop for a minute."""
+
+
+def _few_biases(value: Any) -> Any:
+    """The same for a mapping, by its size."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {MAX_LOGIT_BIASES} are taken")
+    return value
+
+
 def _bounded(name: str) -> Any:
     """A field with SamplingParams' bounds for it."""
     bounds = FLOAT_BOUNDS.get(name) or INT_BOUNDS.get(name) or OPTIONAL_INT_BOUNDS[name]
@@ -89,7 +100,7 @@ class StructuredOutputs(BaseModel):
 
     json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
-    choice: list[str] | None = Field(default=None, min_length=1, max_length=100_000)
+    choice: Annotated[list[str], FIRST_ERROR] | None = Field(default=None, min_length=1, max_length=100_000)
     grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
     json_object: bool | None = None
     structural_tag: Unsupported = None
@@ -135,20 +146,25 @@ class SamplingFields(BaseModel):
     dry_base: float | None = _bounded("dry_base")
     dry_allowed_length: int | None = _bounded("dry_allowed_length")
     dry_penalty_last_n: int | None = _bounded("dry_penalty_last_n")
-    dry_sequence_breakers: list[Annotated[str, _strings("dry_sequence_breakers")]] | None = Field(
+    dry_sequence_breakers: Annotated[list[Annotated[str, _strings("dry_sequence_breakers")]], FIRST_ERROR] | None = Field(
         default=None, max_length=STRING_LISTS["dry_sequence_breakers"][0]
     )
     xtc_probability: float | None = _bounded("xtc_probability")
     xtc_threshold: float | None = _bounded("xtc_threshold")
     logit_bias: (
-        dict[
-            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")],
-            Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
+        Annotated[
+            dict[
+                Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")],
+                Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
+            ],
+            BeforeValidator(_few_biases),
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
-    bad_words: list[Annotated[str, _strings("bad_words")]] | None = Field(default=None, max_length=STRING_LISTS["bad_words"][0])
-    allowed_token_ids: list[int] | None = Field(default=None, max_length=ID_LISTS["allowed_token_ids"])
+    bad_words: Annotated[list[Annotated[str, _strings("bad_words")]], FIRST_ERROR] | None = Field(
+        default=None, max_length=STRING_LISTS["bad_words"][0]
+    )
+    allowed_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["allowed_token_ids"])
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
     n: int | None = _bounded("n")
     min_tokens: int | None = _bounded("min_tokens")
@@ -158,7 +174,7 @@ class SamplingFields(BaseModel):
         | None,
         explained("a string of 1 to {} characters, or at most {} of them".format(*STRING_LISTS["stop"][::-1])),
     ] = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
+    stop_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -171,7 +187,7 @@ class SamplingFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=100_000)
+    guided_choice: Annotated[list[str], FIRST_ERROR] | None = Field(default=None, min_length=1, max_length=100_000)
     guided_grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
     json_schema: JsonObject | str | None = None
     grammar: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
