@@ -33,5 +33,5 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --no-compile --editable '.[test,check,kernels-test]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[test,check,kernels-test,clients]'
 	touch $@ $(VENV)/.installed
