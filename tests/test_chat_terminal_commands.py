@@ -57,7 +57,7 @@ def test_every_command(chat: Open, tmp_path: Path) -> None:
         "say hi": "\nhi\n",
         "/help": "Leave.",
         "/set temp 0.5": "temp 0.5",
-        "/show": "temp",
+        "/show": "min-tokens",
         "/system be brief": "system",
         "/ctx": "answers",
         "/stats": "tok/s",

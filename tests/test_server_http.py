@@ -278,6 +278,8 @@ def test_a_wrong_field_is_named(server: Running) -> None:
 
 def test_ids_come_back_and_insane_ones_are_replaced(server: Running) -> None:
     assert server.ask("GET", "/version", x_request_id="trace-1.2:3").headers["x-request-id"] == "trace-1.2:3"
+    anthropic = server.ask("GET", "/v1/messages", x_request_id="one").headers  # their clients look for another name
+    assert (anthropic["x-request-id"], anthropic["request-id"]) == ("one", "one")
     first, second = (server.ask("GET", "/version").headers["x-request-id"] for _ in range(2))
     assert first != second
     for insane in ("a b", "x" * 129, "", "<script>", "é"):

@@ -59,12 +59,15 @@ class Exchanges:
         exchange = Exchange(_request_id(scope), scope["method"], _shown_path(scope))
         exchange.traceparent, exchange.tracestate = _header(scope, b"traceparent"), _header(scope, b"tracestate")
         scope[SCOPE_KEY] = exchange
-        id_header = (b"x-request-id", exchange.request_id.encode())
+        request_id = exchange.request_id.encode()
+        id_headers = [(b"x-request-id", request_id)]
+        if scope["path"].startswith("/v1/messages"):
+            id_headers.append((b"request-id", request_id))  # where Anthropic's clients look for it
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *id_headers]
             elif exchange.first_byte is None and message.get("body") and message.get("more_body"):
                 exchange.first_byte = time.monotonic()
             await send(message)
