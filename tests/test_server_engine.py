@@ -265,6 +265,24 @@ def test_killed_under_load_it_comes_back_and_leaves_nothing(runner: asyncio.Runn
     runner.run(scenario())
 
 
+def test_put_to_sleep_in_the_middle_it_wakes_up_again(runner: asyncio.Runner, engine: EngineClient) -> None:
+    async def scenario() -> None:
+        sockets, pid = num_sockets(), engine.pid
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
+        await anext(stream)
+        await engine.unload()
+        assert (engine.state, engine.pid) == (EngineState.ASLEEP, None)
+        with pytest.raises(ApiError):
+            await collect(stream)
+        assert pid is not None
+        assert not psutil.pid_exists(pid)
+        await engine.load()
+        assert (await collect(engine.generate(PROMPT, SamplingParams(max_tokens=3)))).finished
+        assert num_sockets() == sockets
+
+    runner.run(scenario())
+
+
 def test_without_its_server_it_ends(tmp_path: Path) -> None:
     """The server is killed in the middle of an answer: no process stays."""
     code = f"""
