@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
 
 LONGEST = (
     "test_examples", "test_sanitizers", "test_cli_terminal", "test_cli_real", "test_chat_loop", "test_kernel_prefill_attention",

@@ -37,6 +37,9 @@ SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 VOCABULARY = 0x110000
 CONTEXT = 2000
 SERVE = "--serve-tests"
+HEAVY = ("convert", "quantize", "verify", "plan")
+"""Commands that import torch, in the process that is forked."""
+CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +219,16 @@ def nanovllm(home: Path, *args: str | bytes, stdin: str | bytes | None = None, *
     """Runs the command in `home` with pipes at both ends; standard input is empty unless given. The process is a fork
     of one that has the imports behind it."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
+    heavy = bool(args) and args[0] in HEAVY
+    if heavy:
+        extra = {"XDG_CACHE_HOME": CACHE} | extra  # a new home would compile kernels again
     request = {
         "args": [os.fsdecode(arg) for arg in args],
         "home": str(home),
         "stdin": None if data is None else data.decode("latin-1"),
         "environment": environment(home, **extra),
     }
-    server = _server()
+    server = _server(heavy)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
@@ -234,8 +240,8 @@ def nanovllm(home: Path, *args: str | bytes, stdin: str | bytes | None = None, *
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, SERVE]
+def _server(heavy: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, SERVE, *(["heavy"] if heavy else [])]
     server = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(Path("/"))
     )
@@ -281,7 +287,13 @@ def _all_of(file: IO[bytes]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == [SERVE]:
+    if sys.argv[1:2] == [SERVE]:
+        if sys.argv[2:]:
+            import torch  # noqa: F401
+
+            import nanovllm_cli.quantization.pipeline
+            import nanovllm_cli.weights.convert
+            import nanovllm_cli.weights.gguf_writer  # noqa: F401
         serve()
         return
     module = types.ModuleType("nanovllm_cli.llm")

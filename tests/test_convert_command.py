@@ -179,8 +179,8 @@ KILLS = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("target", ["gguf", "hf"])
-def test_killed_at_fifty_points_the_output_is_absent_or_whole(target: str, tmp_path: Path) -> None:
-    """Twenty-five a format. Every second time there is an older output to be replaced."""
+def test_killed_at_many_points_the_output_is_absent_or_whole(target: str, tmp_path: Path) -> None:
+    """Twelve a format. Every second time there is an older output to be replaced."""
     source = TINY
     if target == "hf":
         nanovllm(tmp_path, "convert", "tiny", "-q", "-o", "tiny.gguf")
@@ -188,11 +188,11 @@ def test_killed_at_fifty_points_the_output_is_absent_or_whole(target: str, tmp_p
     here = tmp_path / "here"
     here.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(here), str(source), target, "25"],
+        [sys.executable, "-c", KILLS, str(here), str(source), target, "12"],
         env=environment(tmp_path), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[1]) >= 5
+    assert int(done.stdout.split()[1]) >= 3
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ torch.set_num_threads(1)
 to, out, good, source = sys.argv[2], Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 seconds = float(sys.argv[6])
 original, dice, whole = digest_of(source), random.Random(1), 0
-for _ in range(50):
+for _ in range(25):
     child = os.fork()
     if child == 0:
         quantize(to, out, source)
@@ -371,7 +371,7 @@ print("whole", whole)
 
 
 @pytest.mark.parametrize(("spec", "name"), [("int4:group=32", "out"), ("q4_0", "out.gguf")])
-def test_killed_at_fifty_points_the_output_is_absent_or_whole(tmp_path: Path, spec: str, name: str) -> None:
+def test_killed_at_many_points_the_output_is_absent_or_whole(tmp_path: Path, spec: str, name: str) -> None:
     quantize(spec, tmp_path / name)
     (tmp_path / "work").mkdir()
     here = str(Path(__file__).parent)

@@ -65,7 +65,10 @@ def main(fd: int) -> None:
     except NanovllmError as error:
         channel.send(Failed(type(error).__name__, error.message, error.hint))
         os._exit(1)
-    llm.prepare([SamplingParams(constraint=Constraint("json_object"))])  # half a second that steps would wait for, later
+    try:
+        llm.prepare([SamplingParams(constraint=Constraint("json_object"))])  # half a second that steps would wait for, later
+    except NanovllmError as error:
+        logger.warning("%s: forms of answers are not to be had from this vocabulary: %s", start.model, error.message)
     gc.collect()
     gc.freeze()
     channel.send(Ready(_facts(llm, start.config)))
