@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
@@ -16,6 +17,7 @@ import pytest
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.weights.source import resolve
 from test_cli_driver import environment
+from warm_command import warm_command
 
 MODEL = os.environ.get("NANOVLLM_TEST_MODEL", "tiny")
 COMMAND = [sys.executable, "-m", "nanovllm_cli"]
@@ -33,9 +35,20 @@ def model() -> str:
     return MODEL
 
 
+_PROGRAM: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forked from a process that has the imports behind it."""
+    with warm_command(tmp_path_factory.mktemp("warm")) as folder:
+        _PROGRAM[:] = [str(folder / "nanovllm")]
+        yield
+
+
 def nanovllm(home: Path, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*COMMAND, *args],
+        [*_PROGRAM, *args],
         cwd=home,
         env=environment(home, XDG_CACHE_HOME=CACHE),
         input=stdin,
