@@ -7,15 +7,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from warm_command import warm_command
+
+_PROGRAM: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forked from a process that has the imports behind it."""
+    with warm_command(tmp_path_factory.mktemp("warm")) as folder:
+        _PROGRAM[:] = [str(folder / "nanovllm")]
+        yield
+
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm_cli", "quantize", *words], capture_output=True, text=True, cwd=cwd, timeout=250
-    )
+    return subprocess.run([*_PROGRAM, "quantize", *words], capture_output=True, text=True, cwd=cwd, timeout=250)
 
 
 def test_the_path_goes_to_stdout_and_the_table_to_stderr(tmp_path: Path) -> None:
