@@ -265,6 +265,7 @@ def test_export_and_import_bring_conversations_along(opening: Open, served: Serv
     chat = opening()
     chat.send("Why?")
     chat.finished()
+    chat.shows(".conversation .open", "Why?")
     with chat.expect_download() as download:
         chat.click("#export")
     path = tmp_path / "conversations.json"
