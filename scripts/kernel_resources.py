@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.compiler import Resources
-from nanovllm_cli.kernels.kernel import SOURCES, Kernel
+from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 TABLE = Path(__file__).parents[1] / "tests" / "kernel_resources.json"
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
@@ -82,7 +82,7 @@ def _measure(kernel: Kernel, capability: int) -> Resources | str:
 @functools.cache
 def digest(stem: str) -> str:
     """Of all that the machine code of a source's kernels depends on, besides what their names say."""
-    sources = {file.name: file.read_text() for file in (SOURCES / f"{stem}.cu", *sorted(SOURCES.glob("*.cuh")))}
+    sources = read_sources(SOURCES / f"{stem}.cu", SOURCES)
     tools = compiler.toolchain()
     content = [compiler.OPTIONS, PDL, tools.nvrtc_version, tools.headers_version, sources]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

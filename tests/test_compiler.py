@@ -78,7 +78,7 @@ def test_whatever_changes_the_result_names_another_entry(
     elif change == "options":
         extra = ("-DPDL",)
     elif change == "header":
-        (sources / "other.cuh").write_text("// new")
+        (sources / "common.cuh").write_text((sources / "common.cuh").read_text() + "// new")
     elif change == "source":
         (sources / "norm.cu").write_text((sources / "norm.cu").read_text() + "// new")
     elif change == "driver":
@@ -91,6 +91,15 @@ def test_whatever_changes_the_result_names_another_entry(
     compiler.compile(kernel, arch, extra)
     assert len(compilations) == 2
     assert len(list(cache.iterdir())) == 2
+
+
+def test_header_that_a_kernel_does_not_include_is_nothing_to_it(tmp_path: Path) -> None:
+    for name, text in (("a.cu", '#include "b.cuh"\n#include <cuda_fp16.h>'), ("b.cuh", '  x\n#include "c.cuh"'), ("c.cuh", "")):
+        (tmp_path / name).write_text(text)
+    before = compiler.read_sources(tmp_path / "a.cu", tmp_path)
+    assert list(before) == ["a.cu", "b.cuh", "c.cuh"]
+    (tmp_path / "d.cuh").write_text("// new")
+    assert compiler.read_sources(tmp_path / "a.cu", tmp_path) == before
 
 
 def test_programmatic_launch_compiles_to_other_code(cache: Path) -> None:

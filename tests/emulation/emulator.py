@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from emulation import on_gpu
-from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel
+from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
@@ -156,7 +156,8 @@ def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
     options = [*FLAGS, *kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
     sources = [SOURCES / f"{kernel.stem}.cu", HERE / "switch.cpp"]
     digest = hashlib.sha256(repr(options).encode())
-    for file in [*sources, *sorted(SOURCES.glob("*.cuh")), *sorted(HERE.glob("*.h"))]:
+    digest.update(repr(read_sources(sources[0], SOURCES)).encode())
+    for file in [sources[1], *sorted(HERE.glob("*.h"))]:
         digest.update(file.read_bytes())
     target = CACHE / f"{Path(kernel.stem).name}-{kernel.entry}-{digest.hexdigest()[:20]}.so"
     if not target.is_file():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import SOURCES, Kernel
+from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 # C++20 as in the tests' emulation. Denormal fp32 numbers are taken for zero, which makes division and square roots cheaper.
 OPTIONS = ("--std=c++20", "--device-as-default-execution-space", "-ftz=true", "--ptxas-options=-v")
@@ -73,7 +73,7 @@ def compile(kernel: Kernel, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
     tools = toolchain()
     options = (*OPTIONS, *kernel.defines, *extra, f"-arch={arch}")
     path = SOURCES / f"{kernel.stem}.cu"
-    sources = {file.name: file.read_text() for file in (path, *sorted(SOURCES.glob("*.cuh")))}
+    sources = read_sources(path, SOURCES)
     versions = (tools.nvrtc_version, tools.headers_version, tools.driver_version)
     key = hashlib.sha256(json.dumps([kernel.entry, options, versions, sources]).encode()).hexdigest()
     compiled = _load(key)

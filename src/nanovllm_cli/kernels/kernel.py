@@ -6,6 +6,7 @@ through a `Launcher`: `launcher.CudaLauncher` on a GPU, or the tests' emulation 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -66,6 +67,18 @@ class Launcher(Protocol):
 
     def torch_op(self, function: Callable[[], object]) -> None:
         """Torch's own kernels, in their place among ours: in a recorded step they too run at each replay."""
+
+
+def read_sources(path: Path, headers: Path) -> dict[str, str]:
+    """The text of a .cu file and of the headers in `headers` that it includes, directly or not, by file name."""
+    sources: dict[str, str] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file.name not in sources and file.is_file():  # CUDA's own headers are not there
+            sources[file.name] = file.read_text()
+            waiting += [headers / name for name in re.findall(r'^#include "(.+)"', sources[file.name], re.MULTILINE)]
+    return dict(sorted(sources.items()))
 
 
 def check(tensor: torch.Tensor, launcher: Launcher, dtype: torch.dtype, *shape: int) -> torch.Tensor:
