@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
+from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.settings import as_words, load_settings
 from nanovllm_cli.errors import UsageError
@@ -79,6 +80,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
+        self._refuse_habits(ctx, words)
         if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
             settings = load_settings(command_flags(ctx))
             ctx.obj = settings
@@ -116,6 +118,13 @@ class Command(TyperCommand):
             named = from_file
         return _only(named) or _only(values.get("model_word")) or from_file
 
+    def _refuse_habits(self, ctx: Any, words: list[str]) -> None:
+        """A peer's `-fa` or `-hf` would be read as `-f a`, or as a plea for help."""
+        flags = {flag for param in self.get_params(ctx) for flag in param.opts}
+        for word in words[: words.index("--")] if "--" in words else words:
+            if word[:2] in flags and word not in flags and is_habit(word):
+                raise NoSuchFlag(word, [], ctx)
+
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
         """`-ngl 99` reaches the parser as `-n gl`: said as what it is, an option that does not exist."""
         param = getattr(failure, "param", None)
@@ -128,7 +137,7 @@ class Command(TyperCommand):
             name = word.split("=")[0]
             if any(word.startswith(flag) and word[2:3].isalpha() for flag in short) and name not in flags:
                 near = difflib.get_close_matches("-" + name, [flag for flag in flags if len(flag) > 2], n=3, cutoff=0.5)
-                return NoSuchFlag(name, near)
+                return NoSuchFlag(name, near, ctx)
         return None
 
 
@@ -209,8 +218,9 @@ class NoSuchFlag(typer.TyperException):
 
     exit_code = 2
 
-    def __init__(self, option_name: str, possibilities: list[str]) -> None:
+    def __init__(self, option_name: str, possibilities: list[str], ctx: Any) -> None:
         super().__init__(f"No such option: {option_name}")
+        self.ctx = ctx
         self.option_name = option_name
         self.possibilities = possibilities
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import typer
 
 from nanovllm_cli.cli.command import ORIGINS
+from nanovllm_cli.cli.habits import command_hint, option_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
 
@@ -41,6 +42,9 @@ def _of_usage(error: typer.TyperException) -> Explanation:
 
 def _usage_hint(error: Any, ctx: Any) -> str:
     help_line = f"{ctx.command_path if ctx is not None else 'nanovllm'} --help lists the options"
+    habit = _habit_hint(getattr(error, "option_name", None), ctx)
+    if habit:
+        return habit
     near = getattr(error, "possibilities", None)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -57,11 +61,22 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     commands = getattr(getattr(ctx, "command", None), "commands", None)
     if commands:
         return _command_hint(error, ctx, sorted(commands))
+    if ctx is not None and "unexpected extra argument" in error.message:
+        return words_hint(ctx.command.name) or help_line
     return help_line
+
+
+def _habit_hint(flag: str | None, ctx: Any) -> str | None:
+    if flag is None or ctx is None:
+        return None
+    return option_hint(flag, {name for param in ctx.command.get_params(ctx) for name in param.opts})
 
 
 def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
     words = error.message.split("'")
+    habit = command_hint(words[1]) if len(words) > 2 and ctx.parent is None else None
+    if habit:
+        return habit
     near = difflib.get_close_matches(words[1], commands) if len(words) > 2 else []
     if near:
         return f"did you mean {' or '.join(near)}?"

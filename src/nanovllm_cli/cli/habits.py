@@ -1,0 +1,93 @@
+"""What users of llama.cpp, Ollama, vLLM and mlx-lm type out of habit, and what to type here.
+
+Only hints are made of this: a name that means two things is learned once, an alias would be kept forever. Names that are the same
+everywhere (`-c`, `--temp`, `-np`, …) are options of ours and not in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_OPTIONS = {
+    "--temp": ("--temperature",),
+    "--predict": ("--max-tokens", "--max-new-tokens", "--max-completion-tokens", "--num-predict"),
+    "--ctx-size": ("--max-model-len", "--num-ctx", "--n-ctx", "--max-context", "--max-kv-size"),
+    "--batch-size": ("--ubatch-size", "-ub", "--max-num-batched-tokens"),
+    "--max-num-seqs": ("--n-parallel",),
+    "--threads": ("--threads-batch", "-tb", "--num-threads"),
+    "--repeat-penalty": ("--repetition-penalty",),
+    "--stop": ("--reverse-prompt", "-r"),
+    "--typical": ("--typical-p",),
+    "--eager": ("--enforce-eager",),
+    "--quant": ("--quantization"),
+    "--device": ("--main-gpu", "-mg", "-dev"),
+    "--system-prompt": ("--system", "--sys-prompt"),
+    "--output": ("--output-file", "--out", "--outfile", "--save-path", "--mlx-path"),
+    "--think": ("--enable-thinking", "--reasoning-format"),
+    "--chat-template": ("--chat-template-file",),
+    "--model": ("--hf-path", "--model-path"),
+    "--to": ("--q-bits", "--type", "--ftype"),
+    "--allowed-host": ("--allowed-hosts", "--trusted-host"),
+    "--ssl-cert-file": ("--ssl-certfile",),
+    "--ssl-key-file": ("--ssl-keyfile",),
+    "--sleep-idle": ("--sleep-idle-seconds", "--keep-alive", "--ttl"),
+}
+_RENAMED = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names}
+
+_ALWAYS = "that is always so: leave it out"
+_EXPLAINED = {
+    ("-ngl", "--n-gpu-layers", "--gpu-layers"): "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
+    ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching"):
+        _ALWAYS,
+    ("-no-cnv", "--no-conversation", "-st", "--single-turn"): "run answers once and never asks back: leave it out",
+    ("-cnv", "--conversation", "-i", "--interactive", "--interactive-first"): "nanovllm chat MODEL is the conversation",
+    ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-mu", "--model-url"):
+        "a hub's model is named like any other: org/repo, org/repo:Q4_K_M, org/repo/file.gguf",
+    ("--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
+    ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
+    ("-tp", "--tensor-parallel-size", "-ts", "--tensor-split", "-sm", "--split-mode"): "a model runs on one device",
+    ("--lora", "--adapter-path", "--enable-lora"): "adapters are not supported: merge them into the weights first",
+    ("--mmproj", "--image"): "models that read images are not supported",
+    ("-md", "--model-draft", "--draft-model", "--speculative-config"): "drafting by a second model is not supported",
+    ("--mirostat", "--samplers", "--top-n-sigma"): "that sampler is not supported; --help lists those that are",
+}  # fmt: skip
+_SENTENCES = {name: sentence for names, sentence in _EXPLAINED.items() for name in names}
+
+_COMMANDS = {
+    "list": "models list", "ls": "models list", "pull": "models pull", "download": "models pull", "get": "models pull",
+    "rm": "models rm", "remove": "models rm", "show": "models show", "info": "models show", "cli": "run", "generate": "run",
+    "complete": "run", "server": "serve", "start": "serve", "perplexity": "verify",
+}  # fmt: skip
+
+
+_EXTRA_WORDS = {
+    "quantize": "nanovllm quantize MODEL --to q4_k_m -o OUTPUT",
+    "convert": "nanovllm convert MODEL -o OUTPUT",
+    "serve": "nanovllm serve MODEL; each further one by --model",
+}
+
+
+def option_hint(flag: str, known: Collection[str]) -> str | None:
+    """What to type instead of a peer's flag, in a command whose flags are `known`; None where nothing is to be said."""
+    ours = _RENAMED.get(flag)
+    if ours is not None:
+        return f"here it is {ours}" if ours in known else None
+    return _SENTENCES.get(flag)
+
+
+def command_hint(name: str) -> str | None:
+    """The same of a command that the program does not have."""
+    if name == "ps":
+        return "nothing stays in memory behind a command; a server says what it holds at /v1/models"
+    ours = _COMMANDS.get(name)
+    return f"here it is nanovllm {ours}" if ours else None
+
+
+def words_hint(command: str | None) -> str | None:
+    """How a command is called, where peers name more by place."""
+    usage = _EXTRA_WORDS.get(command or "")
+    return f"here it is {usage}" if usage else None
+
+
+def is_habit(flag: str) -> bool:
+    return flag in _RENAMED or flag in _SENTENCES

@@ -1,0 +1,37 @@
+"""Every hint about a peer's name leads to something that exists here, and says nothing of a name that does."""
+
+from __future__ import annotations
+
+from typer.main import get_command
+
+from nanovllm_cli.cli import habits
+from nanovllm_cli.cli.command_tree import page
+from nanovllm_cli.cli.program import PROGRAM, build
+
+PAGES = list(page(get_command(build()), PROGRAM).every())
+NAMES = {" ".join(each.words[1:]) for each in PAGES}
+FLAGS = {each.name: {flag for param in each.parameters for flag in param.flags} for each in PAGES}
+EVERY_FLAG = set().union(*FLAGS.values())
+
+
+def test_hints_of_options_name_options() -> None:
+    assert set(habits._OPTIONS) <= EVERY_FLAG
+
+
+def test_what_run_chat_and_serve_call_so_themselves_is_no_habit() -> None:
+    for command in ("run", "chat", "serve"):
+        known = FLAGS[command]
+        assert not [flag for flag in known if flag in habits._SENTENCES], command
+        assert not [flag for flag in known if flag in habits._RENAMED and habits._RENAMED[flag] in known], command
+
+
+def test_hints_of_commands_name_commands() -> None:
+    assert set(habits._COMMANDS.values()) <= NAMES
+    assert set(habits._EXTRA_WORDS) <= NAMES
+    assert not set(habits._COMMANDS) & NAMES
+
+
+def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:
+    assert habits.option_hint("--temperature", {"--temp"}) == "here it is --temp"
+    assert habits.option_hint("--temperature", {"--to"}) is None
+    assert habits.option_hint("--nosuch", {"--temp"}) is None
