@@ -112,7 +112,7 @@ BAD_USAGE = {
     "rum tiny hi": "no such command 'rum'\nhint: did you mean run?",
     "pull qwen3": "no such command 'pull'\nhint: here it is nanovllm models pull",
     "ps": "no such command 'ps'\nhint: nothing stays in memory",
-    "quantize in.gguf out.gguf Q4_K_M": "got unexpected extra argument(s) (out.gguf Q4_K_M)\nhint: here it is nanovllm quantize MODEL",
+    "quantize in.gguf out q4_k": "got unexpected extra argument(s) (out q4_k)\nhint: here it is nanovllm quantize MODEL",
     "tiny hi": "no such command 'tiny'\nhint: commands: ",
     "--nosuch": "no such option: --nosuch",
     "": "missing command",
