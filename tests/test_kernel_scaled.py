@@ -1,0 +1,136 @@
+"""scale_sums.cu and scaled_rows.cu, emulated, and matmuls of 8-bit codes by torch, against the formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emulation.compare import close_to_rounding, random, relative_error
+from emulation.emulator import ORDERS, Emulator, needs_emulation
+from nanovllm_cli.kernels import reference, scale_sums, scaled_rows
+from nanovllm_cli.kernels.cpu import zeros
+from nanovllm_cli.kernels.scaled_matmul import Scaled, has_e4m3, matmul
+
+pytestmark = needs_emulation
+BF16, FP16, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+SHAPES = [(1, 16), (3, 4), (17, 132), (2, 1028), (5, 100), (8, 2052), (31, 64), (4, 12)]
+
+
+def scales(groups: int, rows: int) -> torch.Tensor:
+    return random(groups, rows).abs() + 0.1
+
+
+def scaled(rows: int, width: int, kind: torch.dtype, groups: int = 1) -> Scaled:
+    codes = (40 * random(rows, width)).clamp(-127, 127).round().to(kind) if kind == INT8 else random(rows, width, dtype=kind)
+    return Scaled(codes, scales(groups, rows) / width**0.5)
+
+
+def values(side: Scaled) -> torch.Tensor:
+    """float64 [rows, K]."""
+    span = side.codes.shape[1] if side.scales.shape[0] == 1 else 128
+    return side.codes.double() * side.scales.double().t().repeat_interleave(span, 1)[:, : side.codes.shape[1]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", [torch.int32, torch.float32])
+def test_scales_bias_and_residual_with_one_rounding(kind: torch.dtype, rows: int, columns: int, order: int) -> None:
+    sums = (1000 * random(rows, columns)).to(kind)
+    by_row, by_column = scales(1, rows), scales(1, columns)
+    bias, residual = random(columns, dtype=BF16), random(rows, columns, dtype=BF16)
+    expected = sums.double() * by_row.double().t() * by_column.double() + bias.double() + residual.double()
+    got = scale_sums.scale_sums(Emulator(order), sums, by_row, by_column, bias, residual, BF16, BF16)
+    assert got is residual
+    close_to_rounding(got, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_scaled_sums_in_float32(order: int) -> None:
+    sums, by_row, by_column = random(5, 132), scales(1, 5), scales(1, 132)
+    got = scale_sums.scale_sums(Emulator(order), sums, by_row, by_column, None, None, BF16, torch.float32)
+    assert relative_error(got, sums.double() * by_row.double().t() * by_column.double()) < 1e-6
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize(("count", "width", "groups"), [(1, 8, 1), (5, 264, 1), (3, 136, 2), (7, 2056, 17), (2, 384, 3)])
+def test_rows_of_codes_are_scaled_and_rounded_once(count: int, width: int, groups: int, kind: torch.dtype, order: int) -> None:
+    weight, ids = scaled(11, width, kind, groups), torch.randint(0, 11, (count,))
+    got = scaled_rows.scaled_rows(Emulator(order), ids, *weight, BF16)
+    close_to_rounding(got, values(weight)[ids], sums=0.0)
+
+
+def test_row_ids_and_indices_out_of_range_are_rows_of_zeros() -> None:
+    weight = scaled(7, 64, INT8)
+    weight.scales[0, 0] = torch.nan
+    tokens, slots = torch.tensor([3, -1, 6, 7, 1]), torch.tensor([2, -1, 0, 1, 5, 3, 2**32, 4, 2])
+    table = (weight.codes.float() * weight.scales.t()).to(BF16)
+    got = scaled_rows.scaled_rows(Emulator(), slots, *weight, BF16, tokens)
+    assert torch.equal(got, reference.embedding(slots, table, 1.0, tokens))
+    ids = torch.tensor([6, -1, 7, 2**40])
+    assert torch.equal(scaled_rows.scaled_rows(Emulator(), ids, *weight, BF16), reference.embedding(ids, table, 1.0))
+
+
+@pytest.mark.parametrize("bugs", [(), ("INT32",)])
+def test_rows_past_two_to_the_31_codes(bugs: tuple[str, ...]) -> None:
+    width = 1 << 16
+    below = 1 << 31 if bugs else 0  # a wrapped index points there, and what it finds are zeros
+    codes = zeros(below + ((1 << 15) + 1) * width, torch.uint8)[below:].view(INT8).view(-1, width)
+    codes[1 << 15] = 3
+    ids = torch.tensor([1 << 15])
+    got = scaled_rows.scaled_rows(Emulator(bugs=bugs), ids, codes, torch.ones(1, codes.shape[0]), BF16)
+    assert bool((got == 3).all()) == (not bugs)
+
+
+# ---- the matmuls ----
+
+MATMULS = [(1, 16, 16), (2, 48, 32), (16, 32, 400), (17, 64, 128), (5, 16, 1040), (40, 80, 48), (3, 32, 256), (19, 112, 384)]
+"""rows, outputs, width"""
+
+
+@pytest.mark.parametrize("capability", [75, 89, 90, 120])
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize(("rows", "outputs", "width"), MATMULS)
+def test_scaled_codes_are_multiplied(rows: int, outputs: int, width: int, kind: torch.dtype, capability: int) -> None:
+    if kind == FP8 and not has_e4m3(capability, 1):
+        return
+    emulator, x, weight = Emulator(capability=capability), scaled(rows, width, kind), scaled(outputs, width, kind)
+    bias, product = random(outputs, dtype=FP16), values(x) @ values(weight).t()
+    close_to_rounding(matmul(emulator, x, weight, bias, dtype=FP16), product + bias.double())
+    got = matmul(emulator, x, weight, None, dtype=BF16, out_dtype=torch.float32)
+    assert got.dtype == torch.float32
+    assert relative_error(got, product) < 1e-5
+    before = random(rows, outputs, dtype=BF16)
+    residual = before.clone()
+    assert matmul(emulator, x, weight, None, dtype=BF16, residual=residual) is residual
+    allowed = 2.0**-8 * (residual.double().abs() + product.abs()) + 1e-5 * product.abs().max()
+    assert ((residual.double() - before.double() - product).abs() <= allowed).all(), "two roundings at most"
+
+
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 16, 256), (5, 48, 384), (8, 32, 272), (18, 160, 1040)])
+def test_scales_for_128_columns(rows: int, outputs: int, width: int) -> None:
+    groups = -(-width // 128)
+    x, weight = scaled(rows, width, FP8, groups), scaled(outputs, width, FP8, groups)
+    bias, residual = random(outputs, dtype=BF16), random(rows, outputs, dtype=BF16)
+    product = values(x) @ values(weight).t()
+    close_to_rounding(matmul(Emulator(), x, weight, None, dtype=BF16), product)
+    expected = residual.double() + product + bias.double()
+    got = matmul(Emulator(), x, weight, bias, dtype=BF16, residual=residual)
+    parts = product.abs() + (product + bias.double()).abs() + expected.abs()
+    assert ((got.double() - expected).abs() <= 2.0**-8 * parts + 1e-5).all(), "three roundings at most"
+    assert not has_e4m3(89, groups)
+    assert not has_e4m3(100, groups)
+
+
+def test_whole_numbers_have_the_same_bits_in_any_batch() -> None:
+    x, weight = scaled(40, 272, INT8), scaled(64, 272, INT8)
+    together = matmul(Emulator(), x, weight, None, dtype=BF16)
+    for first, last in [(0, 1), (3, 11), (20, 40), (39, 40)]:
+        part = Scaled(x.codes[first:last].contiguous(), x.scales[:, first:last].contiguous())
+        assert torch.equal(matmul(Emulator(), part, weight, None, dtype=BF16), together[first:last])
+
+
+def test_sizes_that_the_library_does_not_take_are_refused() -> None:
+    for outputs, width in ((24, 32), (32, 24)):
+        with pytest.raises(AssertionError):
+            matmul(Emulator(), scaled(2, width, INT8), scaled(outputs, width, INT8), None, dtype=BF16)
