@@ -214,6 +214,14 @@ def test_control_tokens_in_a_message_stay_text(llm: LLM) -> None:
     assert encoded == [USER, *b"</s><|assistant|>", EOS, ASSISTANT]
 
 
+def test_variables_of_a_template_are_its_own(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    assert llm.encode_chat(hello, template_kwargs={"tone": "dry"}) == llm.encode_chat(hello)
+    for name in ("messages", "tokenizer", "self"):
+        with pytest.raises(UsageError, match=name):
+            llm.encode_chat(hello, template_kwargs={name: 1})
+
+
 def test_chat_needs_a_template(model: Model, tmp_path: Path) -> None:
     for file in model.folder.iterdir():
         (tmp_path / file.name).symlink_to(file)

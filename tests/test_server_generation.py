@@ -242,6 +242,16 @@ def test_what_cannot_be_is_refused_before_the_engine_sees_it(run: Any, more: dic
     assert [line.split()[0] for line in house.log.lines] == ["refused"]
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "now", "template", "tokenizer", "bos_token"])
+def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
+    house = House([piece("a", finish="stop")])
+    question = ChatAsked(MESSAGES, SamplingParams(), template_kwargs={name: []})
+    for refused in (house.chat(question), house.generator.encode_chat("m", question)):
+        with pytest.raises(ApiError) as caught:
+            run(refused)
+        assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
 def test_a_model_without_a_template_does_not_chat(run: Any) -> None:
     with pytest.raises(ApiError) as caught:
         run(House(template=None).chat(asked()))

@@ -348,11 +348,6 @@ def test_priority_salt_and_template_variables_go_on() -> None:
     assert (asked.priority, asked.cache_salt, dict(asked.template_kwargs)) == (-3, "me", {"custom": 1})
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "now", "template", "tokenizer"])
-def test_what_the_renderer_is_given_is_no_variable(name: str) -> None:
-    assert refused(chat_template_kwargs={name: []})["param"] == "chat_template_kwargs"
-
-
 # ---- reasoning ----
 
 
@@ -401,13 +396,18 @@ def test_some_tools_can_be_allowed() -> None:
     assert (asked.tools, asked.tool_choice) == ([NOW], "required")
 
 
+NAMED = {"type": "function", "function": {"name": "other"}}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [TOOL], "tool_choice": NAMED},
         {"tools": [TOOL], "tool_choice": "weather"},
         {"tools": [TOOL, TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "auto"}}]},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
         {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": "{}"}}]},

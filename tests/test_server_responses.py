@@ -20,6 +20,7 @@ from server_client import ServerClient
 from server_fakes import FakeGenerates, FakeModels, Script, event
 
 PATH = "/v1/responses"
+UNKNOWN = {"type": "function", "name": "f"}
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
@@ -422,7 +423,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "tools": [5]}, "tools[0]"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
     ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-    ({"input": "x", "tools": [{"type": "function", "name": "auto"}]}, "tools[0].name"),
+    ({"input": "x", "tools": [{"type": "function", "name": "auto"}]}, "tools"),
+    (
+        {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [UNKNOWN]}},
+        "tool_choice",
+    ),
     ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
     ({"input": "x", "tools": [WEATHER, WEATHER]}, "tools"),
     ({"input": "x", "tools": [{"type": "web_search"}] * 513}, "tools"),

@@ -288,7 +288,7 @@ class LLM:
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
         conversation = template_messages(messages, self.chat_template)
-        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=tools, **(template_kwargs or {}))
+        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=tools, variables=template_kwargs)
 
     # ---- keeping what was read ----
 

@@ -14,6 +14,7 @@ from nanovllm_cli.client.endpoint import Endpoint, ServedModel, unknown_model
 from nanovllm_cli.client.wire import CHAT, chat_body
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.reasoning import thinking_variables
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
@@ -95,12 +96,12 @@ class RemoteModel:
     def answer(self, system: str | None, messages: Sequence[Message], *, goes_on: bool = False) -> Reply:
         if goes_on and not messages[-1].content:
             raise UsageError("the answer was cut in its reasoning", "/regen asks for another one")
+        thinks = None if self.settings.think is None else self.settings.think == "on"
         body = chat_body(
             self.name,
             for_template(system, messages),
             self.settings.given,
-            thinks=None if self.settings.think is None else self.settings.think == "on",
-            template_kwargs=self.settings.kwargs,
+            template_kwargs={**thinking_variables(thinks), **self.settings.kwargs},
         )
         return Reply(RemoteAnswering(self._endpoint, CHAT, body))
 

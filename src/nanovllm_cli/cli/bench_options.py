@@ -10,7 +10,7 @@ from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.bench_output import Plot, Report
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
-from nanovllm_cli.cli.options import ActivationsChoice, Deterministic, Device, DType, Offline, Revision
+from nanovllm_cli.cli.options import ActivationsChoice, Deterministic, Device, DType, ModelNames, Offline, Revision
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 
@@ -35,14 +35,7 @@ def _several(*flags: str, help: str, panel: str, **more: Any) -> Any:
 class BenchModelOptions:
     """Which models, in which numbers."""
 
-    model: Annotated[
-        list[str] | None,
-        option(
-            "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
-            panel=MODEL, metavar="MODEL",
-        ),
-    ] = None  # fmt: skip
+    model: ModelNames = None
     random_weights: Annotated[
         list[str] | None,
         option(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from nanovllm_cli.sampling_params import SamplingParams
     from nanovllm_cli.text.reasoning import ReasoningFormat, ReasoningSplitter
 
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-_TAIL_TOKENS = 64
 KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
 
 
@@ -157,8 +154,9 @@ class Prompting:
     @property
     def thinking_switch(self) -> str | None:
         """The template's variable that turns reasoning on and off, if it has one."""
-        source = self.llm.chat_template.source if self.llm.chat_template is not None else ""
-        return next((name for name in _THINKING_SWITCHES if re.search(rf"\b{name}\b", source)), None)
+        from nanovllm_cli.text.reasoning import thinking_switch
+
+        return thinking_switch(self.llm.chat_template.source) if self.llm.chat_template is not None else None
 
     def reasoning(self) -> ReasoningFormat | None:
         """How this model marks its reasoning, if it does."""
@@ -187,8 +185,9 @@ class Prompting:
         return dataclasses.replace(params, reasoning=known.phase(self.tail(ids), most, to_content=form))
 
     def tail(self, ids: list[int]) -> str:
-        """The end of a rendered prompt: where it shows whether the answer begins inside reasoning."""
-        return self.llm.tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        from nanovllm_cli.text.reasoning import prompt_tail
+
+        return prompt_tail(self.llm.tokenizer, ids)
 
     def _template_kwargs(self) -> dict[str, Any]:
         if self.think is None:

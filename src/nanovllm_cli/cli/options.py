@@ -82,6 +82,16 @@ Deterministic = Annotated[
 ]
 
 
+ModelNames = Annotated[
+    list[str] | None,
+    option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
+        panel=MODEL, metavar="MODEL",
+    ),
+]  # fmt: skip
+
+
 class Numbers(Protocol):
     """The options that say what a model computes in."""
 

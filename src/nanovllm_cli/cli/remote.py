@@ -115,7 +115,6 @@ class RemoteAnswerer:
     endpoint: Endpoint
     name: str
     raw: bool = False
-    thinks: bool | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -147,9 +146,7 @@ class RemoteAnswerer:
             return TEXT, text_body(self.name, question.text, given)
         if self.raw:
             raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt")
-        return CHAT, chat_body(
-            self.name, question.messages, given, thinks=self.thinks, template_kwargs=self.template_kwargs
-        )
+        return CHAT, chat_body(self.name, question.messages, given, template_kwargs=self.template_kwargs)
 
     async def _all(
         self, questions: Iterable[tuple[int, Question, Given]]

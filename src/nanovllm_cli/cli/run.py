@@ -120,6 +120,7 @@ def _remote(
     """One of a server's models, and the words that are the prompt's."""
     from nanovllm_cli.cli.remote import RemoteAnswerer, waited_for
     from nanovllm_cli.cli.remote_options import named_by_word, only_model
+    from nanovllm_cli.text.reasoning import thinking_variables
 
     if prompt.raw:
         refuse_template_options("--raw leaves the chat template out", prompt.system_prompt, prompt.think, kwargs)
@@ -129,7 +130,7 @@ def _remote(
         name, spoken = named_by_word(served, words)
         name = name or only_model(served)
     thinks = None if prompt.think is None else prompt.think == "on"
-    answerer = RemoteAnswerer(endpoint, name, prompt.raw, thinks, kwargs)
+    answerer = RemoteAnswerer(endpoint, name, prompt.raw, {**thinking_variables(thinks), **kwargs})
     return lambda: answerer, spoken
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import MESSAGES, MODEL, option
-from nanovllm_cli.cli.options import ActivationsChoice, ChatTemplateChoice, Device, DType, Offline, Quant, Revision
+from nanovllm_cli.cli.options import (
+    ActivationsChoice,
+    ChatTemplateChoice,
+    Device,
+    DType,
+    ModelNames,
+    Offline,
+    Quant,
+    Revision,
+)
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 
@@ -17,18 +26,19 @@ MAX_REQUESTS, MAX_BODY = 512, 16 << 20
 DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS = 30.0, 30.0, 15.0
 
 
+def _seconds(flag: str, help: str, default: str, panel: str = LIMITS) -> Any:
+    return option(flag, help=f"{help} [{default}]", panel=panel, metavar="SECONDS")
+
+
+def _file(flag: str, help: str, panel: str = ADDRESS, metavar: str = "FILE") -> Any:
+    return option(flag, help=help, panel=panel, metavar=metavar)
+
+
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
     """Which models, by which names, in which numbers."""
 
-    model: Annotated[
-        list[str] | None,
-        option(
-            "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
-            panel=MODEL, metavar="MODEL",
-        ),
-    ] = None  # fmt: skip
+    model: ModelNames = None
     alias: Annotated[
         list[str] | None,
         option(
@@ -47,10 +57,9 @@ class ServedOptions:
     ] = None
     sleep_idle: Annotated[
         float | None,
-        option(
+        _seconds(
             "--sleep-idle",
-            help="Takes a model out of memory when nobody asked it for so long; the next request loads it. [never]",
-            panel=MODEL, metavar="SECONDS",
+            "Takes a model out of memory when nobody asked it for so long; the next request loads it.", "never", MODEL,
         ),
     ] = None  # fmt: skip
     tool_call_parser: Annotated[
@@ -104,19 +113,11 @@ class AddressOptions:
     ] = HOST
     port: Annotated[int, option("--port", help=f"The port; 0 takes any that is free. [{PORT}]", panel=ADDRESS)] = PORT
     unix_socket: Annotated[
-        str | None,
-        option("--unix-socket", help="A socket file instead, for its owner alone.", panel=ADDRESS, metavar="PATH"),
+        str | None, _file("--unix-socket", "A socket file instead, for its owner alone.", metavar="PATH")
     ] = None
-    ssl_cert_file: Annotated[
-        str | None, option("--ssl-cert-file", help="HTTPS: the certificate, PEM.", panel=ADDRESS, metavar="FILE")
-    ] = None
-    ssl_key_file: Annotated[
-        str | None, option("--ssl-key-file", help="HTTPS: its key, PEM.", panel=ADDRESS, metavar="FILE")
-    ] = None
-    ssl_key_password_file: Annotated[
-        str | None,
-        option("--ssl-key-password-file", help="HTTPS: the key's password.", panel=ADDRESS, metavar="FILE"),
-    ] = None
+    ssl_cert_file: Annotated[str | None, _file("--ssl-cert-file", "HTTPS: the certificate, PEM.")] = None
+    ssl_key_file: Annotated[str | None, _file("--ssl-key-file", "HTTPS: its key, PEM.")] = None
+    ssl_key_password_file: Annotated[str | None, _file("--ssl-key-password-file", "HTTPS: the key's password.")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,7 @@ class AccessOptions:
             panel=ACCESS, metavar="TEXT",
         ),
     ] = None  # fmt: skip
-    api_key_file: Annotated[
-        str | None, option("--api-key-file", help="Keys, one a line.", panel=ACCESS, metavar="FILE")
-    ] = None
+    api_key_file: Annotated[str | None, _file("--api-key-file", "Keys, one a line.", ACCESS)] = None
     allowed_host: Annotated[
         list[str] | None,
         option(
@@ -176,31 +175,17 @@ class LimitOptions:
             "--max-body", help="Largest request. [16M]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
         ),
     ] = None  # fmt: skip
-    timeout: Annotated[
-        float | None,
-        option("--timeout", help="Longest time for one request. [no limit]", panel=LIMITS, metavar="SECONDS"),
-    ] = None
+    timeout: Annotated[float | None, _seconds("--timeout", "Longest time for one request.", "no limit")] = None
     idle_timeout: Annotated[
-        float,
-        option(
-            "--idle-timeout", help=f"How long a connection may lie idle. [{IDLE_SECONDS:g}]",
-            panel=LIMITS, metavar="SECONDS",
-        ),
-    ] = IDLE_SECONDS  # fmt: skip
+        float, _seconds("--idle-timeout", "How long a connection may lie idle.", f"{IDLE_SECONDS:g}")
+    ] = IDLE_SECONDS
     drain_timeout: Annotated[
         float,
-        option(
-            "--drain-timeout", help=f"How long answers may go on after SIGTERM or Ctrl-C. [{DRAIN_SECONDS:g}]",
-            panel=LIMITS, metavar="SECONDS",
-        ),
-    ] = DRAIN_SECONDS  # fmt: skip
+        _seconds("--drain-timeout", "How long answers may go on after SIGTERM or Ctrl-C.", f"{DRAIN_SECONDS:g}"),
+    ] = DRAIN_SECONDS
     ping_interval: Annotated[
-        float,
-        option(
-            "--ping-interval", help=f"How long a stream is silent before it is pinged. [{PING_SECONDS:g}]",
-            panel=LIMITS, metavar="SECONDS",
-        ),
-    ] = PING_SECONDS  # fmt: skip
+        float, _seconds("--ping-interval", "How long a stream is silent before it is pinged.", f"{PING_SECONDS:g}")
+    ] = PING_SECONDS
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", help="A line for each request on stderr. [on]", panel=MESSAGES)
     ] = True

@@ -17,7 +17,6 @@ from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 
 CHAT, TEXT = "/chat/completions", "/completions"
-THINKING_SWITCHES = ("enable_thinking", "thinking")
 _REASONING = ("reasoning_content", "reasoning")
 _NO_CHANCE = -9999.0  # OpenAI's and vLLM's stand-in for the logarithm of zero
 
@@ -30,7 +29,6 @@ def chat_body(
     messages: Sequence[Mapping[str, Any]],
     given: Given,
     *,
-    thinks: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. Raises
@@ -42,9 +40,8 @@ def chat_body(
         body["logprobs"], body["top_logprobs"] = True, body["logprobs"]
     if messages and messages[-1].get("role") == "assistant":
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    switches = {} if thinks is None else dict.fromkeys(THINKING_SWITCHES, thinks)
-    if switches or template_kwargs:
-        body["chat_template_kwargs"] = switches | dict(template_kwargs or {})
+    if template_kwargs:
+        body["chat_template_kwargs"] = dict(template_kwargs)
     return body
 
 

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatMessage, ChatTurns
-from nanovllm_cli.server.function_tools import MAX_TOOLS, Tool, check_names, function_tool
+from nanovllm_cli.server.function_tools import Tool, function_tool
 from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
-from nanovllm_cli.server.schemas_anthropic import MAX_MESSAGES
+from nanovllm_cli.server.schemas_common import MAX_MESSAGES
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_BLOCKS = 1 << 16
@@ -89,7 +90,6 @@ def chat_tools(tools: Any) -> list[Tool]:
         if given.input_examples:
             schema = {**schema, "examples": given.input_examples}
         found.append(function_tool(given.name, given.description, schema, bool(given.strict), path))
-    check_names(found)
     return found
 
 

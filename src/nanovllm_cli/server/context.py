@@ -21,14 +21,18 @@ Failures are raised: ApiError, or any typed error of errors.py (a UsageError is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import Generates, Models
 from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.server.sse import EventStream, Frames, openai_error_frames
 
 
 class ConstraintPool(Protocol):
@@ -48,3 +52,17 @@ class ServerContext:
     pool: ConstraintPool
     observer: Observer = field(default_factory=Observer)
     metrics: Metrics = field(default_factory=Metrics)
+
+    async def check(self, form: Constraint, param: str | None) -> None:
+        """Tries out the form that an answer is to have. Raises ApiError with the field that asked for it."""
+        try:
+            await self.pool.check(form)
+        except NanovllmError as error:
+            raise ApiError.of(error, param) from None
+
+    def stream(self, frames: Frames, error_frames: Callable[[ApiError], bytes] = openai_error_frames) -> EventStream:
+        """An answer that comes in pieces, with this server's limits."""
+        settings = self.settings
+        return EventStream(
+            frames, ping_seconds=settings.ping_seconds, write_seconds=settings.write_seconds, error_frames=error_frames
+        )

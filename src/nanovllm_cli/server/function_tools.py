@@ -6,24 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import ToolChoice
 from nanovllm_cli.server.reading import invalid, shown
+from nanovllm_cli.text.tool_calls import tools_of
 
 Tool = Mapping[str, Any]
 
-MAX_TOOLS = 512
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_RESERVED = ("none", "auto", "required")
+NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+_CHOICES = ("none", "auto", "required")
 
 
 def function_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool, path: str
 ) -> Tool:
     """parameters: a JSON schema of an object; None takes no arguments. Raises ApiError 400."""
-    if not _NAME.fullmatch(name):
-        raise invalid(f"{path}.name", "must be 1 to 128 letters, digits, _, - and .")
-    if name in _RESERVED:
-        raise invalid(f"{path}.name", f"{name} is what tool_choice says, and no name for a tool")
+    if not re.fullmatch(NAME, name):
+        raise invalid(f"{path}.name", "must be 1 to 128 letters, digits, _, -, ., : and /")
     schema = {"type": "object", "properties": {}} if parameters is None else dict(parameters)
     function: dict[str, Any] = {"name": name, "parameters": schema, "strict": strict}
     if description is not None:
@@ -36,19 +36,25 @@ def name_of(tool: Tool) -> str:
     return name
 
 
-def check_names(tools: Sequence[Tool]) -> None:
-    """Raises ApiError 400 where two share one."""
-    names = [name_of(tool) for tool in tools]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise invalid("tools", f"two tools are called {name}")
+def checked_tools(
+    tools: Sequence[Tool], choice: ToolChoice, allowed: Sequence[str] | None = None
+) -> tuple[Sequence[Tool], ToolChoice]:
+    """The tools that may be called, and whether one must be. allowed: names of some; None allows all.
 
-
-def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
-    """Raises ApiError 400 where what must be called is not there."""
-    if choice in ("none", "auto"):
-        return
-    if not tools:
+    Raises ApiError 400 for tools that do not go together, and for a choice that is not among them.
+    """
+    try:
+        names = {tool.name for tool in tools_of(tools)}
+    except UsageError as error:
+        raise ApiError.of(error, "tools") from None
+    if taken := names.intersection(_CHOICES):
+        raise invalid("tools", f"{min(taken)} is what tool_choice says, and no name for a tool")
+    chosen = [choice] if choice not in _CHOICES else []
+    for name in (*chosen, *(allowed or ())):
+        if name not in names:
+            raise invalid("tool_choice", f"no tool is called {shown(name)}")
+    if allowed is not None:
+        tools = [tool for tool in tools if name_of(tool) in allowed]
+    if choice == "required" and not tools:
         raise invalid("tool_choice", "there is no function that could be called")
-    if choice != "required" and choice not in map(name_of, tools):
-        raise invalid("tool_choice", f"no tool is called {shown(choice)}")
+    return tools, choice

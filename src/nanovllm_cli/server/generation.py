@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
@@ -34,13 +34,12 @@ from nanovllm_cli.server.ports import (
     TextAsked,
     Usage,
 )
+from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat
 from nanovllm_cli.text.messages import template_messages
+from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, tools_of
-
-TAIL_TOKENS = 64
-"""The end of a prompt, in which it shows whether the answer begins inside reasoning."""
 
 
 class Checks(Protocol):
@@ -60,7 +59,7 @@ class Generator:
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
             prompt_ids = await asyncio.to_thread(partial(chat_ids, work.model, asked))
-            tail = work.model.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+            tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
             constraint = _constraint(work.model, asked, tools)
             phase = _reasoning(work.model, asked, constraint, tail)
@@ -277,7 +276,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
     """The prompt of a conversation. Raises UsageError, and ApiError where the template refuses the messages."""
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
-    kwargs: dict[str, Any] = dict(asked.template_kwargs)
+    kwargs = template_variables(asked.template_kwargs)
     if asked.thinking is not None:
         if model.thinking_switch is not None:
             kwargs.setdefault(model.thinking_switch, asked.thinking)
@@ -291,12 +290,10 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             tools=list(asked.tools) if asked.tools and asked.tool_choice != "none" else None,
             add_generation_prompt=not asked.continues,
             continue_final_message=asked.continues,
-            **kwargs,
+            variables=kwargs,
         )
     except TemplateError as error:
         raise ApiError(400, error.message, param="messages") from error
-    except TypeError as error:  # a variable that is a parameter of encode_chat
-        raise ApiError(400, "chat_template_kwargs has a reserved name", param="chat_template_kwargs") from error
 
 
 def _text_ids(model: ServedModel, prompt: str | Sequence[int]) -> list[int]:
@@ -318,10 +315,6 @@ def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> 
     """What the answer's form must be: the one asked for, or that of the tools that must or may be called. Where a tool must be
     called there is no content that the form could be of."""
     assert model.format is not None, "a model that chats has a format"
-    if not tools and asked.tool_choice not in ("none", "auto"):
-        raise ApiError(400, "there are no tools to choose from", param="tool_choice")
-    if not tools:
-        return asked.form
     return model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=asked.form)
 
 

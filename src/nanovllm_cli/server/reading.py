@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.text.chat_template import check_variables
 
 T = TypeVar("T")
 
@@ -58,6 +60,15 @@ async def off_loop(request: Request, work: Callable[[], T]) -> T:
     if len(await request.body()) < LARGE_BODY_BYTES:
         return work()
     return await asyncio.to_thread(work)
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs, as what may stand beside the renderer's own arguments."""
+    try:
+        check_variables(given or ())
+    except UsageError as error:
+        raise ApiError.of(error, "chat_template_kwargs") from None
+    return dict(given or {})
 
 
 def invalid(path: str, what: str) -> ApiError:

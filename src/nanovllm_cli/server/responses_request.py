@@ -9,16 +9,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.function_tools import MAX_TOOLS, Tool, check_choice, check_names, function_tool, name_of
+from nanovllm_cli.server.function_tools import Tool, checked_tools, function_tool
 from nanovllm_cli.server.ports import ServedModel, ToolChoice
 from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
 from nanovllm_cli.server.reasoning_effort import effort_of, reads
 from nanovllm_cli.server.responses_items import new_id
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.schemas_responses import InputTokensRequest, ResponsesRequest
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 
 class _Function(msgspec.Struct):
@@ -59,22 +60,19 @@ def tools_of(body: InputTokensRequest) -> ToolsAsked:
         if kind_of(tool, path) == "function":
             given = read(_Function, tool, path)
             tools.append(function_tool(given.name, given.description, given.parameters, bool(given.strict), path))
-    check_names(tools)
-    asked = _chosen(body.tool_choice, tools)
-    check_choice(asked.choice, asked.tools)
-    return asked
+    return ToolsAsked(*_chosen(body.tool_choice, tools))
 
 
-def _chosen(choice: Any, tools: Sequence[Tool]) -> ToolsAsked:
+def _chosen(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
     if choice is None or choice in ("none", "auto", "required"):
-        return ToolsAsked(tools, choice or "auto")
+        return checked_tools(tools, choice or "auto")
     kind = kind_of(choice, "tool_choice")
     if kind == "function":
-        return ToolsAsked(tools, read(_Named, choice, "tool_choice").name)
+        return checked_tools(tools, read(_Named, choice, "tool_choice").name)
     if kind == "allowed_tools":
         given = read(_Allowed, choice, "tool_choice")
-        wanted = {tool.get("name") for tool in given.tools if tool.get("type") == "function"}
-        return ToolsAsked([tool for tool in tools if name_of(tool) in wanted], given.mode)
+        wanted = [str(tool.get("name")) for tool in given.tools if tool.get("type") == "function"]
+        return checked_tools(tools, given.mode, wanted)
     raise unsupported("tool_choice.type", f"{shown(kind)} is not supported; functions are the only tools here")
 
 
@@ -85,10 +83,7 @@ async def form_of(body: InputTokensRequest, context: ServerContext) -> Constrain
     if form is not None and named is not None:
         raise invalid("text.format", "an answer has one form, and another field says one too")
     if form is not None:
-        try:
-            await context.pool.check(form)
-        except NanovllmError as error:
-            raise ApiError.of(error, "text.format") from None
+        await context.check(form, "text.format")
     return form or named
 
 

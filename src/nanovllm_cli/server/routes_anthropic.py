@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic_form
 from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
@@ -22,7 +22,7 @@ from nanovllm_cli.server.chat_turns import ChatMessage
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
-from nanovllm_cli.server.function_tools import check_choice
+from nanovllm_cli.server.function_tools import checked_tools
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, ToolChoice
 from nanovllm_cli.server.reading import invalid, json_text, kind_of, off_loop, read, shown, unsupported
 from nanovllm_cli.server.routing import answers, api_router
@@ -32,7 +32,7 @@ from nanovllm_cli.server.schemas_anthropic import (
     MessageAnswer,
     MessagesRequest,
 )
-from nanovllm_cli.server.sse import EventStream, named_frame, while_connected
+from nanovllm_cli.server.sse import named_frame, while_connected
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -45,7 +45,7 @@ def router(context: ServerContext) -> APIRouter:
         _check_edits(body)
         form = _form(body)
         if form is not None:
-            await _check_form(form, context)
+            await context.check(form, "output_config.format")
         messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
         async with context.models.use(body.model) as model:
             asked = _chat_asked(body, messages, body.sampling(model.default_params), form, model)
@@ -57,13 +57,7 @@ def router(context: ServerContext) -> APIRouter:
         def error_frame(error: ApiError) -> bytes:
             return named_frame("error", anthropic_form(error, exchange.request_id))
 
-        settings = context.settings
-        return EventStream(
-            answering.frames(),
-            ping_seconds=settings.ping_seconds,
-            write_seconds=settings.write_seconds,
-            error_frames=error_frame,
-        )
+        return context.stream(answering.frames(), error_frame)
 
     @routes.post("/v1/messages/count_tokens", responses=answers(CountAnswer))
     async def count_tokens(body: CountTokensRequest, request: Request, exchange: CurrentExchange) -> Response:
@@ -142,9 +136,7 @@ def _chat_asked(
     form: Constraint | None,
     model: ServedModel,
 ) -> ChatAsked:
-    tools = chat_tools(body.tools)
-    choice = _choice(body)
-    check_choice(choice, tools)
+    tools, choice = checked_tools(chat_tools(body.tools), _choice(body))
     thinking = _thinking(body)
     effort = body.output_config.effort if body.output_config is not None else None
     return ChatAsked(
@@ -213,13 +205,6 @@ def _form(body: CountTokensRequest) -> Constraint | None:
         return Constraint("json_schema", json_text(schema))
     except UsageError as error:
         raise ApiError.of(error, f"{path}.schema") from None
-
-
-async def _check_form(form: Constraint, context: ServerContext) -> None:
-    try:
-        await context.pool.check(form)
-    except (UsageError, UnsupportedError) as error:
-        raise ApiError.of(error, "output_config.format") from None
 
 
 def _check_edits(body: CountTokensRequest) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,6 +14,7 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.function_tools import Tool, checked_tools, name_of
 from nanovllm_cli.server.openai_answers import ChatFrames, ChatStyle, chat_answer
 from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, ToolChoice
 from nanovllm_cli.server.reasoning_effort import effort_of
@@ -22,14 +22,7 @@ from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
 from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
 from nanovllm_cli.server.schemas_sampling import SamplingFields
-from nanovllm_cli.server.sse import EventStream, while_connected
-
-# What `chat_template_kwargs` may not set: what the renderer itself is given.
-_RESERVED = {
-    *("messages", "tools", "documents", "tokenizer", "template", "now", "bos_token", "eos_token"),
-    *("add_generation_prompt", "continue_final_message"),
-}
-_CHOICES = ("none", "auto", "required")
+from nanovllm_cli.server.sse import while_connected
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -40,7 +33,7 @@ def router(context: ServerContext) -> APIRouter:
         """The next turn of a conversation."""
         check_streaming(body)
         if body.stream:
-            return event_stream(context, _frames(context, body, exchange))
+            return context.stream(_frames(context, body, exchange))
         return await while_connected(request, _whole(context, body, exchange))
 
     return routes
@@ -94,7 +87,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         parallel=body.parallel_tool_calls is not False,
         whole_calls=not body.stream,
         form=await checked_form(body, context),
-        template_kwargs={**variables, **_template_kwargs(body)},
+        template_kwargs={**variables, **(body.chat_template_kwargs or {})},
         thinking=thinking,
         reasoning_budget=None if budget < 0 else budget,
         continues=_continues(body),
@@ -104,35 +97,15 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
     )
 
 
-def _tools(body: ChatRequest) -> tuple[list[Any], ToolChoice]:
+def _tools(body: ChatRequest) -> tuple[Sequence[Tool], ToolChoice]:
     """The tools that may be called, and whether one must be."""
     tools, choice = list(body.tools or ()), body.tool_choice or "auto"
-    names = [tool["function"]["name"] for tool in tools]
-    if len(set(names)) < len(names):
-        raise _bad("two tools have the same name", "tools")
     if isinstance(choice, str):
-        if choice == "required" and not tools:
-            raise _bad("tool_choice is only allowed when tools are given", "tool_choice")
-        return tools, choice
+        return checked_tools(tools, choice)
     if choice["type"] == "function":
-        return tools, _known(choice["function"]["name"], names)
+        return checked_tools(tools, choice["function"]["name"])
     selection = choice["allowed_tools"]
-    allowed = {_known(tool["function"]["name"], names) for tool in selection["tools"]}
-    return [tool for tool in tools if tool["function"]["name"] in allowed], selection["mode"]
-
-
-def _known(name: str, names: list[str]) -> str:
-    if name not in names or name in _CHOICES:
-        raise _bad(f"there is no tool {name[:64]!r} to choose", "tool_choice")
-    return name
-
-
-def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    given = dict(body.chat_template_kwargs or {})
-    reserved = sorted(_RESERVED & given.keys())
-    if reserved:
-        raise _bad(f"{reserved[0]} is not a variable of the template to set", "chat_template_kwargs")
-    return given
+    return checked_tools(tools, selection["mode"], [name_of(tool) for tool in selection["tools"]])
 
 
 def _continues(body: ChatRequest) -> bool:
@@ -174,16 +147,8 @@ async def checked_form(body: SamplingFields, context: ServerContext) -> Constrai
     except NanovllmError as error:
         raise ApiError.of(error, "response_format") from None
     if form is not None:
-        try:
-            await context.pool.check(form)
-        except NanovllmError as error:
-            raise ApiError.of(error, param) from None
+        await context.check(form, param)
     return form
-
-
-def event_stream(context: ServerContext, frames: AsyncGenerator[bytes, None]) -> EventStream:
-    settings = context.settings
-    return EventStream(frames, ping_seconds=settings.ping_seconds, write_seconds=settings.write_seconds)
 
 
 def _bad(message: str, param: str) -> ApiError:

@@ -21,7 +21,7 @@ from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.openai_answers import Answer, Head, gather, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
-from nanovllm_cli.server.routes_chat import check_streaming, checked_form, event_stream, usage_wanted
+from nanovllm_cli.server.routes_chat import check_streaming, checked_form, usage_wanted
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import CompletionRequest
 from nanovllm_cli.server.schemas_openai_answers import TextAnswer
@@ -47,7 +47,7 @@ def router(context: ServerContext) -> APIRouter:
         """What follows a text, or several."""
         _check(body)
         if body.stream:
-            return event_stream(context, _frames(context, body, exchange))
+            return context.stream(_frames(context, body, exchange))
         return await while_connected(request, _whole(context, body, exchange))
 
     return routes

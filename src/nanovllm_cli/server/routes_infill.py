@@ -18,7 +18,7 @@ from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.ports import Event, Generation, TextAsked
-from nanovllm_cli.server.routes_chat import checked_form, event_stream
+from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import InfillRequest
 from nanovllm_cli.server.schemas_openai_answers import InfillAnswer
@@ -38,7 +38,7 @@ def router(context: ServerContext) -> APIRouter:
         if body.prompt_logprobs is not None:
             raise ApiError(400, "infill gives no log-probabilities", code="unsupported", param="prompt_logprobs")
         if body.stream:
-            return event_stream(context, _frames(context, body, exchange))
+            return context.stream(_frames(context, body, exchange))
         return await while_connected(request, _whole(context, body, exchange))
 
     return routes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from nanovllm_cli.server.errors import JsonResponse, error_body
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
+from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_own import (
     ApplyTemplateAnswer,
@@ -37,7 +37,6 @@ from nanovllm_cli.server.schemas_own import (
     Unhealthy,
     VersionAnswer,
 )
-from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 _UNHEALTHY = {
@@ -49,7 +48,6 @@ _UNHEALTHY = {
     "draining": "the server is about to end",
 }
 _UNSET = SamplingParams()
-_TAKEN = inspect.signature(ChatTemplate.render).parameters.keys()
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -185,8 +183,6 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
 def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
     if served.chat_template is None:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
-    variables = body.chat_template_kwargs or {}
-    if taken := _TAKEN & variables.keys():
-        raise ApiError(400, f"{min(taken)} is no variable of a template's own", param="chat_template_kwargs")
+    variables = template_variables(body.chat_template_kwargs)
     render = served.chat_template.render
     return render(body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt, **variables)

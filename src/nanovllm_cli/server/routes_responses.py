@@ -38,7 +38,7 @@ from nanovllm_cli.server.schemas_responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
-from nanovllm_cli.server.sse import EventStream, named_frame, while_connected
+from nanovllm_cli.server.sse import named_frame, while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,7 @@ def router(context: ServerContext) -> APIRouter:
             tokens = None if num_top is None else ContentTokens(model.tokenizer, params)
         answering = _Answering(context, exchange, body, asked, items, builder, tokens, store)
         if body.stream:
-            settings = context.settings
-            return EventStream(
-                answering.frames(),
-                ping_seconds=settings.ping_seconds,
-                write_seconds=settings.write_seconds,
-                error_frames=_error_frame,
-            )
+            return context.stream(answering.frames(), _error_frame)
         return JsonResponse(await while_connected(request, answering.whole()))
 
     @routes.post("/v1/responses/input_tokens", responses=answers(InputTokensAnswer))

@@ -12,10 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.function_tools import MAX_TOOLS
-from nanovllm_cli.server.schemas_sampling import STRICT, Unsupported
-
-MAX_MESSAGES = 100_000
+from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, StrictModel, Unsupported
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 _BLOCKS = {
     "type": "array",
@@ -56,25 +54,21 @@ _THINKING: dict[str, Any] = {
 }
 
 
-class _Model(BaseModel):
-    model_config = STRICT
-
-
-class ToolChoice(_Model):
+class ToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str, Field(max_length=128)] | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(_Model):
+class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[Any, WithJsonSchema({"type": "object", "properties": {"type": {"const": "json_schema"}}})] = None
 
 
-class CountTokensRequest(_Model):
+class CountTokensRequest(StrictModel):
     """What makes the prompt."""
 
-    model: Annotated[str, Field(max_length=512)]
+    model: ModelName
     messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
     system: Annotated[Any, WithJsonSchema(_SYSTEM)] = None
     tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None

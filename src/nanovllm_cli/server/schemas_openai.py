@@ -7,31 +7,32 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Required
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKEN_ID, MAX_TOKENS
-from nanovllm_cli.server.schemas_sampling import (
+from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
+from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.schemas_common import (
+    MAX_MESSAGES,
     OPEN,
-    STRICT,
     JsonObject,
-    SamplingFields,
+    ModelName,
     ShortText,
+    StrictModel,
+    TokenId,
     Tolerated,
     Unsupported,
     explained,
 )
+from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
-MAX_MESSAGES = 100_000
-MAX_TOOLS = 512
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 512
 MAX_INPUTS = 2048
 MAX_ID_LIST = 1 << 22
 
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 SomeText = Annotated[str, StringConstraints(min_length=1)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
 
@@ -73,7 +74,7 @@ class ChatMessage(TypedDict, total=False):
 class FunctionDefinition(TypedDict, total=False):
     __pydantic_config__ = OPEN  # type: ignore[misc]
 
-    name: Required[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]]
+    name: Required[Annotated[str, StringConstraints(pattern=f"^{NAME}$")]]
     description: str | None
     parameters: JsonObject | None
     strict: bool | None
@@ -107,19 +108,15 @@ class AllowedTools(TypedDict):
     allowed_tools: ToolSelection
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """continuous_usage_stats: usage on every chunk (vLLM's)."""
-
-    model_config = STRICT
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Tolerated = None
 
 
-class StreamFields(BaseModel):
-    model_config = STRICT
-
+class StreamFields(StrictModel):
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -211,10 +208,8 @@ class InfillRequest(SamplingFields):
     t_max_prompt_ms: Tolerated = None
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(StrictModel):
     """POST /v1/embeddings. pooling: of the hidden states of a text's tokens."""
-
-    model_config = STRICT
 
     model: ModelName | None = None
     input: Annotated[
@@ -237,10 +232,8 @@ class RerankDocument(TypedDict, total=False):
     text: Required[SomeText]
 
 
-class RerankRequest(BaseModel):
+class RerankRequest(StrictModel):
     """POST /v1/rerank, as Jina and Cohere have it."""
-
-    model_config = STRICT
 
     model: ModelName | None = None
     query: str = Field(min_length=1)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt
+from pydantic import BaseModel, Field, StrictBool
 
-from nanovllm_cli.sampling_params import MAX_TOKEN_ID
 from nanovllm_cli.server.routing import ErrorAnswer
+from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, TokenId
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
-ModelName = Annotated[str, Field(max_length=512)]
-TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
 AnyMessage = dict[str, Any]
-MAX_MESSAGES = 10_000
 
 
 class TokenizeRequest(BaseModel):
@@ -26,7 +24,7 @@ class TokenizeRequest(BaseModel):
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[AnyMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special: StrictBool | None = None
     add_special_tokens: StrictBool | None = None
     parse_special: StrictBool = True
@@ -63,7 +61,7 @@ class DetokenizeAnswer(BaseModel):
 class ApplyTemplateRequest(BaseModel):
     model: ModelName | None = None
     messages: Annotated[list[AnyMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from nanovllm_cli.server.function_tools import MAX_TOOLS
-from nanovllm_cli.server.schemas_sampling import STRICT, SamplingFields, Unsupported
+from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 MAX_ITEMS = 16384
 
@@ -66,29 +67,25 @@ _FORMAT: dict[str, Any] = {
 }
 
 
-class _Model(BaseModel):
-    model_config = STRICT
-
-
-class ReasoningAsked(_Model):
+class ReasoningAsked(StrictModel):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextAsked(_Model):
+class TextAsked(StrictModel):
     format: Annotated[Any, WithJsonSchema(_FORMAT)] = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class InputTokensRequest(_Model):
+class InputTokensRequest(StrictModel):
     """What makes the prompt."""
 
-    model: Text | None = None
+    model: ModelName | None = None
     input: Annotated[Any, WithJsonSchema(_ITEMS)] = None
     instructions: str | None = None
     previous_response_id: Text | None = None

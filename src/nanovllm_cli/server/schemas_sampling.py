@@ -1,8 +1,5 @@
 """The fields of a request that say how to draw, under vLLM's and llama.cpp's names; every OpenAI route has them.
-
-Bounds are SamplingParams' own. null is the same as leaving a field out. Fields that nobody here knows are tolerated, as OpenAI's
-clients expect; those that are known and cannot be done are refused by name (`Unsupported`).
-"""
+Bounds are SamplingParams' own."""
 
 from __future__ import annotations
 
@@ -11,18 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -38,46 +24,22 @@ from nanovllm_cli.sampling_params import (
     SamplingParams,
 )
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.schemas_common import (
+    FIRST_ERROR,
+    OPEN,
+    SHORT,
+    JsonObject,
+    StrictModel,
+    Tolerated,
+    Unsupported,
+    explained,
+)
 
 MAX_PRIORITY = 2**31
-SHORT = 4096
-"""Characters of a name, a label or a salt."""
-
-STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-def _refuse(value: object, info: ValidationInfo) -> None:
-    if value is not None:
-        raise ApiError(400, f"{info.field_name} is not supported", code="unsupported", param=info.field_name)
-
-
-Unsupported = Annotated[None, BeforeValidator(_refuse)]
-"""A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken."""
-Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
-"""A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
-ShortText = Annotated[str, StringConstraints(max_length=SHORT)]
-JsonObject = dict[str, Any]
-
-
-def explained(text: str) -> WrapValidator:
-    """Around a union: one error that says what may stand there, instead of one for each of its members."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("invalid_value", "must be " + text) from None
-
-    return WrapValidator(validate)
-
-
-FIRST_ERROR = Field(fail_fast=True)
-"""For lists: millions of wrong entries are one error. To tell them all would hold the event loop for a minute."""
 
 
 def _few_biases(value: Any) -> Any:
-    """The same for a mapping, by its size."""
+    """A mapping is judged by its size, before millions of wrong entries are told one by one."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {MAX_LOGIT_BIASES} are taken")
     return value
@@ -93,10 +55,8 @@ def _strings(name: str) -> Any:
     return StringConstraints(min_length=1, max_length=STRING_LISTS[name][1])
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's object: one of these."""
-
-    model_config = STRICT
 
     json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, max_length=MAX_CONSTRAINT_CHARS)
@@ -116,20 +76,16 @@ class NamedSchema(TypedDict, total=False):
     description: str | None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's; `schema` beside json_object is llama.cpp's."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StrictModel):
     """What SamplingParams has, but for what each route names in its own way (how many tokens, log-probabilities)."""
-
-    model_config = STRICT
 
     temperature: float | None = _bounded("temperature")
     top_p: float | None = _bounded("top_p")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -24,13 +23,13 @@ from nanovllm_cli.server.engine_client import EngineClient
 from nanovllm_cli.server.messages import Facts, Loading, Start
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import EnginePort, EngineState, ModelCard, ServedModel
-from nanovllm_cli.text.answer_format import AnswerFormat, answer_format, special_tokens
+from nanovllm_cli.text.answer_format import AnswerFormat, model_format
 from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
 _UNLOADED = (EngineState.ASLEEP, EngineState.FAILED, EngineState.LOADING)
-THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,7 @@ class TextSide(NamedTuple):
 
     @property
     def thinking_switch(self) -> str | None:
-        source = self.template.source if self.template is not None else ""
-        return next((name for name in THINKING_SWITCHES if re.search(rf"\b{name}\b", source)), None)
+        return thinking_switch(self.template.source) if self.template is not None else None
 
 
 class _Slot:
@@ -226,14 +224,7 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     template = None
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)
-    known = None
-    if template is not None:
-        known = answer_format(
-            template.source,
-            tools=settings.tool_format,
-            reasoning=settings.reasoning_format,
-            special_tokens=special_tokens(tokenizer),
-        )
+    known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
     params = SamplingParams.from_generation_config(generation_config)
     return TextSide(tokenizer, template, known, dataclasses.replace(params, **settings.given))
 

@@ -8,6 +8,7 @@ come from a message, a tool description or a tool's answer. Templates for models
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -167,9 +168,27 @@ def prepare_chat(
     return ChatPrompt(text, tokenizer.encode_guarded(text, plain_at))
 
 
-def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Message], **options: Any) -> list[int]:
-    """The ids of `prepare_chat`."""
-    return prepare_chat(tokenizer, template, messages, **options).ids
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    variables: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[int]:
+    """The ids of `prepare_chat`. variables: of the template, from somebody who may ask for anything. Raises UsageError as well
+    where they are not the template's own."""
+    check_variables(variables or ())
+    return prepare_chat(tokenizer, template, messages, **options, **(variables or {})).ids
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raises UsageError where one is not the template's own variable, but what it is given in any case."""
+    if taken := _GIVEN.intersection(names):
+        raise UsageError(f"{min(taken)} is not a variable of the template to set")
+
+
+_GIVEN = frozenset({"self", "bos_token", "eos_token", *inspect.signature(prepare_chat).parameters})
 
 
 class _Veil:

@@ -8,10 +8,17 @@ Text that may turn out to be the beginning of a tag waits until it is decided. T
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nanovllm_cli.constraint import ReasoningPhase
+
+if TYPE_CHECKING:
+    from nanovllm_cli.text.tokenizer import Tokenizer
+
+_SWITCHES = ("enable_thinking", "thinking")
+_TAIL_TOKENS = 64
 
 
 class ReasoningDelta(NamedTuple):
@@ -105,6 +112,21 @@ def prompt_opens_reasoning(prompt: str, known: ReasoningFormat = THINK) -> bool:
     Only a block that nothing but white space follows counts: an opening tag in the middle of the conversation is text.
     """
     return prompt.rstrip().endswith(known.open)
+
+
+def prompt_tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The end of a rendered prompt: where it shows whether the answer begins inside reasoning."""
+    return tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+
+def thinking_switch(template_source: str) -> str | None:
+    """The template's variable that turns reasoning on and off, if it has one."""
+    return next((name for name in _SWITCHES if re.search(rf"\b{name}\b", template_source)), None)
+
+
+def thinking_variables(thinks: bool | None) -> dict[str, bool]:
+    """The switches of all templates, for one that is not known; none where nothing was asked for."""
+    return {} if thinks is None else dict.fromkeys(_SWITCHES, thinks)
 
 
 class ReasoningParser:

@@ -1,0 +1,69 @@
+"""What the bodies of all APIs are made of.
+
+null is the same as leaving a field out. Fields that nobody here knows are tolerated, as clients expect; those that are known and
+cannot be done are refused by name (`Unsupported`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from nanovllm_cli.sampling_params import MAX_TOKEN_ID
+from nanovllm_cli.server.api_error import ApiError
+
+MAX_MESSAGES = 100_000
+SHORT = 4096
+"""Characters of a name, a label or a salt."""
+
+STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StrictModel(BaseModel):
+    model_config = STRICT
+
+
+def _refuse(value: object, info: ValidationInfo) -> None:
+    if value is not None:
+        raise ApiError(400, f"{info.field_name} is not supported", code="unsupported", param=info.field_name)
+
+
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+"""A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken."""
+Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
+"""A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
+ShortText = Annotated[str, StringConstraints(max_length=SHORT)]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=SHORT)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
+JsonObject = dict[str, Any]
+
+
+def explained(text: str) -> WrapValidator:
+    """Around a union: one error that says what may stand there, instead of one for each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("invalid_value", "must be " + text) from None
+
+    return WrapValidator(validate)
+
+
+FIRST_ERROR = Field(fail_fast=True)
+"""For lists: millions of wrong entries are one error. To tell them all would hold the event loop for a minute."""
