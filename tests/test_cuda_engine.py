@@ -251,7 +251,7 @@ def test_an_fp8_cache_and_half_precision_answer_close_by(folder: Path, expected:
     ("settings", "message"),
     [
         ({"dtype": "float32"}, "float32 is not computed on a GPU"),
-        ({"activations": "exact"}, "quantized weights on a CPU"),
+        ({"activations": "rounded"}, "a GPU rounds activations of int8, fp8"),
         ({"block_size": 8}, "a KV cache with blocks of 8 tokens on a GPU"),
     ],
 )

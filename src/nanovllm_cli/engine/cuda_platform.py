@@ -1,6 +1,8 @@
-"""A GPU as a platform: dense weights, paged attention by our kernels, recorded decode steps, memory by a profile run."""
+"""A GPU as a platform: weights in all formats, paged attention by our kernels, recorded decode steps, memory by a profile run."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 
@@ -22,7 +24,9 @@ from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
-from nanovllm_cli.quant.dense_cuda import CudaDense
+from nanovllm_cli.quant.cuda_formats import make_storage
+from nanovllm_cli.quant.cuda_stacked import CudaStacked
+from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.storage import WeightStorage
 
@@ -45,6 +49,10 @@ class CudaPlatform:
         k, v = config.cache_types
         if k != v:
             raise UnsupportedError(f"a KV cache of {k} keys and {v} values on a GPU", "give both the same --kv-cache-dtype")
+        if config.activations == "rounded":
+            raise UnsupportedError(
+                "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations away, or add --device cpu"
+            )
         if k == "int8":
             raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")
         self.config = config
@@ -52,6 +60,7 @@ class CudaPlatform:
         self.device = device
         self.launcher = device.launcher
         self.ops = CudaOps(self.launcher, config.deterministic)
+        self._unpacked: Counter[str] = Counter()
 
     @property
     def processor(self) -> str:
@@ -77,18 +86,20 @@ class CudaPlatform:
     def available_bytes(self) -> int:
         return self.device.memory().free
 
-    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> CudaDense:
-        if form is not None:
-            raise UnsupportedError(f"{form.name} weights on a GPU are not supported yet", "use --device cpu, or plain weights")
-        if self.config.activations != "auto":
-            raise UnsupportedError("--activations is about quantized weights on a CPU", "leave it away, or add --device cpu")
+    def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
         try:
-            return CudaDense(num_rows, width, dtype, self.launcher, self.config.deterministic)
+            storage = make_storage(
+                form, num_rows, width, dtype, self.launcher, rounds=self.config.activations != "exact",
+                deterministic=self.config.deterministic,
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             raise self._too_large("the weights do not fit") from None
+        if isinstance(storage, CudaDequantized) and form is not None:
+            self._unpacked[form.name] += storage.num_bytes - int(num_rows * form.row_bytes(width))
+        return storage
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
-        raise AssertionError("all weights of a GPU have one format")
+        return CudaStacked(parts, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
@@ -100,6 +111,9 @@ class CudaPlatform:
 
     def cache_budget(self, model: Decoder) -> int:
         """What is left of the GPU's share beside the weights, the largest step, and what sampling and graphs take."""
+        if self._unpacked:
+            names, more = ", ".join(sorted(self._unpacked)), self._unpacked.total() / GIB
+            self.progress.note(f"weights in {names} have no kernels on a GPU: unpacked to 16 bits they take {more:.1f} GiB more")
         self.progress.stage("preparing kernels for this GPU", None, "tensors")
         try:
             step = self._profile(model)

@@ -65,6 +65,6 @@ TABLE = (
 def choose(kind: str, rows: int, capability: int) -> Way:
     """The way for so many rows; of a kind's lines the first that the GPU is new enough for counts."""
     line = next(line for line in TABLE if line.kind == kind and line.min_capability <= capability)
-    if rows <= line.gemv_rows:
+    if 0 < rows <= line.gemv_rows:
         return "gemv"
-    return "gemm" if rows <= line.gemm_rows else "library"
+    return "gemm" if 0 < rows <= line.gemm_rows else "library"

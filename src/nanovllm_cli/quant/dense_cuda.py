@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import activation as activations
-from nanovllm_cli.kernels import embedding, gemm, gemv, library, norm
+from nanovllm_cli.kernels import embedding, gemm, gemv, library
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
+from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
-class CudaDense:
+class CudaDense(CudaStorage):
     """A WeightStorage in the compute type. Up to eight rows have kernels of their own, with norm, gate and residual in them; a
     deterministic GPU multiplies any number of rows by one kernel instead."""
-
-    recordable = True
 
     def __init__(
         self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
     ) -> None:
-        self.num_rows = num_rows
-        self.width = width
-        self._launcher = launcher
-        self._deterministic = deterministic
+        super().__init__(num_rows, width, dtype, launcher, deterministic)
         self._weight = torch.empty(num_rows, width, dtype=dtype, device=launcher.device)
 
     @property
@@ -37,28 +33,34 @@ class CudaDense:
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return embedding.embedding(self._launcher, ids, self._weight, tokens=table)
 
-    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-        return self._matmul(x, bias, None, out_dtype)
+    def _takes_gate(self, num_rows: int) -> bool:
+        return 0 < num_rows <= gemv.MAX_ROWS and not self._deterministic
 
-    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        if self._has_few(x):
-            return gemv.gemv(self._launcher, x, self._weight, bias, activation=activation)
-        y = self._matmul(x, bias, None, self._weight.dtype)
-        return activations.gated_activation(self._launcher, y, activation)
-
-    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> None:
-        self._matmul(x, bias, residual, self._weight.dtype)
-
-    def _matmul(
-        self, x: Hidden, bias: torch.Tensor | None, residual: torch.Tensor | None, out_dtype: torch.dtype
+    def _multiply(
+        self,
+        x: Hidden,
+        bias: torch.Tensor | None,
+        *,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        if self._has_few(x):
-            return gemv.gemv(self._launcher, x, self._weight, bias, residual=residual, out_dtype=out_dtype)
-        if isinstance(x, Normed):
-            x = norm.add_rms_norm(self._launcher, x.rows, None, x.weight, x.eps, x.offset)
+        launcher, weight = self._launcher, self._weight
+        if self._takes_gate(count_rows(x)):
+            return gemv.gemv(launcher, x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
         multiply = gemm.gemm if self._deterministic else library.matmul
-        return multiply(self._launcher, x, self._weight, bias, residual=residual, out_dtype=out_dtype)
+        return multiply(launcher, self._normed(x), weight, bias, residual=residual, out_dtype=out_dtype)
 
-    def _has_few(self, x: Hidden) -> bool:
-        rows = x.rows if isinstance(x, Normed) else x
-        return 0 < rows.shape[0] <= gemv.MAX_ROWS and not self._deterministic
+
+class CudaDequantized(CudaDense):
+    """A format that no kernel reads: its numbers in the compute type, from the moment they are loaded."""
+
+    def __init__(
+        self, form: Format, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool
+    ) -> None:
+        super().__init__(num_rows, width, dtype, launcher, deterministic)
+        self._form = form
+
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        quantized = self._form.quantize(rows) if isinstance(rows, torch.Tensor) else rows
+        super().load_rows(first_row, self._form.dequantize(quantized))

@@ -216,7 +216,7 @@ class Nf4:
         self.check_width(width)
         grouped = rows.float().view(n, width // self.group, self.group)
         scales = _kept(grouped.abs().amax(-1), torch.float32)
-        values = torch.tensor(NF4)
+        values = torch.tensor(NF4, device=rows.device)
         borders = (values[1:] + values[:-1]) / 2
         codes = torch.bucketize(grouped / scales.unsqueeze(-1), borders).to(torch.uint8)
         return Nf4Rows(codes.view(n, width), scales)

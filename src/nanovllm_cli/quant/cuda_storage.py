@@ -1,0 +1,76 @@
+"""What all storages of a GPU have in common: a norm, a gate and a residual go with the product, or before and behind it.
+
+Legend: M rows of x, K columns (inputs), N outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from nanovllm_cli.kernels import activation as activations
+from nanovllm_cli.kernels import norm
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.quant.rows import QuantizedRows
+
+
+class CudaStorage(ABC):
+    """A WeightStorage. dtype: what is computed in. deterministic: a row's bits may not depend on how many rows there are."""
+
+    recordable = True
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool) -> None:
+        self.num_rows = num_rows
+        self.width = width
+        self._dtype = dtype
+        self._launcher = launcher
+        self._deterministic = deterministic
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+    @abstractmethod
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None: ...
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _takes_gate(self, num_rows: int) -> bool:
+        """Whether so many rows have a kernel that multiplies by gate and up and activates."""
+
+    @abstractmethod
+    def _multiply(
+        self,
+        x: Hidden,
+        bias: torch.Tensor | None,
+        *,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """See `gemv.gemv`, of any number of rows; activation: only where `_takes_gate`."""
+
+    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        return self._multiply(x, bias, out_dtype=out_dtype)
+
+    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        if self._takes_gate(count_rows(x)):
+            return self._multiply(x, bias, activation=activation, out_dtype=self._dtype)
+        return activations.gated_activation(self._launcher, self._multiply(x, bias, out_dtype=self._dtype), activation)
+
+    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> None:
+        self._multiply(x, bias, residual=residual, out_dtype=self._dtype)
+
+    def _normed(self, x: Hidden) -> torch.Tensor:
+        """x, by a kernel of its own where it is still to be normalised."""
+        if isinstance(x, Normed):
+            return norm.add_rms_norm(self._launcher, x.rows, None, x.weight, x.eps, x.offset)
+        return x
+
+
+def count_rows(x: Hidden) -> int:
+    return (x.rows if isinstance(x, Normed) else x).shape[0]
