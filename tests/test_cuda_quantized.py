@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Qwen3Config
 
 from emulation.device import EmulatedDevice
@@ -19,8 +18,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_cuda_engine import engine_on
-from test_models import whole_batch
-from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
+from test_quant_engine import dequantized, difference, expected_logits, logits_of
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 1, "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64,
