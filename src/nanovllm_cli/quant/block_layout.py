@@ -1,0 +1,87 @@
+"""GGUF's blocks as a GPU keeps them: packed once, when they are loaded (the layout: kernels/block_records.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import block_records as records
+from nanovllm_cli.kernels.block_records import STEP, TILE, PackedBlocks
+from nanovllm_cli.kernels.record_kinds import RecordLayout
+from nanovllm_cli.quant.cpu_integer import layout_of, record_rows
+from nanovllm_cli.quant.cpu_records import RecordRows
+from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.gguf_blocks import BLOCKS
+from nanovllm_cli.quant.rows import BlockRows
+
+TYPES = tuple(name for name, kind in BLOCKS.items() if kind.group in (16, 32))
+"""Those that have kernels: all but the ternary ones, whose scales cover 256 columns."""
+
+
+def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> PackedBlocks:
+    """A weight to be filled by `pack_rows`. UnsupportedError for types without kernels, and widths that are not whole blocks."""
+    if type_name not in TYPES:
+        raise UnsupportedError(
+            f"no GPU kernels for blocks of {type_name}; there are for {', '.join(TYPES)}", "use --device cpu"
+        )
+    layout = layout_of(Blocks(type_name), num_rows, width)
+    return PackedBlocks(type_name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
+
+
+def pack_rows(weight: PackedBlocks, first_row: int, rows: torch.Tensor) -> None:
+    """Blocks as in a file, uint8 [n, bytes of a row] on any device, become rows first_row …, which nobody has set before."""
+    layout = weight.layout
+    packed = pack(layout, record_rows(Blocks(weight.type), BlockRows(rows), layout), first_row % TILE)
+    first = first_row // TILE
+    weight.data[first : first + packed.shape[0]] |= packed.to(weight.data.device)
+
+
+def pack(layout: RecordLayout, rows: RecordRows, above: int = 0) -> torch.Tensor:
+    """Records [tiles, records, bytes], the first tile's first `above` rows and what fills the last tile up all zero bits."""
+    columns, below = records.columns_of(layout), -(above + rows.codes.shape[0]) % TILE
+
+    def tiled(values: torch.Tensor, width: int) -> torch.Tensor:
+        """[n, …] -> [tiles, records, 16, width]; width: of a record."""
+        padded = pad(values, (0, -values.shape[1] % width, above, below))
+        return padded.view(-1, TILE, padded.shape[1] // width, width).transpose(1, 2)
+
+    def raw(values: torch.Tensor | None, width: int) -> list[torch.Tensor]:
+        if values is None:
+            return []
+        flat = tiled(values, width)
+        return [flat.contiguous().view(torch.uint8).flatten(2)]
+
+    codes = rows.codes if layout.bits < 8 else rows.codes - layout.offset  # wraps around to what the signed byte has
+    groups = columns // layout.group
+    parts = _planes(layout, _words(tiled(codes, columns)))
+    parts += raw(rows.scales, groups) + raw(rows.lows, groups) + raw(rows.supers, 1) + raw(rows.super_lows, 1)
+    return torch.cat(parts, 2)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """[tiles, records, 16, columns] -> [tiles, records, steps, 32 lanes, 8 words, 4 codes]."""
+    tiles, across, _, columns = codes.shape
+    split = codes.reshape(tiles, across, 2, 8, columns // STEP, 2, 2, 4, 4)
+    return split.permute(0, 1, 4, 3, 7, 5, 6, 2, 8).reshape(tiles, across, columns // STEP, 32, 8, 4)
+
+
+def _planes(layout: RecordLayout, words: torch.Tensor) -> list[torch.Tensor]:
+    """Each [tiles, records, bytes]."""
+    if layout.bits == 8:
+        tiles, across, steps, *_ = words.shape
+        return [words.view(tiles, across, steps, 32, 2, 4, 4).transpose(3, 4).flatten(2)]
+    if layout.bits == 4 and layout.table is not None:
+        return [(words[..., 0::2] | words[..., 1::2] << 4).flatten(2)]
+    base = 4 if layout.bits >= 4 else 2
+    high = layout.bits - base
+    return [_plane(words, 0, base), *([_plane(words, base, high)] if high else [])]
+
+
+def _plane(words: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+    """Bits `shift` … of each code: [tiles, records, bytes]."""
+    fields = words >> shift & ((1 << bits) - 1)
+    plane = torch.zeros_like(words[..., :bits, :])
+    for i in range(8 // bits):
+        plane |= fields[..., i :: 8 // bits, :] << i * bits
+    return plane.flatten(2)
