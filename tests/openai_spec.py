@@ -6,6 +6,7 @@ OpenAPI 3.1 and still writes `nullable`, which was 3.0's; here that means what i
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,26 @@ def check(name: str, value: Any) -> None:
         return
     error = next(iter(_validator(name).iter_errors(value)), None)
     assert error is None, f"{name}: {error.json_path}: {error.message[:500]}"
+
+
+def check_text(answer: Any, *, chunk: bool = False, echo: bool = False) -> None:
+    """Holds an answer of /v1/completions, or a chunk of its stream.
+
+    The description has one schema for both, and leaves out three nulls that OpenAI sends: the finish_reason of a chunk behind
+    which more comes, the usage of all chunks but the last (as `stream_options` says there), and the log-probability that a
+    prompt's first token doesn't have. They are let by at just these places.
+    """
+    answer = copy.deepcopy(answer)
+    if chunk and answer["choices"] and answer.get("usage", 0) is None:
+        del answer["usage"]
+    for choice in answer["choices"]:
+        if chunk and choice["finish_reason"] is None:
+            choice["finish_reason"] = "stop"
+        logprobs = choice["logprobs"]
+        if echo and logprobs is not None and logprobs["token_logprobs"][:1] == [None]:
+            assert logprobs["top_logprobs"][0] is None
+            logprobs["token_logprobs"][0], logprobs["top_logprobs"][0] = 0.0, {}
+    check("CreateCompletionResponse", answer)
 
 
 @cache

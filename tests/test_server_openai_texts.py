@@ -34,9 +34,23 @@ def ask(script: Any = None, fakes: FakeModels | None = None, path: str = "/v1/co
     return Door(generates).post(path, body), generates
 
 
-def choices_of(answer: Answer) -> list[dict[str, Any]]:
+def chunks_of(answer: Answer, *, echo: bool = False) -> list[dict[str, Any]]:
+    """Of a stream. Each choice ends once, in its last chunk."""
     assert answer.status == 200, answer.text
-    openai_spec.check("CreateCompletionResponse", answer.json)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    chunks = answer.events()
+    for chunk in chunks:
+        openai_spec.check_text(chunk, chunk=True, echo=echo)
+    reasons: dict[int, list[str | None]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
+    assert all(each.count(None) == len(each) - 1 and each[-1] is not None for each in reasons.values())
+    return chunks
+
+
+def choices_of(answer: Answer, *, echo: bool = False) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.text
+    openai_spec.check_text(answer.json, echo=echo)
     choices: list[dict[str, Any]] = answer.json["choices"]
     return choices
 
@@ -94,7 +108,7 @@ def test_the_choices_of_several_prompts_are_counted_through() -> None:
     assert answer.json["usage"]["prompt_tokens"] == 2
     assert all(generation.closed for generation in generates.generations)
     streamed, _ = ask(script, prompt=["a", "b"], n=2, stream=True, stream_options={"include_usage": True})
-    *chunks, last = streamed.events()
+    *chunks, last = chunks_of(streamed)
     told = sorted((chunk["choices"][0]["index"], chunk["choices"][0]["text"]) for chunk in chunks)
     assert told == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
@@ -114,7 +128,7 @@ def test_a_failure_of_one_prompt_ends_them_all() -> None:
 
 def test_a_stream_of_text() -> None:
     answer, _ = ask(Script.of(" upon", " a"), stream=True)
-    chunks = answer.events()
+    chunks = chunks_of(answer)
     assert [c["choices"][0]["text"] for c in chunks] == [" upon", " a"]
     assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, "stop"]
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -130,14 +144,14 @@ def test_logprobs_in_the_old_form() -> None:
     assert logprobs["text_offset"] == [0, 1, 2, 2]  # both bytes of ü stand at 2
     assert logprobs["top_logprobs"][0] == {"a": -0.5}
     assert generates.asked[0].params.logprobs == 1
-    streamed = [c["choices"][0]["logprobs"]["text_offset"] for c in ask(script, logprobs=1, stream=True)[0].events()]
+    streamed = [c["choices"][0]["logprobs"]["text_offset"] for c in chunks_of(ask(script, logprobs=1, stream=True)[0])]
     assert streamed == [[0, 1], [2, 2]]
 
 
 def test_an_echo_stands_before_the_answer() -> None:
     answer, _ = ask(Script.of(" upon"), echo=True)
     assert choices_of(answer)[0]["text"] == "Once upon"
-    chunks = ask(Script.of(" upon"), echo=True, stream=True)[0].events()
+    chunks = chunks_of(ask(Script.of(" upon"), echo=True, stream=True)[0])
     assert [c["choices"][0]["text"] for c in chunks] == ["Once", " upon"]
     assert choices_of(ask(Script.of("!"), echo=True, prompt=IDS.encode("Hé"))[0])[0]["text"] == "Hé!"
 
@@ -146,20 +160,19 @@ def test_an_echo_has_its_logprobs_too() -> None:
     prompt = [None, *entries("nce")]
     script = Script([[event(" u", logprobs=entries(" u"), finish="length")]], prompt_logprobs=prompt)
     answer, generates = ask(script, echo=True, logprobs=1)
-    assert answer.status == 200
-    logprobs = answer.json["choices"][0]["logprobs"]
+    logprobs = choices_of(answer, echo=True)[0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "Once u"
     assert logprobs["token_logprobs"] == [None, *[-0.5] * 5]
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4, 5]
     assert generates.asked[0].params.prompt_logprobs == 1
-    chunks = ask(script, echo=True, logprobs=1, stream=True)[0].events()
+    chunks = chunks_of(ask(script, echo=True, logprobs=1, stream=True)[0], echo=True)
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_text_can_be_scored_without_an_answer() -> None:
     script = Script([[event("x", logprobs=entries("x"), finish="length")]], prompt_logprobs=[None, *entries("nce")])
     answer, generates = ask(script, echo=True, logprobs=0, max_tokens=0)
-    choice = answer.json["choices"][0]
+    [choice] = choices_of(answer, echo=True)
     assert (choice["text"], choice["logprobs"]["tokens"]) == ("Once", ["O", "n", "c", "e"])
     assert answer.json["usage"]["completion_tokens"] == 0
     assert generates.asked[0].params.max_tokens == 1
