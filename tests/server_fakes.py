@@ -123,6 +123,7 @@ class FakeGenerates:
         self.models = models or FakeModels()
         self.asked: list[ChatAsked | TextAsked] = []
         self.callers: list[Caller] = []
+        self.priorities: list[int] = []
         self.generations: list[FakeGeneration] = []
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> FakeGeneration:
@@ -136,9 +137,10 @@ class FakeGenerates:
         return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
     ) -> tuple[list[Sequence[float]], int]:
         """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis."""
+        self.priorities.append(priority)
         async with self.models.use(model):
             vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
         return list(vectors), sum(len(text) for text in texts)
@@ -170,7 +172,7 @@ class FakeEngine:
     ) -> Stream:
         raise ApiError(503, "this engine is a stand-in")
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]:
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
         raise ApiError(503, "this engine is a stand-in")
 
 

@@ -103,7 +103,21 @@ def test_what_is_aborted_or_refused_leaves_nothing(worker: Worker, texts: list[l
         engine.embed("e", [], "mean")
     with pytest.raises(UsageError):
         engine.embed("e", [SMALL["vocab_size"]], "last")
+    with pytest.raises(UsageError, match="priorities mean nothing"):
+        engine.embed("e", texts[0], "mean", priority=1)
     assert engine.stats().used_blocks == 0
+
+
+def test_an_urgent_text_is_read_first(worker: Worker, texts: list[list[int]]) -> None:
+    engine = engine_for(worker, max_num_seqs=1, policy="priority")
+    for name, priority in (("late", 5), ("soon", -5)):
+        engine.embed(name, texts[-1], "mean", priority=priority)
+    order = []
+    while engine.has_unfinished():
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert order == ["soon", "late"]
+    with pytest.raises(UsageError, match="priority"):
+        engine.embed("e", texts[0], "mean", priority=2**31 + 1)
 
 
 def test_a_text_gets_the_same_bits_whatever_is_beside_it(worker: Worker, texts: list[list[int]]) -> None:

@@ -128,6 +128,8 @@ def test_options_reach_the_settings(parsed: Callable[..., Served], tmp_path: Pat
     assert (settings.unix_socket, settings.allowed_hosts, settings.cors_origins) == ("x.sock", ("a", "b"), ("https://c",))
     assert (settings.max_requests, settings.max_body_bytes, settings.request_seconds) == (7, 1 << 20, 9)
     assert (settings.idle_seconds, settings.drain_seconds, settings.ping_seconds) == (8, 6, 5)
+    engine = parsed("tiny", "--parallel", "3", "--scheduling-policy", "priority").models[0].config
+    assert (engine.max_num_seqs, engine.policy) == (3, "priority")
     assert list(tmp_path.glob("*.sock")) == []  # removed again
 
 

@@ -196,6 +196,8 @@ def test_what_is_refused_says_why_and_hurts_nobody(runner: asyncio.Runner, engin
             assert (caught.value.status, caught.value.code) == (status, code)
         with pytest.raises(ApiError):
             await engine.embed([10**7], "mean")
+        with pytest.raises(ApiError, match="priorities"):
+            await engine.embed(PROMPT, "mean", priority=1)
         assert (await collect(good)).finished
         await baseline(engine)
 

@@ -48,6 +48,7 @@ class Engine:
         self.ends = ends
         self.error = error
         self.asked: list[tuple[Sequence[int], SamplingParams, int, str | None]] = []
+        self.priorities: list[int] = []
         self.aborted = 0
 
     @property
@@ -69,7 +70,8 @@ class Engine:
     def _abort(self) -> None:
         self.aborted += 1
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]:
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
+        self.priorities.append(priority)
         if self.error is not None:
             raise self.error
         return [3.0, 0.0, 4.0 * len(prompt_ids)]
@@ -322,8 +324,9 @@ def test_texts_and_ids_are_completed(run: Any) -> None:
 
 def test_embeddings_have_length_one(run: Any) -> None:
     house = House()
-    (first, second), count = run(house.generator.embed("m", ["a", [1, 2]], "mean"))
+    (first, second), count = run(house.generator.embed("m", ["a", [1, 2]], "mean", priority=-2))
     assert count == 3
+    assert house.engine.priorities == [-2, -2]
     assert list(first) == pytest.approx([0.6, 0.0, 0.8])
     assert math.hypot(*second) == pytest.approx(1)
     with pytest.raises(ApiError):

@@ -363,6 +363,15 @@ def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, An
     refused(param, path="/v1/rerank", **fields)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})]
+)
+def test_texts_have_a_priority_too(path: str, fields: dict[str, Any]) -> None:
+    assert ask(path=path, priority=-3, **fields)[1].priorities == [-3]
+    assert ask(path=path, **fields)[1].priorities == [0]
+    refused("priority", path=path, priority=2**31 + 1, **fields)
+
+
 def test_no_route_knows_a_model_that_is_not_here() -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),

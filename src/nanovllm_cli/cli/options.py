@@ -11,7 +11,7 @@ import typer
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, SAMPLING, option
-from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType
+from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType, Policy
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -209,7 +209,9 @@ class EngineOptions:
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
     deterministic: Deterministic = False
 
-    def config(self, model: Numbers, *, max_num_seqs: int | None = None) -> EngineConfig:
+    def config(
+        self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None
+    ) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
@@ -217,6 +219,7 @@ class EngineOptions:
             "kv_cache_bytes": self.kv_cache,
             "threads": self.threads,
             "max_num_seqs": max_num_seqs,
+            "policy": policy,
         }
         return EngineConfig(
             dtype=model.dtype,

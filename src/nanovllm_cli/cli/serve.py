@@ -66,7 +66,7 @@ def serve(
     if model.sleep_idle is not None and not model.sleep_idle > 0:
         raise UsageError("--sleep-idle must be more than 0")
     given = sampling.given()
-    config = engine.config(model, max_num_seqs=limits.parallel)
+    config = engine.config(model, max_num_seqs=limits.parallel, policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")

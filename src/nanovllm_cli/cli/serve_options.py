@@ -17,7 +17,7 @@ from nanovllm_cli.cli.options import (
     Quant,
     Revision,
 )
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Policy
 from nanovllm_cli.errors import UsageError
 
 ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
@@ -165,6 +165,15 @@ class LimitOptions:
             panel=LIMITS, envvar="NANOVLLM_PARALLEL",
         ),
     ] = None  # fmt: skip
+    scheduling_policy: Annotated[
+        Policy,
+        option(
+            "--scheduling-policy",
+            help="Who is worked on first: who came first, or whose request says the lowest `priority`; waiting counts, too. "
+            f"[{EngineConfig().policy}]",
+            panel=LIMITS,
+        ),
+    ] = EngineConfig().policy
     max_requests: Annotated[
         int,
         option("--max-requests", help=f"Most requests under way; more are told to come back. [{MAX_REQUESTS}]", panel=LIMITS),

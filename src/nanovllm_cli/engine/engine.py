@@ -131,10 +131,7 @@ class Engine:
         then.
         """
         self._check_id(request_id)
-        if priority != 0 and self._config.policy != "priority":
-            raise UsageError("this engine takes requests in order; priorities mean nothing", 'set policy "priority"')
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise UsageError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+        self._check_priority(priority)
         params.check_vocabulary(self._vocab_size)
         prompt = self._checked_prompt(prompt_ids)
         room = self._context_len - len(prompt)
@@ -157,6 +154,7 @@ class Engine:
     def embed(self, request_id: str, prompt_ids: Iterable[int], pooling: Pooling, *, priority: int = 0) -> None:
         """Queues a text whose hidden state is wanted: the `pooled` of its last output. Raises as `add` does."""
         self._check_id(request_id)
+        self._check_priority(priority)
         prompt = self._checked_prompt(prompt_ids)
         params = SamplingParams(max_tokens=1)
         request = Request(
@@ -275,6 +273,13 @@ class Engine:
                     answer.fail(error)
             failed.append(live)
         return failed
+
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self._config.policy != "priority":
+            hint = 'set policy "priority", or serve with --scheduling-policy priority'
+            raise UsageError("this engine takes requests in order; priorities mean nothing", hint)
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise UsageError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}")
 
     def _checked_prompt(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
         try:

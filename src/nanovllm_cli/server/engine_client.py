@@ -213,13 +213,13 @@ class EngineClient:
         link.send(Generate(request_id, list(prompt_ids), params, priority, cache_salt))
         return stream
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]:
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]:
         link = self._checked_link()
         request_id = next(self._ids)
         self._note_arrival()
         vector: asyncio.Future[Sequence[float]] = asyncio.get_running_loop().create_future()
         self._vectors[request_id] = vector
-        link.send(Embed(request_id, list(prompt_ids), pooling))
+        link.send(Embed(request_id, list(prompt_ids), pooling, priority))
         try:
             return await vector
         except asyncio.CancelledError:

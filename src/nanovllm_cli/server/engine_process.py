@@ -104,7 +104,7 @@ class Loop:
             return
         try:
             if isinstance(message, Embed):
-                self._engine.embed(request_id, message.prompt_ids, message.pooling)
+                self._engine.embed(request_id, message.prompt_ids, message.pooling, priority=message.priority)
             else:
                 salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
                 self._engine.add(

@@ -88,7 +88,7 @@ class Generator:
             return await asyncio.to_thread(partial(chat_ids, work.model, asked))
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
     ) -> tuple[list[Sequence[float]], int]:
         async with self._using(model) as work:
             each = await asyncio.to_thread(lambda: [_text_ids(work.model, text) for text in texts])
@@ -98,7 +98,7 @@ class Generator:
             told: ApiError | None = None
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(work.model.engine.embed(ids, pooling)) for ids in each]
+                    tasks = [group.create_task(work.model.engine.embed(ids, pooling, priority=priority)) for ids in each]
             except* ApiError as failed:
                 told = next(error for error in failed.exceptions if isinstance(error, ApiError))
             finally:

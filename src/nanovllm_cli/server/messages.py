@@ -53,6 +53,7 @@ class Embed(Message):
     request_id: int
     prompt_ids: list[int]
     pooling: Pooling
+    priority: int = 0
 
 
 class Abort(Message):

@@ -68,7 +68,7 @@ class EnginePort(Protocol):
     ) -> Stream:
         """Raises ApiError 503 where it cannot take requests now."""
 
-    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling) -> Sequence[float]: ...
+    async def embed(self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +225,6 @@ class Generates(Protocol):
         """The prompt's ids, for counting."""
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling
+        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
     ) -> tuple[list[Sequence[float]], int]:
         """A vector of length 1 for each text, and how many tokens they had."""

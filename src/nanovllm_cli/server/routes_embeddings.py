@@ -51,7 +51,7 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
             message = f"this model's vectors have {model.facts.hidden_size} dimensions"
             raise ApiError(400, message, code="invalid_value", param="dimensions")
         vectors, num_tokens = await context.generates.embed(
-            body.model, _texts(body.input), body.pooling or DEFAULT_POOLING
+            body.model, _texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
         )
         exchange.count(model.id, num_tokens)
         shortened = [_first(vector, body.dimensions) for vector in vectors]
@@ -72,8 +72,9 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
     async with context.models.use(body.model) as model:
-        pooling = body.pooling or DEFAULT_POOLING
-        (query, *vectors), num_tokens = await context.generates.embed(body.model, [body.query, *documents], pooling)
+        (query, *vectors), num_tokens = await context.generates.embed(
+            body.model, [body.query, *documents], body.pooling or DEFAULT_POOLING, priority=body.priority or 0
+        )
         exchange.count(model.id, num_tokens)
         scores = [math.fsum(a * b for a, b in zip(query, vector, strict=True)) for vector in vectors]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]

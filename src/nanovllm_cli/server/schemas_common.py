@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from nanovllm_cli.engine.engine import MAX_PRIORITY
 from nanovllm_cli.sampling_params import MAX_TOKEN_ID
 from nanovllm_cli.server.api_error import ApiError
 
@@ -50,6 +51,7 @@ Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no eff
 ShortText = Annotated[str, StringConstraints(max_length=SHORT)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=SHORT)]
 TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 JsonObject = dict[str, Any]
 
 

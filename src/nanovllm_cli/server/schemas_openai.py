@@ -17,6 +17,7 @@ from nanovllm_cli.server.schemas_common import (
     OPEN,
     JsonObject,
     ModelName,
+    Priority,
     ShortText,
     StrictModel,
     TokenId,
@@ -223,6 +224,7 @@ class EmbeddingRequest(StrictModel):
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
     pooling: Literal["mean", "last", "cls"] | None = None
     normalize: Literal[True] | None = None
+    priority: Priority | None = None
     user: Tolerated = None
 
 
@@ -241,4 +243,5 @@ class RerankRequest(StrictModel):
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
     pooling: Literal["mean", "last", "cls"] | None = None
+    priority: Priority | None = None
     user: Tolerated = None

@@ -29,13 +29,12 @@ from nanovllm_cli.server.schemas_common import (
     OPEN,
     SHORT,
     JsonObject,
+    Priority,
     StrictModel,
     Tolerated,
     Unsupported,
     explained,
 )
-
-MAX_PRIORITY = 2**31
 
 
 def _few_biases(value: Any) -> Any:
@@ -136,7 +135,7 @@ class SamplingFields(StrictModel):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = _bounded("prompt_logprobs")
 
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: Priority | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=SHORT)
 
     response_format: ResponseFormat | None = None
