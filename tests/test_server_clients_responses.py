@@ -252,6 +252,14 @@ def test_a_changing_billing_header_finds_the_prompt_in_the_cache(claude: Any) ->
     assert second.cache_read_input_tokens >= first.input_tokens - 32
 
 
+def test_models_for_anthropics_client(claude: Any) -> None:
+    [model] = list(claude.models.list(limit=1))
+    assert (model.id, model.type) == ("tiny", "model")
+    assert claude.models.retrieve("tiny").created_at == model.created_at
+    with pytest.raises(anthropic.NotFoundError):
+        claude.models.retrieve("nope")
+
+
 def test_errors_of_messages(claude: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": "story " * 3000}])

@@ -502,6 +502,25 @@ def test_models_are_listed_and_found_by_name(server: Running) -> None:
     assert error_of(server.ask("GET", "/v1/models/nope"), 404)["code"] == "model_not_found"
 
 
+def test_anthropics_clients_list_models_in_their_form(server: Running) -> None:
+    def listed(query: str = "") -> Any:
+        return server.ask("GET", "/v1/models" + query, anthropic_version="2023-06-01").json
+
+    page = listed()
+    assert [(card["type"], card["id"]) for card in page["data"]] == [("model", "fake"), ("model", "org/name")]
+    assert page["data"][0]["created_at"] == "2023-11-14T22:13:20Z"
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "fake", "org/name")
+    assert server.ask("GET", "/v1/models/org/name", anthropic_version="2023-06-01").json == page["data"][1]
+    for query, names, more in (
+        ("?limit=1", ["fake"], True), ("?after_id=fake", ["org/name"], False), ("?after_id=org/name", [], False),
+        ("?before_id=org/name", ["fake"], False), ("?before_id=fake", [], False), ("?limit=2", ["fake", "org/name"], False),
+    ):  # fmt: skip
+        page = listed(query)
+        assert ([card["id"] for card in page["data"]], page["has_more"]) == (names, more), query
+    for query in ("?limit=0", "?limit=x", "?after_id=nope"):
+        assert server.ask("GET", "/v1/models" + query).status == 400, query
+
+
 def test_tokenize_there_and_back(server: Running) -> None:
     text = "Grüße 🙂"
     ids = server.ask("POST", "/tokenize", {"content": text}).json["tokens"]

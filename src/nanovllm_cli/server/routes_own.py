@@ -29,8 +29,6 @@ from nanovllm_cli.server.schemas_own import (
     DetokenizeAnswer,
     DetokenizeRequest,
     Healthy,
-    ModelAnswer,
-    ModelsAnswer,
     PropsAnswer,
     TokenizeAnswer,
     TokenizeRequest,
@@ -68,17 +66,6 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/version", responses=answers(VersionAnswer))
     async def version() -> Response:
         return JsonResponse({"version": __version__})
-
-    @routes.get("/v1/models", responses=answers(ModelsAnswer))
-    async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [_card(card) for card in context.models.cards()]})
-
-    @routes.get("/v1/models/{model:path}", responses=answers(ModelAnswer))
-    async def model(model: str) -> Response:
-        for card in context.models.cards():
-            if card.id == model:
-                return JsonResponse(_card(card))
-        raise ApiError(404, "no such model is served here; /v1/models lists them", code="model_not_found", param="model")
 
     @routes.get("/props", responses=answers(PropsAnswer))
     async def props(model: str | None = None) -> Response:
@@ -121,17 +108,6 @@ def _health(cards: Sequence[ModelCard]) -> str:
         return "ok"
     order = (EngineState.LOADING, EngineState.RESTARTING, EngineState.FAILED, EngineState.STOPPED)
     return next((state.value for state in order if state in states), "failed")
-
-
-def _card(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "nanovllm",
-        "max_model_len": card.context_len,
-        "state": card.state.value,
-    }
 
 
 def _props(served: ServedModel) -> dict[str, Any]:

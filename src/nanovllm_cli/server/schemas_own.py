@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool
+from pydantic import BaseModel, Field, RootModel, StrictBool
 
 from nanovllm_cli.server.routing import ErrorAnswer
 from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, TokenId
@@ -82,6 +82,32 @@ class ModelAnswer(BaseModel):
 class ModelsAnswer(BaseModel):
     object: Literal["list"]
     data: list[ModelAnswer]
+
+
+class AnthropicModelAnswer(BaseModel):
+    """created_at: RFC 3339. max_input_tokens: null until the model was loaded once."""
+
+    id: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+
+
+class AnthropicModelsAnswer(BaseModel):
+    data: list[AnthropicModelAnswer]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class AnyModelAnswer(RootModel[ModelAnswer | AnthropicModelAnswer]):
+    """As the client's API has it."""
+
+
+class AnyModelsAnswer(RootModel[ModelsAnswer | AnthropicModelsAnswer]):
+    """As the client's API has it."""
 
 
 class Healthy(BaseModel):
