@@ -18,7 +18,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_cuda_engine import engine_on
-from test_quant_engine import dequantized, difference, expected_logits, logits_of
+from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 1, "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64,
@@ -61,3 +61,46 @@ def test_recorded_steps_are_those_that_run(name: str, tmp_path: Path) -> None:
     ]
     assert device.graphs
     assert answers[0] == answers[1]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+BLOCKS = {"Q4_0": ["Q4_0"], "mixed": ["Q8_0", "Q4_1", "F16", "Q5_0", "Q4_0"]}
+
+
+@pytest.mark.parametrize("mix", BLOCKS)
+def test_gguf_files(mix: str, tmp_path: Path) -> None:
+    """q, k and v, gate and up in types of their own."""
+    model, path = random_model(Qwen3Config(**SHAPE)), tmp_path / "model.gguf"
+    write_gguf(path, model, BLOCKS[mix])
+    worker = worker_on(path, EmulatedDevice())
+    for tokens in (FEW, MANY):
+        assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 0.07
+    device = EmulatedDevice()
+    answers = [
+        [output.outputs[0].token_ids for output in run(engine, [(prompt, greedy(5)) for prompt in MANY])]
+        for engine in (engine_on(path, device), engine_on(path, EmulatedDevice(), eager=True))
+    ]
+    assert device.graphs
+    assert answers[0] == answers[1]
+
+
+def test_formats_without_kernels_are_unpacked_and_the_user_is_told(tmp_path: Path) -> None:
+    model, path = random_model(Qwen3Config(**SHAPE | WIDE)), tmp_path / "model.gguf"
+    write_gguf(path, model, ["TQ2_0"])
+    progress = Notes()
+    worker = worker_on(path, EmulatedDevice(), progress)
+    assert difference(logits_of(worker, MANY), expected_logits(model, MANY)) < 0.03
+    (note,) = progress.notes
+    assert note.startswith("weights in tq2_0 have no kernels on a GPU: unpacked to 16 bits they take 0.0 GiB more")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "q4_0"])
+def test_deterministic_answers_depend_on_the_request_alone(name: str, tmp_path: Path) -> None:
+    folder = save(random_model(Qwen3Config(**SHAPE)), tmp_path)
+
+    def answers(prompts: list[list[int]]) -> list[Any]:
+        engine = engine_on(folder, EmulatedDevice(), quant=name, deterministic=True)
+        return [output.outputs[0].logprobs for output in run(engine, [(prompt, greedy(4, logprobs=1)) for prompt in prompts])]
+
+    together = answers(MANY)
+    assert [answers([prompt])[0] for prompt in MANY] == together
