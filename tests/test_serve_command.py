@@ -160,7 +160,7 @@ def test_examples_are_command_lines(example: Any, parsed: Callable[..., Served],
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("serve") / "log.jsonl"
-    options = ("-c", "512", "-np", "4", "--log-file", str(log), "--log-json", "--temp", "0")
+    options = ("-c", "512", "-np", "4", "--log-file", str(log), "--log-json", "--temp", "0", "--drain-timeout", "0.1")
     with live_server("tiny", *options, env={"PYTHONPATH": os.pathsep.join(sys.path)}) as server:
         server.log_path = log  # type: ignore[attr-defined]
         yield server
@@ -200,11 +200,20 @@ def test_a_request_is_a_line_of_the_json_log(live: LiveServer) -> None:
     assert 0 < fields["seconds"] < 60
 
 
-def test_it_ends_with_its_engine(live: LiveServer) -> None:
-    """The last test of the file: it ends the server."""
+def test_the_end_is_told_to_streams_and_takes_the_engine_along(live: LiveServer) -> None:
+    """The last test of the file: it ends the server, in the middle of an answer that takes longer than it waits for one."""
     children = subprocess.run(["pgrep", "-P", str(live.process.pid)], capture_output=True, text=True, check=True).stdout.split()
     assert children
-    live.process.send_signal(signal.SIGTERM)
+    body = {"prompt": ["Once"] * 64, "max_tokens": 480, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{live.base_url}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        assert stream.readline().startswith(b"data: ")
+        live.process.send_signal(signal.SIGTERM)
+        *_, last, done = [line for line in stream.read().split(b"\n") if line]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "service_unavailable_error"
+    assert done == b"data: [DONE]"
     assert live.process.wait(30) == 0
     for child in map(int, children):
         with pytest.raises(ProcessLookupError):
