@@ -6,6 +6,7 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 from starlette.testclient import TestClient
 
 from nanovllm_cli.server.app import create_app
@@ -41,6 +42,12 @@ class ServerClient:
 
     def delete(self, path: str, status: int = 200) -> Any:
         return self._answer("DELETE", path, status)
+
+    def fits(self, name: str, body: Any) -> bool:
+        """Whether /openapi.json says that such a body of that name may be sent."""
+        jsonschema = pytest.importorskip("jsonschema")
+        described = {"$ref": f"#/components/schemas/{name}", **self.get("/openapi.json")}
+        return bool(jsonschema.Draft202012Validator(described).is_valid(body))
 
     def stream(self, path: str, body: Any) -> list[StreamedEvent]:
         answer = self._http.post(path, json={**body, "stream": True}, headers=self._headers())

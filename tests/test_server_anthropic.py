@@ -340,6 +340,11 @@ def user(*blocks: Any) -> Any:
 
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
+TEXT = {"type": "text", "text": "x"}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT]}
+CALLED = [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}]}]
+ANSWERED = {"role": "user", "content": [RESULT]}
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -421,6 +426,26 @@ def test_bad_input_is_named(body: dict[str, Any], param: str) -> None:
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["message"].startswith(param)
     assert not served.generates.asked
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, {"messages": HI}),
+        ({"messages": [*HI, {"role": "assistant", "content": [RESULT]}]}, {"messages": [*HI, *CALLED, ANSWERED]}),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {"messages": [{"role": "user", "content": [TEXT]}]}),
+        ({"system": [{"type": "image"}]}, {"system": [TEXT]}),
+        ({"tools": [{"name": "f"}]}, {"tools": [WEATHER]}),
+        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, {"tools": [{**WEATHER, "type": "custom"}]}),
+        ({"thinking": {"type": "enabled"}}, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+        ({"output_format": {"type": "json_schema"}}, {"output_format": {"type": "json_schema", "schema": {}}}),
+    ],
+)
+def test_what_is_read_is_what_is_described(wrong: dict[str, Any], right: dict[str, Any]) -> None:
+    served = client()
+    served.post(PATH, request() | wrong, status=400)
+    served.post(PATH, request() | right)
+    assert [served.fits("MessagesRequest", request() | body) for body in (wrong, right)] == [False, True]
 
 
 def test_long_conversations_take_time_in_proportion() -> None:

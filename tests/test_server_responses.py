@@ -450,6 +450,35 @@ def test_bad_input_is_named(body: dict[str, Any], param: str) -> None:
     assert not served.generates.asked
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ({"input": [{"role": "robot", "content": "x"}]}, {"input": [{"role": "user", "content": "x"}]}),
+        ({"input": [{"role": "user", "content": [{"text": "x"}]}]}, {"input": [{"role": "user", "content": []}]}),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]},
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}]},
+        ),
+        ({"input": [{"type": "unheard_of"}]}, {"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}),
+        ({"input": "x", "tools": [{"type": "function"}]}, {"input": "x", "tools": [WEATHER, {"type": "web_search"}]}),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, {"input": "x", "tools": [WEATHER], "tool_choice": "required"}),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}},
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}},
+        ),
+    ],
+)
+def test_what_is_read_is_what_is_described(wrong: dict[str, Any], right: dict[str, Any]) -> None:
+    served = client()
+    served.post(PATH, wrong, status=400)
+    served.post(PATH, right)
+    assert [served.fits("ResponsesRequest", body) for body in (wrong, right)] == [False, True]
+
+
 def test_unknown_fields_are_let_by() -> None:
     items = [{"role": "user", "content": [{"type": "input_text", "text": "x", "news": 1}], "phase": "commentary"}]
     client().post(PATH, {"input": items, "client_metadata": {"x": 1}, "max_tool_calls": 3, "tools": [{**WEATHER, "defer": 1}]})

@@ -18,7 +18,7 @@ import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatMessage, ChatTurns
 from nanovllm_cli.server.function_tools import Tool, function_tool
-from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.reading import described, invalid, json_text, kind_of, listed, read, shown, unsupported
 from nanovllm_cli.server.schemas_common import MAX_MESSAGES
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
@@ -52,6 +52,48 @@ class _ToolResult(msgspec.Struct):
     tool_use_id: _ID
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
+
+
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_BLOCKS, "items": described({"text": _Text})}]}
+_RESULT = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "tool_result"},
+        "tool_use_id": {"type": "string", "minLength": 1, "maxLength": 128},
+        "content": {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+        "is_error": {"type": ["boolean", "null"]},
+    },
+    "required": ["type", "tool_use_id"],
+}
+
+
+class _Redacted(msgspec.Struct):
+    pass
+
+
+def _turn_schema(role: str, blocks: Sequence[Any]) -> dict[str, Any]:
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": blocks}}]}
+    return {"type": "object", "properties": {"role": {"const": role}, "content": content}, "required": ["role", "content"]}
+
+
+_SAID = {"text": _Text, "thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _ToolUse}
+SYSTEM_SCHEMA: dict[str, Any] = {
+    **_TEXTS,
+    "description": f"A line at its beginning that begins with `{BILLING_HEADER}` is not read to the model: it is a client's "
+    "header, differs in every request, and would keep every prompt out of the cache.",
+}
+MESSAGES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "anyOf": [
+            _turn_schema("user", [*described({"text": _Text})["anyOf"], _RESULT]),
+            _turn_schema("assistant", described(_SAID)["anyOf"]),
+            _turn_schema("system", described({"text": _Text})["anyOf"]),
+        ]
+    },
+}
 
 
 class _Tool(msgspec.Struct):

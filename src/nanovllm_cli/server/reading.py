@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +40,33 @@ def kind_of(value: Any, path: str, default: str | None = None) -> str:
     if not isinstance(kind, str):
         raise invalid(f"{path}.type", "must be there, and a string")
     return kind
+
+
+def described(kinds: Mapping[str, type], default: str | None = None, without: Collection[str] = ()) -> dict[str, Any]:
+    """For /openapi.json: what `kind_of` and `read` take, as one JSON schema. default: the kind that needs no `type`. without:
+    kinds within that are read only to be refused by name."""
+    _, parts = msgspec.json.schema_components(kinds.values(), ref_template="{name}")
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in value if not _is_kind(parts, item, without)]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inline(parts[value["$ref"]])
+        return {key: inline(item) for key, item in value.items() if key not in ("title", "discriminator", "default")}
+
+    branches = []
+    for kind, struct in kinds.items():
+        schema = inline(parts[struct.__name__])
+        required = [*([] if kind == default else ["type"]), *schema["required"]]
+        branches.append({**schema, "properties": {"type": {"const": kind}, **schema["properties"]}, "required": required})
+    return {"anyOf": branches}
+
+
+def _is_kind(parts: Mapping[str, Any], value: Any, names: Collection[str]) -> bool:
+    part = parts.get(value.get("$ref", "")) if isinstance(value, dict) else None
+    return part is not None and part["properties"].get("type", {}).get("enum", [""])[0] in names
 
 
 def listed(value: Any, path: str, most: int) -> list[Any]:

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatTurns
-from nanovllm_cli.server.reading import invalid, kind_of, listed, read, shown, unsupported
-from nanovllm_cli.server.schemas_responses import MAX_ITEMS
+from nanovllm_cli.server.reading import described, invalid, kind_of, listed, read, shown, unsupported
 
 Item = dict[str, Any]
 
+MAX_ITEMS = 16384
 PREFIX = "nanovllm:"
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _MAX_PARTS = 4096
@@ -107,6 +107,25 @@ class _Reasoning(msgspec.Struct):
 
 class _Reference(msgspec.Struct):
     id: _ID
+
+
+_STRUCTS: dict[str, type] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+    "reasoning": _Reasoning,
+    "item_reference": _Reference,
+}
+INPUT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "maxItems": MAX_ITEMS,
+            "items": described(_STRUCTS, default="message", without=("input_image", "input_file", "input_audio")),
+        },
+    ]
+}
 
 
 def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:

@@ -12,45 +12,54 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.schemas_common import MAX_MESSAGES, ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA
+from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
-_BLOCKS = {
-    "type": "array",
-    "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
-}
-_CONTENT = {"anyOf": [{"type": "string"}, _BLOCKS]}
-_SYSTEM: dict[str, Any] = {
-    **_CONTENT,
-    "description": "Lines that begin with `x-anthropic-billing-header:` are not read to the model: they are a client's header, "
-    "differ in every request, and would keep every prompt out of the cache.",
-}
-_MESSAGES: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": MAX_MESSAGES,
-    "items": {
-        "type": "object",
-        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _CONTENT},
-        "required": ["role", "content"],
-    },
-}
 _TOOLS: dict[str, Any] = {
     "type": "array",
     "maxItems": MAX_TOOLS,
     "items": {
         "type": "object",
-        "properties": {"name": {"type": "string"}, "input_schema": {"type": "object"}},
+        "properties": {
+            "type": {"enum": [None, "custom"]},
+            "name": {"type": "string", "pattern": f"^{NAME}$"},
+            "input_schema": {"type": "object"},
+            "description": {"type": ["string", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+            "input_examples": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        },
         "required": ["name", "input_schema"],
     },
 }
+_DISPLAY = {"enum": ["summarized", "omitted", None]}
 _THINKING: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "enabled"},
+                "budget_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+                "display": _DISPLAY,
+            },
+            "required": ["type", "budget_tokens"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["disabled", "adaptive"]},
+                "budget_tokens": {"type": ["integer", "null"]},
+                "display": _DISPLAY,
+            },
+            "required": ["type"],
+        },
+    ]
+}
+_FORMAT: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "type": {"enum": ["enabled", "disabled", "adaptive"]},
-        "budget_tokens": {"type": "integer", "minimum": 0},
-    },
-    "required": ["type"],
+    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+    "required": ["type", "schema"],
 }
 
 
@@ -62,20 +71,20 @@ class ToolChoice(StrictModel):
 
 class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Annotated[Any, WithJsonSchema({"type": "object", "properties": {"type": {"const": "json_schema"}}})] = None
+    format: Annotated[Any, WithJsonSchema(_FORMAT)] = None
 
 
 class CountTokensRequest(StrictModel):
     """What makes the prompt."""
 
     model: ModelName
-    messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
-    system: Annotated[Any, WithJsonSchema(_SYSTEM)] = None
+    messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)]
+    system: Annotated[Any, WithJsonSchema(SYSTEM_SCHEMA)] = None
     tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: Annotated[Any, WithJsonSchema(_THINKING)] = None
     output_config: OutputConfig | None = None
-    output_format: Any = None
+    output_format: Annotated[Any, WithJsonSchema(_FORMAT)] = None
     context_management: Any = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: Unsupported = None

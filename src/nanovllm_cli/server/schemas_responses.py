@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
+from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.responses_items import INPUT_SCHEMA
 from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
 from nanovllm_cli.server.schemas_sampling import SamplingFields
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
-
-MAX_ITEMS = 16384
 
 Include = Literal[
     "file_search_call.results",
@@ -31,40 +31,52 @@ Include = Literal[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Text = Annotated[str, Field(max_length=512)]
 
-_ITEMS: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "maxItems": MAX_ITEMS,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {
-                        "enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"],
-                        "default": "message",
-                    }
-                },
-            },
-        },
-    ]
-}
-_TOOLS: dict[str, Any] = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
-}
-_TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {"type": "object", "properties": {"type": {"enum": ["function", "allowed_tools"]}}, "required": ["type"]},
-    ]
-}
-_FORMAT: dict[str, Any] = {
+_NAMED = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "schema": {"type": "object"}},
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
+_OTHER = {
+    "type": "object",
+    "description": "Skipped",
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
     "required": ["type"],
 }
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": f"^{NAME}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["type", "name"],
+}
+_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [_FUNCTION, _OTHER]}}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": {"anyOf": [_NAMED, _OTHER]}},
+    },
+    "required": ["type", "mode", "tools"],
+}
+_TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]}
+_JSON_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "json_schema"},
+        "name": {"type": "string", "maxLength": 64},
+        "schema": {"type": "object"},
+        "description": {"type": ["string", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["type", "name", "schema"],
+}
+_PLAIN_FORMAT = {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]}
+_FORMAT: dict[str, Any] = {"anyOf": [_PLAIN_FORMAT, _JSON_SCHEMA]}
 
 
 class ReasoningAsked(StrictModel):
@@ -86,7 +98,7 @@ class InputTokensRequest(StrictModel):
     """What makes the prompt."""
 
     model: ModelName | None = None
-    input: Annotated[Any, WithJsonSchema(_ITEMS)] = None
+    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = None
     instructions: str | None = None
     previous_response_id: Text | None = None
     tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
