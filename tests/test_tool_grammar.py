@@ -132,7 +132,28 @@ def test_an_answer_that_is_no_call_has_the_form_that_was_asked_for(name: str, to
     assert known(name).constraint(tools, "none", form=form) == known(name).constraint((), "auto", form=form) == form
     assert known(name).constraint(tools, "required", form=form) == known(name).constraint(tools, "required")
     with pytest.raises(UnsupportedError):
-        known(name).constraint(tools, "auto", form=Constraint("regex", "a+"))
+        known(name).constraint(tools, "auto", form=Constraint("lark", "start: /a+/"))
+
+
+MARKED = [name for name in ONE if name not in ("llama", "json", "pythonic")]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_beside_calls_an_expression_is_held_to(name: str) -> None:
+    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for form, good, bad in [
+        (Constraint("regex", "[0-9]+/[0-9]+(\\n|\n)?"), ("1/2", "31/12\n"), ("", "1", "1/2x", "1/2\n\n")),
+        (Constraint("choice", '["yes", "no \\"/\\\\", "\\n"]'), ("yes", 'no "/\\', "\n"), ("", "y", "no", "yesyes")),
+    ]:
+        assert allows(known(name), ONE[name], "auto", form=form)
+        assert [text for text in (*good, *bad) if allows(known(name), before + text, "auto", form=form)] == list(good)
+
+
+def test_an_expression_lets_no_call_by_that_is_none_of_the_tools() -> None:
+    form = Constraint("regex", "(?s:.*)")
+    assert allows(known("hermes"), ONE["hermes"], "auto", STRICT, form=form)
+    assert allows(known("hermes"), "any text", "auto", STRICT, form=form)
+    assert not allows(known("hermes"), ONE["hermes"].replace("weather", "whether"), "auto", STRICT, form=form)
 
 
 TWO = {

@@ -8,6 +8,7 @@ inside arguments is bounded, as `constrain/grammar.py` has it. Where arguments s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -121,11 +122,14 @@ class CallGrammar:
             )
         return form
 
+    def no_call(self, writer: Writer) -> str:
+        """What keeps a terminal from matching text that begins a call."""
+        return "" if not self.trigger or writer.is_token(self.trigger) else _without(self.trigger)
+
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
         """Any text, in which a call, once begun, is a known one. openers: whatever else begins a call is not written."""
         section = self.section(writer, call, parallel=parallel)
-        others = [tag for tag in openers if tag != self.trigger and not writer.is_token(tag)]
-        without = "".join(f" & ~/{_ANYTHING}{_escaped(tag)}{_ANYTHING}/" for tag in others)
+        without = "".join(_without(tag) for tag in openers if tag != self.trigger and not writer.is_token(tag))
         if not self.trigger:
             text = writer.terminal(rf"/\s*([^\s{{\[](?s:.*))?/{without}")
             return f"{text}? | {section}"
@@ -150,6 +154,9 @@ class HarmonyGrammar:
 
     def content(self, writer: Writer, form: str) -> str:
         return f"({writer.sequence('<|start|>', 'assistant')})? {writer.sequence('<|channel|>', 'final', '<|message|>')} {form}"
+
+    def no_call(self, writer: Writer) -> str:
+        return ""  # a call has a channel of its own
 
     def free(self, writer: Writer, call: str, openers: Sequence[str], *, parallel: bool) -> str:
         begin = writer.sequence("<|start|>", "assistant")
@@ -200,9 +207,13 @@ def calls_constraint(
 
 def _content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:
     """An answer that is no call, in the form that was asked for."""
-    if form.kind not in ("json_object", "json_schema"):
-        message = "an expression or a grammar does not go with tools that may be called"
+    if form.kind in ("lark", "gbnf"):
+        message = "a grammar does not go with tools that may be called"
         raise UnsupportedError(message, "set tool_choice to none or required")
+    if form.kind in ("regex", "choice"):
+        chosen = form.kind == "choice"
+        text = " | ".join(map(_quoted, json.loads(form.text))) if chosen else f"/{_between_slashes(form.text)}/"
+        return grammar.content(writer, writer.terminal(f"({text}){grammar.no_call(writer)}"))
     schema = json.loads(form.text) if form.kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, Mapping):
         raise UsageError("the JSON schema is not an object")
@@ -341,6 +352,17 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _between_slashes(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    lines = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "\r": r"\r", "\\\r": r"\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda match: lines.get(match.group(), match.group()), pattern, flags=re.DOTALL)
+
+
+def _without(tag: str) -> str:
+    """Behind a terminal: it matches no text that `tag` stands in."""
+    return f" & ~/{_ANYTHING}{_escaped(tag)}{_ANYTHING}/"
 
 
 def _escaped(text: str) -> str:
