@@ -22,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from forked import Forked
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LARGE = 1 << 20  # files from here on have a SHA-256 for an ETag, as those in LFS
 
@@ -223,8 +225,8 @@ def start_client(
     home: Path, url: str, name: str, env: dict[str, str] | None = None, **arguments: Any
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _CLIENT, json.dumps({"name": name, **arguments})]
-    return subprocess.Popen(
-        command, env=environment(home, url, **(env or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    return Forked(
+        command, light=True, env=environment(home, url, **(env or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

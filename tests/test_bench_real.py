@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import run
 from test_cli_driver import SOURCE
 
 TINY = "tiny"
@@ -20,7 +21,7 @@ def bench(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NANOVLLM", "XDG_CONFIG"))}
     environment |= {"PYTHONPATH": SOURCE, "XDG_CONFIG_HOME": str(home)}
     command = [sys.executable, "-m", "nanovllm_cli", "bench", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, timeout=280)
+    return run(command, capture_output=True, text=True, env=environment, cwd=home, timeout=280)
 
 
 def test_the_table_of_a_real_model(tmp_path: Path) -> None:

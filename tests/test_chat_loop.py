@@ -20,6 +20,7 @@ import pexpect
 import pytest
 
 import test_cli_driver
+from forked import Forked, Terminal
 from nanovllm_cli.chat.conversation import Conversation, Message
 from nanovllm_cli.chat.session import Sessions
 from test_cli_driver import environment, nanovllm
@@ -36,8 +37,8 @@ def spawn(tmp_path: Path) -> Spawn:
     """On a terminal that only prints; TERM=xterm gives the line editor."""
 
     def start(*args: str, command: list[str] = DRIVER, **extra: str) -> pexpect.spawn[str]:
-        return pexpect.spawn(
-            command[0], [*command[1:], "chat", *args], cwd=str(tmp_path),
+        return Terminal(
+            command[0], [*command[1:], "chat", *args], light=command is DRIVER, cwd=str(tmp_path),
             env=environment(tmp_path, **{"TERM": "dumb"} | extra), timeout=30, encoding="utf-8", dimensions=(24, 80),
         )  # fmt: skip
 
@@ -285,8 +286,8 @@ def test_a_terminal_that_is_closed_loses_nothing(tmp_path: Path, term: str) -> N
 
 
 def pipe(home: Path, *args: str, command: list[str] = DRIVER, **extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, "chat", *args], cwd=home, env=environment(home, **extra), text=True,
+    return Forked(
+        [*command, "chat", *args], light=command is DRIVER, cwd=home, env=environment(home, **extra), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

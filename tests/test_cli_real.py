@@ -8,16 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
 
+from forked import Terminal, run
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.weights.source import resolve
 from test_cli_driver import environment
-from warm_command import warm_command
 
 MODEL = os.environ.get("NANOVLLM_TEST_MODEL", "tiny")
 COMMAND = [sys.executable, "-m", "nanovllm_cli"]
@@ -35,26 +34,9 @@ def model() -> str:
     return MODEL
 
 
-_PROGRAM: list[str] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forked from a process that has the imports behind it."""
-    with warm_command(tmp_path_factory.mktemp("warm")) as folder:
-        _PROGRAM[:] = [str(folder / "nanovllm")]
-        yield
-
-
 def nanovllm(home: Path, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*_PROGRAM, *args],
-        cwd=home,
-        env=environment(home, XDG_CACHE_HOME=CACHE),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = run(
+        [*COMMAND, *args], cwd=home, env=environment(home, XDG_CACHE_HOME=CACHE), input=stdin, capture_output=True, text=True
     )
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
@@ -143,7 +125,7 @@ def test_what_needs_a_gpu_is_refused_without_one(tmp_path: Path, model: str, fla
 
 def test_ctrl_c_keeps_what_was_said_and_continue_goes_on(tmp_path: Path, model: str) -> None:
     args = [*COMMAND[1:], "run", model, "Once upon a time", "--ignore-eos", "-t", "1"]
-    child = pexpect.spawn(
+    child = Terminal(
         COMMAND[0],
         args,
         cwd=str(tmp_path),

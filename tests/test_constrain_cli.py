@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ GBNF = 'root ::= "a" | "b"\n'
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     home = tmp_path_factory.mktemp("home")
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
     keep = {name: value for name, value in os.environ.items() if not name.startswith("NANOVLLM_")}
-    commands = Commands(keep | {"HOME": str(home), "XDG_CACHE_HOME": cache, "NANOVLLM_CTX_SIZE": "1024"})
-    yield commands
-    commands.close()
+    return Commands(keep | {"HOME": str(home), "XDG_CACHE_HOME": cache, "NANOVLLM_CTX_SIZE": "1024"})
 
 
 def test_options_and_files_say_the_same(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import resource
 import shutil
 import stat
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+import forked
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import SMALL, greedy, random_model, run, save
@@ -113,7 +113,7 @@ print(json.dumps([found, output.metrics.num_cached_tokens, llm.stats().scheduled
 
 def child(program: str, folder: Path, path: Path, ids: list[int]) -> Any:
     command = [sys.executable, "-c", program, str(folder), str(path), json.dumps(ids)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return json.loads(forked.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_another_process_answers_a_conversation_of_4000_tokens_at_once(shared: LLM, folder: Path, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ llm.save_kv(ids, path)
 def test_a_save_that_is_killed_leaves_what_was_there(saved: Path, folder: Path, shared: LLM, fresh: LLM) -> None:
     before = saved.read_bytes()
     command = [sys.executable, "-c", KILLED, str(folder), str(saved), json.dumps(list(range(1, 200)))]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert forked.run(command, capture_output=True).returncode == -9
     assert len(list(saved.parent.glob(".*.partial"))) == 1
     assert saved.read_bytes() == before
     assert fresh.load_kv(saved) == 96

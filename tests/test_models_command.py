@@ -19,6 +19,7 @@ from transformers import Qwen3Config
 
 import hub_server
 from engines import SMALL, random_model
+from forked import Terminal
 from forked_commands import Commands
 from hub_server import Hub
 from nanovllm_cli.progress import NullProgress
@@ -72,11 +73,9 @@ def hub(folders: dict[str, Path]) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def commands(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def commands(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Commands:
     environ = hub_server.environment(tmp_path_factory.mktemp("home"), hub.url)
-    runner = Commands({key: value for key, value in environ.items() if not key.startswith("NANOVLLM_")})
-    yield runner
-    runner.close()
+    return Commands({key: value for key, value in environ.items() if not key.startswith("NANOVLLM_")})
 
 
 @pytest.fixture
@@ -240,7 +239,7 @@ def test_rm_asks_on_a_terminal_and_needs_yes_elsewhere(commands: Commands, home:
     assert (script.code, "-y" in script.err) == (2, True)
     environ = {**os.environ, "HF_HUB_CACHE": str(home), "TERM": "xterm"}
     for reply, code, stays in (("n", 1, True), ("y", 0, False)):
-        child = pexpect.spawn(sys.executable, ["-m", "nanovllm_cli", "models", "rm", "org/dense"], env=environ, timeout=60)
+        child = Terminal(sys.executable, ["-m", "nanovllm_cli", "models", "rm", "org/dense"], light=True, env=environ, timeout=60)
         child.expect_exact("remove org/dense from the cache? [y/N]")
         child.sendline(reply)
         child.expect(pexpect.EOF)

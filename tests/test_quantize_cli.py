@@ -7,26 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from warm_command import warm_command
+import forked
 
-_PROGRAM: list[str] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forked from a process that has the imports behind it."""
-    with warm_command(tmp_path_factory.mktemp("warm")) as folder:
-        _PROGRAM[:] = [str(folder / "nanovllm")]
-        yield
+COMMAND = [sys.executable, "-m", "nanovllm_cli", "quantize"]
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*_PROGRAM, "quantize", *words], capture_output=True, text=True, cwd=cwd, timeout=250)
+    return forked.run([*COMMAND, *words], capture_output=True, text=True, cwd=cwd, timeout=250)
 
 
 def test_the_path_goes_to_stdout_and_the_table_to_stderr(tmp_path: Path) -> None:
@@ -76,8 +67,8 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_only_what_the_next_run_goes_on_from(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "nanovllm_cli", "quantize", "tiny", "--to", "int8", "-o", "out"]
-    child = subprocess.Popen([*arguments, "--verify-tokens", "1000000"], cwd=tmp_path, stderr=subprocess.PIPE)
+    words = ["tiny", "--to", "int8", "-o", "out", "--verify-tokens", "1000000"]
+    child = forked.Forked([*COMMAND, *words], cwd=tmp_path, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while not (tmp_path / ".out.partial" / "config.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from forked import Forked, run
 from live_server import LiveServer, live_server
 from test_cli_driver import environment
 
@@ -29,9 +30,7 @@ def command(*args: str, stdin: str = "", home: Path | None = None) -> subprocess
     """With the compiled kernels of this machine, and with nothing of what its user has set."""
     cache = environment(Path.home()).get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     environ = environment(home or Path.home(), XDG_CACHE_HOME=cache)
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm_cli", *args], env=environ, input=stdin, capture_output=True, text=True, timeout=120
-    )
+    return run([sys.executable, "-m", "nanovllm_cli", *args], env=environ, input=stdin, capture_output=True, text=True)
 
 
 def here_and_there(server: LiveServer, *args: str, stdin: str = "") -> tuple[str, str]:
@@ -112,7 +111,7 @@ def metric(server: LiveServer, name: str) -> float:
 
 def test_an_interrupt_ends_the_answer_on_the_server(server: LiveServer, tmp_path: Path) -> None:
     args = ["run", "-q", "--url", server.url, "hi", "-n", "1000", "--ignore-eos"]
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, "-m", "nanovllm_cli", *args], env=environment(tmp_path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
     assert process.stdout is not None

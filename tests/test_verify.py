@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forked import run
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.verify import Trace, compare, trace, trace_transformers
@@ -139,9 +140,7 @@ def test_a_changed_tokenizer_or_template_is_found(tmp_path: Path) -> None:
 
 
 def verify(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm_cli", "verify", *words], capture_output=True, text=True, timeout=250
-    )
+    return run([sys.executable, "-m", "nanovllm_cli", "verify", *words], capture_output=True, text=True, timeout=250)
 
 
 def test_exit_codes_say_equal_or_different(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from forked import HEAVY, prepare
+
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
 for number in (0, 1, 2):
@@ -52,13 +54,7 @@ def warm_command(folder: Path) -> Iterator[Path]:
 
 
 def serve(path: str) -> None:
-    import nanovllm_cli.cli.failures
-    import nanovllm_cli.cli.program
-    import nanovllm_cli.llm
-    import nanovllm_cli.quantization.pipeline
-    import nanovllm_cli.quantization.verify
-    import nanovllm_cli.weights.convert  # noqa: F401
-
+    prepare(HEAVY)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit
 
+from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import CHUNK, TILE
+from nanovllm_cli.kernels.simd import typed_pointer
 
 
 def _make_plane(plane):
@@ -28,32 +30,38 @@ def _make_plane(plane):
 _plane1, _plane2, _plane4, _plane8 = _make_plane(1), _make_plane(2), _make_plane(4), _make_plane(8)
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def pack_records(tiles, first_row, codes, bits, group, full_bytes, scales, lows, supers, super_lows):
-    """Rows first_row … of tiles, u8 [tiles, bytes of a tile], from their parts.
+@kernel()
+def pack_records(arguments, thread, threads):
+    """Rows first_row … first_row + n of tiles, each of tile_bytes, from their parts.
 
-    codes: u32 [n, K / 4], four codes of a row; K a multiple of 32. full_bytes: of a record of 256 codes along k. The others are
-    bytes: scales, lows u8 [n, groups, size], supers, super_lows u8 [n, chunks, 2]; size 0 where the layout has none.
+    codes: u32 [n, num_units], four codes of a row; a multiple of 8 units. full_bytes: of a record of 256 codes along k. The
+    others are u8 [n, count, size]: scales and lows a group, supers and super_lows a chunk; 0 of 0 bytes where there are none.
     """
-    n, num_units = codes.shape
+    (
+        tiles, tile_bytes, full_bytes, first_row, n, codes, num_units, bits, group,
+        scales, num_scales, scale_size, lows, num_lows, low_size,
+        supers, num_supers, super_size, super_lows, num_super_lows, super_low_size,
+    ) = fields(arguments)  # fmt: skip
     last_row = first_row + n
     first_tile = first_row // TILE
+    num_tiles = (last_row + TILE - 1) // TILE - first_tile
     num_chunks = (4 * num_units + CHUNK - 1) // CHUNK
     chunk_groups = CHUNK // group
-    for task in prange(((last_row + TILE - 1) // TILE - first_tile) * num_chunks):
+    for task in share(num_tiles * num_chunks, thread, threads):
         tile, chunk = first_tile + task // num_chunks, task % num_chunks
-        record = tiles[tile, chunk * full_bytes :]
+        begin, end = max(first_row, tile * TILE), min(last_row, (tile + 1) * TILE)
         k = min(CHUNK, 4 * num_units - chunk * CHUNK)
         groups = (k + group - 1) // group
-        begin, end = max(first_row, tile * TILE), min(last_row, (tile + 1) * TILE)
-        at = 0
-        at = _put(record, at, supers, chunk, 1, begin, end, first_row, tile)
-        at = _put(record, at, super_lows, chunk, 1, begin, end, first_row, tile)
-        at = _put(record, at, scales, chunk * chunk_groups, groups, begin, end, first_row, tile)
-        at = _put(record, at, lows, chunk * chunk_groups, groups, begin, end, first_row, tile)
-        planes = record[at : at + TILE * k * bits // 8].view(np.uint32)
+        at = tiles + tile * tile_bytes + chunk * full_bytes
+        rows = (begin - first_row, end - first_row, begin - tile * TILE)
+        at = _put(at, supers, num_supers, super_size, rows, chunk, 1)
+        at = _put(at, super_lows, num_super_lows, super_low_size, rows, chunk, 1)
+        at = _put(at, scales, num_scales, scale_size, rows, chunk * chunk_groups, groups)
+        at = _put(at, lows, num_lows, low_size, rows, chunk * chunk_groups, groups)
+        planes = carray(typed_pointer(at, np.uint32(0)), (TILE * k * bits // 32,))
         for r in range(begin, end):
-            source, column = codes[r - first_row, chunk * CHUNK // 4 : (chunk * CHUNK + k) // 4], r - tile * TILE
+            first_unit = (r - first_row) * num_units + chunk * CHUNK // 4
+            source, column = carray(typed_pointer(codes + 4 * first_unit, np.uint32(0)), (k // 4,)), r - tile * TILE
             if bits == 8:
                 _plane8(source, planes, column, bits, 0, 0)
             else:
@@ -68,13 +76,15 @@ def pack_records(tiles, first_row, codes, bits, group, full_bytes, scales, lows,
                     _plane1(source, planes, column, bits, row, shift)
 
 
-@njit(inline="always")
-def _put(record, at, values, first, count, begin, end, first_row, tile):
-    """values[:, first … first + count] to record[at …] as [count, 64, size]; what is beyond their end (padding) stays. Where the
-    next part begins."""
-    size = values.shape[2]
-    for g in range(min(count, values.shape[1] - first)):
+@njit(nogil=True, error_model="numpy")
+def _put(record, values, num_values, size, rows, first, count):
+    """values u8 [rows, num_values, size], of rows[0] … rows[1] the `count` from `first` on, to record as [count, 64, size] from
+    column rows[2] on; what is beyond their end (padding) stays. Addresses. Where the next part begins."""
+    begin, end, column = rows
+    source = carray(typed_pointer(values, np.uint8(0)), (end, num_values, size))
+    target = carray(typed_pointer(record, np.uint8(0)), (count, TILE, size))
+    for g in range(min(count, num_values - first)):
         for r in range(begin, end):
             for byte in range(size):
-                record[at + (g * TILE + r - tile * TILE) * size + byte] = values[r - first_row, first + g, byte]
-    return at + count * TILE * size
+                target[g, r - begin + column, byte] = source[r, first + g, byte]
+    return record + count * TILE * size

@@ -14,13 +14,22 @@ compiled, or loaded from the cache, when it is first asked for with these tags: 
 them start alike, a recorded step is a list of addresses.
 
 The threads are numba's. Its `prange` takes the code of a loop, and all that it calls, through LLVM four times.
+
+Of processes that start together one compiles a kernel, and the others wait for it. That is not only quicker: numba counts the
+files of a kernel in its cache, so that two processes which add different tags at once may put one's code under the other's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
+import os
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -36,6 +45,8 @@ TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.
 """By `struct`'s letters."""
 ALIGNMENT = 8
 """Of arguments, whose bytes are a multiple of it."""
+LOCK_SECONDS = 120.0
+"""That a process waits for another one, which takes seconds, before it compiles for itself and keeps nothing."""
 _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
@@ -45,7 +56,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         self._function = function
-        self._options = {"error_model": "numpy", "cache": True} | options
+        self._options = {"error_model": "numpy"} | options
         self._compiled: dict[tuple[str, int, int], tuple[Any, int, struct.Struct]] = {}
 
     def step(self, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> tuple[int, bytes]:
@@ -66,7 +77,7 @@ class Kernel:
     def _compile(self, tags: str, num_ints: int, num_floats: int) -> tuple[Any, int, struct.Struct]:
         members = [*(TAG_TYPES[tag] for tag in tags), *[types.int64] * num_ints, *[types.float64] * num_floats]
         signature = types.void(types.CPointer(types.Tuple(members)), types.int64, types.int64)
-        compiled: Any = cfunc(signature, **self._options)(self._function)
+        compiled = _compile_once(self._function, signature, **self._options)
         return compiled, int(compiled.address), struct.Struct(f"@{tags}{num_ints}q{num_floats}d0q")
 
 
@@ -79,12 +90,52 @@ def replay(steps: int, count: int) -> None:
     """Run kernels one after another. steps: address of [count, 2] int64, a kernel's address and that of its arguments."""
     if not _replay:
         numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
-        compiled: Any = cfunc(types.void(types.int64, types.int64), cache=True, error_model="numpy")(_run_all)
+        compiled = _compile_once(_run_all, types.void(types.int64, types.int64), error_model="numpy")
         _replay.extend((_PROTOTYPE(compiled.address), compiled))
     _replay[0](steps, count)
 
 
 _replay: list[Any] = []
+
+
+def _compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
+    """Compiled for the signature, or loaded from the cache."""
+    with _alone_with(function) as ours:
+        return cfunc(signature, cache=ours, **options)(function)
+
+
+@contextlib.contextmanager
+def _alone_with(function: Callable[..., None]) -> Iterator[bool]:
+    """While no other process compiles it: True. The system takes the lock from one that dies. False: it has taken too long."""
+    folder = Path(numba.config.CACHE_DIR)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{function.__module__}.{function.__qualname__}.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # nothing can be kept there: numba looks for another place
+        yield True
+        return
+    try:
+        yield _locked(lock, LOCK_SECONDS)
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+        os.close(lock)
+
+
+def _locked(handle: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as failure:
+            if failure.errno != errno.EWOULDBLOCK:
+                return True  # a file system without locks
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
 
 
 # ---- compiled ----

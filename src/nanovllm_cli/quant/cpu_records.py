@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm_cli.kernels import cpu_pack
 from nanovllm_cli.kernels import record_kinds as kinds
-from nanovllm_cli.kernels.cpu_pack import pack_records
+from nanovllm_cli.kernels.cpu import address_of, launch
 from nanovllm_cli.kernels.record_kinds import CHUNK, LOW_DTYPES, PLANES, SCALE_DTYPES, STEP, TILE, RecordLayout
 
 
@@ -50,16 +51,19 @@ class RecordRows:
 
 def pack_rows(layout: RecordLayout, packed: torch.Tensor, first_row: int, rows: RecordRows) -> None:
     """rows become rows first_row … of packed, [layout.num_bytes] u8."""
-    n = rows.codes.shape[0]
+    n, width = rows.codes.shape[0], layout.padded_width
+    assert first_row + n <= layout.num_rows
     codes = rows.codes.contiguous().numpy()
-    if layout.padded_width != layout.width:
-        codes = np.pad(codes, ((0, 0), (0, layout.padded_width - layout.width)))
-    none = np.zeros((n, 0, 0), np.uint8)
-    sides = (none if part is None else _bytes(part) for part in (rows.scales, rows.lows, rows.supers, rows.super_lows))
-    pack_records(
-        packed.numpy().reshape(layout.num_tiles, layout.tile_bytes), first_row, codes.view(np.uint32), layout.bits, layout.group,
-        layout.record_bytes(CHUNK), *sides,
+    if width != layout.width:
+        codes = np.pad(codes, ((0, 0), (0, width - layout.width)))
+    ints = (
+        address_of(packed, torch.uint8, layout.num_bytes), layout.tile_bytes, layout.record_bytes(CHUNK), first_row,
+        n, codes.ctypes.data, width // 4, layout.bits, layout.group,
     )  # fmt: skip
+    none = np.zeros((n, 0, 0), np.uint8)
+    parts = [none if part is None else _bytes(part) for part in (rows.scales, rows.lows, rows.supers, rows.super_lows)]
+    sides = [number for part in parts for number in (part.ctypes.data, *part.shape[1:])]
+    launch(cpu_pack.pack_records, 8 * n * width, "", (*ints, *sides))
 
 
 def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:

@@ -14,8 +14,8 @@ import torch
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
-import nanovllm_cli.kernels.cpu  # noqa: F401  names numba's cache folder before anything is compiled
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.kernels.cpu import launch
 from nanovllm_cli.quant import gguf_encode_search as search
 from nanovllm_cli.quant.gguf_blocks import BlockType, Decomposed, block_type, decompose
 
@@ -121,14 +121,15 @@ def _searched(kind: BlockType, x: Floats, weights: Floats) -> Decomposed:
     codes = np.empty((n, width), np.uint8)
     d = np.empty((n, width // kind.block_len))
     sub = np.empty((n, width // kind.group), np.int8 if kind.sub == torch.int8 else np.uint8)
-    if not kind.has_minimum:
-        search.symmetric(x, weights, kind.group, most_code, most_sub, cuts, codes, d, sub)
-        return Decomposed(kind, torch.from_numpy(codes), _halves(d), torch.from_numpy(sub))
     dmin, sub_min = np.empty_like(d), np.empty_like(sub)
-    search.affine(x, weights, kind.group, most_code, most_sub, cuts, codes, d, sub, dmin, sub_min)
-    return Decomposed(
-        kind, torch.from_numpy(codes), _halves(d), torch.from_numpy(sub), _halves(dmin), torch.from_numpy(sub_min)
-    )
+    sides = [codes, d, sub, *([dmin, sub_min] if kind.has_minimum else [])]
+    addresses = [side.ctypes.data for side in (x, weights, cuts, *sides)]
+    ints = (*addresses[:2], n, width, kind.group, most_code, most_sub, *addresses[2:])
+    launch(search.affine if kind.has_minimum else search.symmetric, 64 * n * width, "", ints)
+    parts = [torch.from_numpy(codes), _halves(d), torch.from_numpy(sub)]
+    if kind.has_minimum:
+        parts += [_halves(dmin), torch.from_numpy(sub_min)]
+    return Decomposed(kind, *parts)
 
 
 def _halves(values: npt.NDArray[np.float64]) -> torch.Tensor:

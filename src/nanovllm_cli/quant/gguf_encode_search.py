@@ -17,7 +17,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit
+
+from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.simd import typed_pointer
 
 BLOCK = 256
 LANES = 16
@@ -25,6 +28,7 @@ ROUNDS = 3  # of step 3
 TINY = np.float32(1e-30)
 LEAST_IMPORTANT = np.float32(1e-6)  # beside 1: groups that no text has used are rounded well all the same
 ONE = np.float32(1)  # numba makes float64 of a float32 and a whole number
+BYTE = np.uint8(0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -48,6 +52,13 @@ def normalise(x, importance, xs, ws):
         xs[j] = math.ldexp(np.float64(x[j]), -exponent)
         ws[j] = max(importance[j] / heaviest, LEAST_IMPORTANT) if heaviest > 0 else ONE
     return exponent
+
+
+@njit(nogil=True, error_model="numpy")
+def copy(source, target):
+    """Numba takes seconds to compile an assignment to a slice."""
+    for i in range(source.size):
+        target[i] = source[i]
 
 
 # ---- affine ----
@@ -153,41 +164,48 @@ def affine_fit(x, w, group, codes, sub, sub_min):
     return (xu / uu if uu > 0 and xu > 0 else 0.0), 0.0
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def affine(x, importance, group, most_code, most_sub, cuts, codes, d, sub, dmin, sub_min):
-    """x float32 [n, K]; importance float32 [K]; cuts float32 [2, 16]: where a group's range is cut, as shares of it. Fills codes
-    [n, K], sub and sub_min [n, G], all uint8, and d and dmin, float64 [n, S] with float16's numbers or larger ones."""
-    n, width = x.shape
-    groups = BLOCK // group
+@kernel()
+def affine(arguments, thread, threads):
+    """x float32 [n, width]; importance float32 [width]; cuts float32 [2, 16]: where a group's range is cut, as shares of it.
+    Fills codes [n, width], sub, sub_min [n, G], all uint8, and d and dmin, float64 [n, S] with float16's numbers or larger ones.
+    """
+    x, importance, n, width, group, most_code, most_sub, cuts, codes, d, sub, dmin, sub_min = fields(arguments)
+    blocks, groups = width // BLOCK, BLOCK // group
     most = np.float32(most_code)
-    for row in prange(n):
-        xs, ws = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        lanes = np.empty((5, LANES), np.float32)
-        scales, minima = np.empty(groups, np.float32), np.empty(groups, np.float32)
-        new_codes, new_sub, new_min = np.empty(BLOCK, np.uint8), np.empty(groups, np.uint8), np.empty(groups, np.uint8)
-        for b in range(width // BLOCK):
-            exponent = normalise(x[row, b * BLOCK :], importance[b * BLOCK :], xs, ws)
-            high, high_min = np.float32(0), np.float32(0)
-            for g in range(groups):
-                first, end = g * group, (g + 1) * group
-                scales[g], minima[g] = affine_alone(xs[first:end], ws[first:end], cuts, most, lanes)
-                high, high_min = max(high, scales[g]), max(high_min, minima[g])
-            trial, trial_min = np.float64(high) / most_sub, np.float64(high_min) / most_sub
-            least = np.inf
-            for _ in range(1 + ROUNDS):
-                trial, trial_min = to_half(trial, exponent), to_half(trial_min, exponent)
-                error = affine_groups(
-                    xs, ws, group, most, most_sub, np.float32(trial), np.float32(trial_min), scales, minima, lanes,
-                    new_codes, new_sub, new_min,
-                )  # fmt: skip
-                if not error < least:
-                    break
-                least = error
-                codes[row, b * BLOCK : (b + 1) * BLOCK] = new_codes
-                sub[row, b * groups : (b + 1) * groups] = new_sub
-                sub_min[row, b * groups : (b + 1) * groups] = new_min
-                d[row, b], dmin[row, b] = math.ldexp(trial, exponent), math.ldexp(trial_min, exponent)
-                trial, trial_min = affine_fit(xs, ws, group, new_codes, new_sub, new_min)
+    rows, weights = carray(typed_pointer(x, ONE), (n, width)), carray(typed_pointer(importance, ONE), (width,))
+    shares = carray(typed_pointer(cuts, ONE), (2, LANES))
+    all_codes = carray(typed_pointer(codes, BYTE), (n, blocks, BLOCK))
+    subs = carray(typed_pointer(sub, BYTE), (n, blocks, groups))
+    sub_mins = carray(typed_pointer(sub_min, BYTE), (n, blocks, groups))
+    ds, dmins = carray(typed_pointer(d, 0.0), (n, blocks)), carray(typed_pointer(dmin, 0.0), (n, blocks))
+    xs, ws = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    lanes = np.empty((5, LANES), np.float32)
+    scales, minima = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    new_codes, new_sub, new_min = np.empty(BLOCK, np.uint8), np.empty(groups, np.uint8), np.empty(groups, np.uint8)
+    for task in share(n * blocks, thread, threads):
+        row, b = task // blocks, task % blocks
+        exponent = normalise(rows[row, b * BLOCK :], weights[b * BLOCK :], xs, ws)
+        high, high_min = np.float32(0), np.float32(0)
+        for g in range(groups):
+            first, end = g * group, (g + 1) * group
+            scales[g], minima[g] = affine_alone(xs[first:end], ws[first:end], shares, most, lanes)
+            high, high_min = max(high, scales[g]), max(high_min, minima[g])
+        trial, trial_min = np.float64(high) / most_sub, np.float64(high_min) / most_sub
+        least = np.inf
+        for _ in range(1 + ROUNDS):
+            trial, trial_min = to_half(trial, exponent), to_half(trial_min, exponent)
+            error = affine_groups(
+                xs, ws, group, most, most_sub, np.float32(trial), np.float32(trial_min), scales, minima, lanes,
+                new_codes, new_sub, new_min,
+            )  # fmt: skip
+            if not error < least:
+                break
+            least = error
+            copy(new_codes, all_codes[row, b])
+            copy(new_sub, subs[row, b])
+            copy(new_min, sub_mins[row, b])
+            ds[row, b], dmins[row, b] = math.ldexp(trial, exponent), math.ldexp(trial_min, exponent)
+            trial, trial_min = affine_fit(xs, ws, group, new_codes, new_sub, new_min)
 
 
 # ---- symmetric ----
@@ -262,36 +280,38 @@ def symmetric_fit(x, w, group, half, codes, sub):
     return xu / uu if uu > 0 else 0.0
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def symmetric(x, importance, group, half_code, half_sub, cuts, codes, d, sub):
-    """x float32 [n, K]; importance float32 [K]; cuts float32 [16]: to which value a group's largest magnitude goes. Fills codes
-    uint8 [n, K], sub int8 [n, G] and d, as `affine` does."""
-    n, width = x.shape
-    groups = BLOCK // group
+@kernel()
+def symmetric(arguments, thread, threads):
+    """x float32 [n, width]; importance float32 [width]; cuts float32 [16]: to which value a group's largest magnitude goes. Fills
+    codes uint8 [n, width], sub int8 [n, G] and d, as `affine` does."""
+    x, importance, n, width, group, half_code, half_sub, cuts, codes, d, sub = fields(arguments)
+    blocks, groups = width // BLOCK, BLOCK // group
     half = np.float32(half_code)
-    for row in prange(n):
-        xs, ws = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        lanes = np.empty((3, LANES), np.float32)
-        scales = np.empty(groups, np.float32)
-        new_codes, new_sub = np.empty(BLOCK, np.uint8), np.empty(groups, np.int8)
-        for b in range(width // BLOCK):
-            exponent = normalise(x[row, b * BLOCK :], importance[b * BLOCK :], xs, ws)
-            largest = np.float32(0)
-            for g in range(groups):
-                first, end = g * group, (g + 1) * group
-                scales[g] = symmetric_alone(xs[first:end], ws[first:end], cuts, half, lanes)
-                largest = scales[g] if abs(scales[g]) > abs(largest) else largest
-            trial = np.float64(largest) / -half_sub
-            least = np.inf
-            for _ in range(1 + ROUNDS):
-                trial = to_half(trial, exponent)
-                error = symmetric_groups(
-                    xs, ws, group, half, half_sub, np.float32(trial), scales, lanes, new_codes, new_sub
-                )
-                if not error < least:
-                    break
-                least = error
-                codes[row, b * BLOCK : (b + 1) * BLOCK] = new_codes
-                sub[row, b * groups : (b + 1) * groups] = new_sub
-                d[row, b] = math.ldexp(trial, exponent)
-                trial = symmetric_fit(xs, ws, group, half, new_codes, new_sub)
+    rows, weights = carray(typed_pointer(x, ONE), (n, width)), carray(typed_pointer(importance, ONE), (width,))
+    targets = carray(typed_pointer(cuts, ONE), (LANES,))
+    all_codes = carray(typed_pointer(codes, BYTE), (n, blocks, BLOCK))
+    subs, ds = carray(typed_pointer(sub, np.int8(0)), (n, blocks, groups)), carray(typed_pointer(d, 0.0), (n, blocks))
+    xs, ws = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    lanes = np.empty((3, LANES), np.float32)
+    scales = np.empty(groups, np.float32)
+    new_codes, new_sub = np.empty(BLOCK, np.uint8), np.empty(groups, np.int8)
+    for task in share(n * blocks, thread, threads):
+        row, b = task // blocks, task % blocks
+        exponent = normalise(rows[row, b * BLOCK :], weights[b * BLOCK :], xs, ws)
+        largest = np.float32(0)
+        for g in range(groups):
+            first, end = g * group, (g + 1) * group
+            scales[g] = symmetric_alone(xs[first:end], ws[first:end], targets, half, lanes)
+            largest = scales[g] if abs(scales[g]) > abs(largest) else largest
+        trial = np.float64(largest) / -half_sub
+        least = np.inf
+        for _ in range(1 + ROUNDS):
+            trial = to_half(trial, exponent)
+            error = symmetric_groups(xs, ws, group, half, half_sub, np.float32(trial), scales, lanes, new_codes, new_sub)
+            if not error < least:
+                break
+            least = error
+            copy(new_codes, all_codes[row, b])
+            copy(new_sub, subs[row, b])
+            ds[row, b] = math.ldexp(trial, exponent)
+            trial = symmetric_fit(xs, ws, group, half, new_codes, new_sub)

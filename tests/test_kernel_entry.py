@@ -1,0 +1,100 @@
+"""Kernels of the CPU are compiled once, whoever else compiles at that moment, and are kept only by whom nobody disturbs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba import carray
+
+import forked
+from nanovllm_cli.kernels import entry
+from nanovllm_cli.kernels.entry import Kernel, fields, kernel, share
+from nanovllm_cli.kernels.simd import typed_pointer
+
+NUMBERS = {"f": np.float32, "B": np.uint8}
+CHILD = """
+import json, sys, time
+import numba
+numba.config.CACHE_DIR = sys.argv[1]
+import test_kernel_entry
+time.sleep(max(0, float(sys.argv[2]) - time.time()))
+print(json.dumps([test_kernel_entry.negated(tag) for tag in sys.argv[3]]))
+"""
+
+
+@kernel()
+def negate(arguments, thread, threads):
+    tag, x, count = fields(arguments)
+    values = carray(typed_pointer(x, tag), (count,))
+    for i in share(count, thread, threads):
+        values[i] = -values[i]
+
+
+def negated(tag: str, negate: Kernel = negate) -> tuple[int, list[float]]:
+    """How often it came from the cache, and what it does."""
+    values = np.array([1, 2, 100], NUMBERS[tag])
+    negate.run(tag, (values.ctypes.data, 3))
+    return negate._compiled[tag, 2, 0][0].cache_hits, values.tolist()
+
+
+def start(folder: Path, tags: str, when: float) -> Any:
+    command = [sys.executable, "-c", CHILD, str(folder), str(when), tags]
+    return forked.Forked(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
+    """The wrong number of a file would give one type's code to another."""
+    when = time.time() + 0.5
+    children = [start(tmp_path, tags, when) for tags in ("fB", "Bf")]
+    found = [json.loads(child.communicate(timeout=120)[0]) for child in children]
+    assert sum(hits for each in found for hits, _ in each) == 2
+    fresh = json.loads(start(tmp_path, "fB", 0).communicate(timeout=120)[0])
+    assert fresh == [[1, [-1, -2, -100]], [1, [255, 254, 156]]]
+
+
+def test_who_has_waited_too_long_compiles_for_himself_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(entry, "LOCK_SECONDS", 0.05)
+    lock = tmp_path / f"{__name__}.negate.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
+        assert not list(tmp_path.rglob("*negate*.nb?"))
+    assert negated("f", Kernel(negate._function))[0] == 0
+    assert negated("f", Kernel(negate._function))[0] == 1
+
+
+def test_a_process_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    code = """
+import sys, time, numba
+numba.config.CACHE_DIR = sys.argv[1]
+import test_kernel_entry
+from nanovllm_cli.kernels import entry
+with entry._alone_with(test_kernel_entry.negate._function) as ours:
+    print(ours, flush=True)
+    time.sleep(60)
+"""
+    with forked.Forked(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "True\n"
+        child.kill()
+    began = time.monotonic()
+    assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
+    assert time.monotonic() - began < entry.LOCK_SECONDS / 4
+
+
+def test_without_a_folder_numba_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
+    with entry._alone_with(negate._function) as ours:
+        assert ours
