@@ -131,8 +131,8 @@ def test_rows_that_do_not_fit_shared_memory_take_several_launches() -> None:
 )
 def test_warps_of_a_block_share_rows_or_take_others(outputs: int, width: int, parts: int, strips: int) -> None:
     emulator = Emulator(num_multiprocessors=1 if strips == 2 else 5)
-    assert module.strips_of(outputs, emulator.num_multiprocessors) == strips
-    assert module.parts_of(outputs, width, 8 * strips, strips, emulator.num_multiprocessors) == parts
+    assert module.strips_of(outputs, 8, emulator.num_multiprocessors) == strips
+    assert module.parts_of(outputs, width, 8 * strips, 128 // strips, emulator.num_multiprocessors) == parts
     x, weight = random(3, width, dtype=BF16), weights(outputs, width, BF16)
     expected = product(x, weight)
     close_to_rounding(gemv(emulator, x, weight, None, residual=torch.zeros(3, outputs, dtype=BF16)), expected)
@@ -143,8 +143,8 @@ def test_warps_of_a_block_share_rows_or_take_others(outputs: int, width: int, pa
 )
 def test_an_h200_is_filled(outputs: int, width: int) -> None:
     num_multiprocessors = 132
-    strips = module.strips_of(outputs, num_multiprocessors)
-    parts = module.parts_of(outputs, width, 8 * strips, strips, num_multiprocessors)
+    strips = module.strips_of(outputs, 8, num_multiprocessors)
+    parts = module.parts_of(outputs, width, 8 * strips, 128 // strips, num_multiprocessors)
     tiles = -(-outputs // (8 // parts * 8 * strips))
     assert tiles / (-(-tiles // num_multiprocessors) * num_multiprocessors) > 0.95
 
@@ -175,7 +175,7 @@ def test_planted_bugs_are_seen(bug: str, kind: str) -> None:
 def test_weights_past_two_to_the_31_elements(bug: tuple[str, ...]) -> None:
     width, outputs = 16384, 131080  # the last eight rows begin at 2^31
     emulator = Emulator(num_multiprocessors=1 << 16, bugs=bug)
-    emulator.only_block = -(-outputs // (8 * module.strips_of(outputs, 1 << 16))) - 1
+    emulator.only_block = -(-outputs // (8 * module.strips_of(outputs, 8, 1 << 16))) - 1
     below = 1 << 31 if bug else 0  # a wrapped index points there, and what it finds are zeros
     weight = zeros(below + outputs * width, BF16)[below:].view(outputs, width)
     weight[-8:] = weights(8, width, BF16)

@@ -17,17 +17,12 @@
 // about 35. It is filled before the previous kernel has ended, for a weight does not depend on it.
 //
 // Bits: a row's sums have an order that depends on the weight's shape and the number of SMs, never on the other rows.
-#include "common.cuh"
+#include "gemv_parts.cuh"
 
-typedef Vector<DTYPE, VECTOR> Elements;
-
-constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
-constexpr int MOST_ROWS = 8, STRIP = 8;
+constexpr int STRIP = 8;
 constexpr int LOADS = 4, QUEUE = 3;
 constexpr int STEP = 32, STEPS = LOADS / STRIPS, UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
-constexpr bool GATED = ACTIVATION != 0;
-constexpr int OUTPUTS = GATED ? STRIP : STRIP * STRIPS;  // of a warp's strips
-static_assert(!GATED || STRIPS == 2, "a gate and its up are strips of one warp");
+typedef Results<STRIP> StripResults;
 
 #ifdef BUG_INT32
 typedef int Index;
@@ -54,88 +49,27 @@ DEVICE uint4 load_eight(const DTYPE* source, int left) {
   return words;
 }
 
-// x, normalised, in shared memory: row r from r * stride, and the gains behind the last row. squares: shared memory, a sum for
-// each warp and row. Ends with a barrier.
-DEVICE void normalise(DTYPE* shared, int stride, float* squares, const DTYPE* x, const DTYPE* gain, int rows, int width, float eps,
-                      float offset) {
-  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int first = threadIdx.x * VECTOR;
-  DTYPE* gains = shared + rows * stride;
-  for (int column = first; column < width; column += THREADS * VECTOR) Elements::load(gain + column).store(gains + column);
-  wait_for_previous_kernel();
-  float sums[MOST_ROWS] = {};
-  for (int column = first; column < width; column += THREADS * VECTOR) {
-#pragma unroll
-    for (int row = 0; row < MOST_ROWS; ++row) {
-      if (row >= rows) break;
-      const Elements elements = Elements::load(x + (int64_t)row * width + column);
-      elements.store(shared + row * stride + column);
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) sums[row] += to_float(elements.at[i]) * to_float(elements.at[i]);
-    }
-  }
-#pragma unroll
-  for (int row = 0; row < MOST_ROWS; ++row) {
-    if (row >= rows) break;
-    const float sum = warp_sum(sums[row]);
-    if (lane == 0) squares[row * WARPS + warp] = sum;
-  }
-#ifndef BUG_NORM_BARRIER
-  __syncthreads();
-#endif
-  float scales[MOST_ROWS];
-#pragma unroll
-  for (int row = 0; row < MOST_ROWS; ++row) {
-    if (row >= rows) break;
-    float sum = 0.0f;
-    for (int i = 0; i < WARPS; ++i) sum += squares[row * WARPS + i];
-    scales[row] = rsqrtf(sum / width + eps);
-  }
-  for (int column = first; column < width; column += THREADS * VECTOR) {  // what this very thread has put there
-    const Elements factors = Elements::load(gains + column);
-#pragma unroll
-    for (int row = 0; row < MOST_ROWS; ++row) {
-      if (row >= rows) break;
-      Elements elements = Elements::load(shared + row * stride + column);
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i)
-        elements.at[i] = from_float<DTYPE>(to_float(elements.at[i]) * scales[row] * (offset + to_float(factors.at[i])));
-      elements.store(shared + row * stride + column);
-    }
-  }
-  for (int i = threadIdx.x; i < rows * 8; i += THREADS)  // the last eight columns, where they pass the width
-    if (width / 8 * 8 + i % 8 >= width && width % 8) shared[i / 8 * stride + width / 8 * 8 + i % 8] = from_float<DTYPE>(0.0f);
-  __syncthreads();
-}
-
 // A warp's share of the weight: UNIT columns of STRIPS strips.
 struct Unit {
   uint4 at[STEPS][STRIPS];
 };
 
-// act, as reference.gated_activation has it: 1 silu, 2 gelu_tanh, 3 gelu.
-DEVICE float activate(float x) {
-  if (ACTIVATION == 1) return x / (1.0f + expf(-x));
-  if (ACTIVATION == 2) return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-  return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
-}
-
 KERNEL __launch_bounds__(THREADS, VECTOR == 8 ? 2 : 1)
 gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows,
      int width, int outputs, int parts, float eps, float offset) {
   DYNAMIC_SHARED(shared);
-  __shared__ __align__(16) float partial[2][WARPS][STRIPS][MOST_ROWS][STRIP];
+  __shared__ __align__(16) StripResults::Sums partial[2][WARPS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, group = warp / parts, first_warp = warp - part;
   const int first_column = part * UNIT, column_stride = parts * UNIT;
-  const int tile_outputs = WARPS / parts * OUTPUTS;
+  const int tile_outputs = WARPS / parts * StripResults::OUTPUTS;
   const int row = lane / 4;  // of x, and of a strip
 
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   // Units of this warp, one after another: along the width, then on to the block's next tile.
   int next_tile = blockIdx.x, next_column = first_column;
   const auto load_next = [&] {
-    const int output = next_tile * tile_outputs + group * OUTPUTS + row, column = next_column + lane % 4 * 8;
+    const int output = next_tile * tile_outputs + group * StripResults::OUTPUTS + row, column = next_column + lane % 4 * 8;
     const DTYPE* start = weight + (Index)output * width + column;
     Unit loaded;
 #pragma unroll
@@ -161,7 +95,8 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
   if (NORM) {
     stride = (width + 63) / 64 * 64 + 32;  // two rows are half of the banks apart, and 16-byte reads do not collide
     source = reinterpret_cast<DTYPE*>(shared);
-    normalise(reinterpret_cast<DTYPE*>(shared), stride, &partial[0][0][0][0][0], x, gain, rows, width, eps, offset);
+    const auto same = [](int column) { return column; };
+    normalise<8>(reinterpret_cast<DTYPE*>(shared), stride, &partial[0][0][0][0][0], x, gain, rows, width, eps, offset, same);
   } else {
     wait_for_previous_kernel();
   }
@@ -169,17 +104,11 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
 
   const DTYPE* input_row = source + (int64_t)row * stride + lane % 4 * 8;
   const int input_columns = row < rows ? width - lane % 4 * 8 : 0;
+  const StripResults results = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
   for (int tile = blockIdx.x; tile * tile_outputs < outputs; tile += gridDim.x, odd = !odd) {
-    const int first = tile * tile_outputs + group * OUTPUTS;
-    const auto added = [&](int at) {  // to output `at` of the warps' rows * OUTPUTS
-      const int output = first + at % OUTPUTS;
-      if (GATED || at >= rows * OUTPUTS || output >= outputs) return 0.0f;
-      const float shift = bias ? to_float(bias[output]) : 0.0f;
-      return residual ? shift + to_float(residual[(int64_t)(at / OUTPUTS) * outputs + output]) : shift;
-    };
-    const int mine = part * WARP_SIZE + lane;
-    const float added_to_mine = added(mine);  // there when it is needed
+    const int first = tile * tile_outputs + group * StripResults::OUTPUTS;
+    const float added_to_mine = results.added(first, results.mine);  // there when it is needed
     float chains[STRIPS][2][4] = {};
 #pragma unroll 1  // unrolled, it spills
     for (int unit = first_column; unit < width; unit += column_stride) {
@@ -219,28 +148,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
       __syncthreads();
     }
 #endif
-    const auto summed = [&](int strip, int at_row, int column) {
-      float sum = partial[odd][first_warp][strip][at_row][column];
-      for (int i = 1; i < parts; ++i) sum += partial[odd][first_warp + i][strip][at_row][column];
-      return sum;
-    };
-#pragma unroll 1
-    for (int i = mine; i < rows * OUTPUTS; i += parts * WARP_SIZE) {
-      const int at_row = i / OUTPUTS, column = i % OUTPUTS, output = first + column;
-      if (output >= outputs) continue;
-      float y = summed(column / STRIP, at_row, column % STRIP);
-      if (GATED) {
-        float up = summed(1, at_row, column);
-        if (bias) {
-          y += to_float(bias[output]);
-          up += to_float(bias[outputs + output]);
-        }
-        y = activate(to_float(from_float<DTYPE>(y))) * to_float(from_float<DTYPE>(up));
-      } else {
-        y += i == mine ? added_to_mine : added(i);
-      }
-      out[(int64_t)at_row * outputs + output] = from_float<OUT>(y);
-    }
+    results.write(partial[odd] + first_warp, first, added_to_mine);
   }
 }
 EXPORT(gemv)

@@ -64,12 +64,13 @@ def gemv(
     if not outputs:
         return out
 
-    strips = 2 if activation else strips_of(outputs, launcher.num_multiprocessors)
-    parts = parts_of(outputs, width, STRIP if activation else STRIP * strips, strips, launcher.num_multiprocessors)
+    strips = 2 if activation else strips_of(outputs, STRIP, launcher.num_multiprocessors)
+    warp_outputs = STRIP if activation else STRIP * strips
+    parts = parts_of(outputs, width, warp_outputs, STEP * LOADS // strips, launcher.num_multiprocessors)
     tiles = -(-outputs // (WARPS // parts * STRIP * (1 if activation else strips)))
     grid = min(tiles, launcher.num_multiprocessors * RESIDENT)
     kernel = variant(dtype, out_dtype, widest(width, dtype), strips, normed is not None, activation)
-    at_once = rows_at_once(width, launcher.capability) if normed else rows
+    at_once = rows_at_once(padded(width), launcher.capability) if normed else rows
     for first in range(0, rows, at_once):  # once, but for very wide rows
         last = min(rows, first + at_once)
         target = out[first:last]
@@ -89,29 +90,29 @@ def padded(width: int) -> int:
     return -(-width // 64) * 64 + 32
 
 
-def rows_at_once(width: int, capability: int) -> int:
-    """Normalised rows that fit a block's shared memory, beside the gains."""
+def rows_at_once(stride: int, capability: int, static: int = STATIC_SHARED) -> int:
+    """Normalised rows of so many elements that fit a block's shared memory, beside the gains and what is always there."""
     limit = SHARED_BYTES.get(capability, 227 << 10 if capability >= 90 else 48 << 10)
-    rows = (limit - STATIC_SHARED) // (padded(width) * 2) - 1
+    rows = (limit - static) // (stride * 2) - 1
     if rows < 1:
-        raise UnsupportedError(f"a row of {width} elements does not fit this GPU's shared memory")
+        raise UnsupportedError(f"a row of {stride} elements does not fit this GPU's shared memory")
     return rows
 
 
-def strips_of(outputs: int, num_multiprocessors: int) -> int:
+def strips_of(outputs: int, strip: int, num_multiprocessors: int) -> int:
     """Strips a warp multiplies at once: two, or one where that divides the work among the SMs more evenly."""
 
     def busy(strips: int) -> float:
-        tiles = -(-outputs // (STRIP * strips))
+        tiles = -(-outputs // (strip * strips))
         return tiles / (-(-tiles // num_multiprocessors) * num_multiprocessors)
 
     return 1 if busy(1) > 1.05 * busy(2) else 2
 
 
-def parts_of(outputs: int, width: int, warp_outputs: int, strips: int, num_multiprocessors: int) -> int:
-    """Warps that share a row's width: all of a block's, or fewer where they would meet after a few loads each, and there are
-    tiles enough for each block to have several."""
-    units = -(-width // (STEP * LOADS // strips))
+def parts_of(outputs: int, width: int, warp_outputs: int, unit: int, num_multiprocessors: int) -> int:
+    """Warps that share a row's width: all of a block's, or fewer where they would meet after a few units of columns each, and
+    there are tiles enough for each block to have several."""
+    units = -(-width // unit)
     parts = WARPS
     while parts > 1 and units < 8 * parts:
         tiles = -(-outputs // (warp_outputs * WARPS // (parts // 2)))

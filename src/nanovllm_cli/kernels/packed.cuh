@@ -4,7 +4,7 @@
 //
 // Every number is exact, and its scale apart: sum a group, then scale the sum. How codes become numbers, in instructions a word:
 //   int4   a nibble below the bits of 128 (bf16) or 1024 (half) is that plus the code; what zero would be is subtracted. 11
-//   int8   half: as int4, 5. bf16, which has seven bits of mantissa: 128 + the code's low seven bits, minus 128 or 256 by its eighth
+//   int8   half: as int4, 5. bf16, with seven bits of mantissa: 128 + the code's low seven bits, minus 128 or 256 by its eighth
 //          bit, which is the sign of a code that counts from the middle. 7, and 2 for a zero point
 //   fp8    sign, exponent and mantissa in their places, subnormal numbers too, then times what the exponents' biases differ by. 9
 //   nf4    low and high bytes of a table of 16 numbers, by byte permutes whose selectors the codes are. 21
@@ -59,13 +59,17 @@ DEVICE uint32_t middle_of(uint32_t zero) {
   return twice(Sixteen<DTYPE>::WHOLE + zero);
 }
 
+// Of the two constants of int4's and int8's conversion, one. A caller with a register to spare hands it in from a place that the
+// compiler can't see through: an instruction takes one constant, and ptxas moves a second one into a register for every use.
+constexpr uint32_t KEPT = KIND == INT4 ? 0x000f000f : twice(Sixteen<DTYPE>::WHOLE);
+
 // Registers 0 to 3 of a step, of a word of four-bit codes. middles: of outputs g and g + 8; nf4 has none.
-DEVICE void numbers_of_nibbles(uint32_t* registers, uint32_t word, uint32_t middle, uint32_t other_middle) {
+DEVICE void numbers_of_nibbles(uint32_t* registers, uint32_t word, uint32_t middle, uint32_t other_middle,
+                               uint32_t kept = KEPT) {
   if (KIND == INT4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      registers[i] =
-          subtract_pair((word >> 4 * i & 0x000f000f) | twice(Sixteen<DTYPE>::WHOLE), i % 2 ? other_middle : middle);
+      registers[i] = subtract_pair((word >> 4 * i & kept) | twice(Sixteen<DTYPE>::WHOLE), i % 2 ? other_middle : middle);
   } else {  // four codes at once: from the lower and from the upper half of the table, then one of both by the fourth bit
     constexpr uint32_t LOW[4] = {IS_BF16 ? 0xca063280 : 0x52339200, IS_BF16 ? 0x00ba3d92 : 0x00d4ea8d,
                                  IS_BF16 ? 0xad7c25a3 : 0x68e02618, IS_BF16 ? 0x803910e2 : 0x00c9800d};
@@ -86,7 +90,7 @@ DEVICE void numbers_of_nibbles(uint32_t* registers, uint32_t word, uint32_t midd
 }
 
 // Two registers of a step, of a word of eight-bit codes: 0 and 2 from the first half of a tile, 1 and 3 from the second.
-DEVICE void numbers_of_bytes(uint32_t& first, uint32_t& second, uint32_t word, uint32_t middle) {
+DEVICE void numbers_of_bytes(uint32_t& first, uint32_t& second, uint32_t word, uint32_t middle, uint32_t kept = KEPT) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t& result = i ? second : first;
@@ -96,10 +100,10 @@ DEVICE void numbers_of_bytes(uint32_t& first, uint32_t& second, uint32_t word, u
       const uint32_t number = (upper & 0x80008000) | (upper >> SHIFT & twice(0x7f00 >> SHIFT));
       result = multiply_pair(number, twice(Sixteen<DTYPE>::FP8_SCALE));
     } else if (!IS_BF16) {
-      result = subtract_pair((word >> 8 * i & 0x00ff00ff) | twice(Sixteen<DTYPE>::WHOLE), middle);
+      result = subtract_pair((word >> 8 * i & 0x00ff00ff) | kept, middle);
     } else {
       const uint32_t lower = word >> 8 * i;
-      result = subtract_pair((lower & 0x007f007f) | 0x43004300, (~lower & 0x00800080) | 0x43004300);
+      result = subtract_pair((lower & 0x007f007f) | kept, (~lower & 0x00800080) | kept);
       if (ZEROS) result = subtract_pair(result, middle);
     }
   }

@@ -42,6 +42,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.kernel import Launcher, check, type_name
 
 Kind = Literal["int4", "int8", "fp8", "nf4"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "nf4": 4}
@@ -69,6 +70,23 @@ class Packed(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (self.codes, self.scales, self.zeros, self.order) if t is not None)
+
+    @property
+    def constants(self) -> tuple[tuple[str, str | int], ...]:
+        """What packed.cuh, and kernels that use it, are compiled with."""
+        kind, scale = list(BITS).index(self.kind), type_name(self.scales.dtype)
+        return (("KIND", kind), ("GROUP", self.group), ("SCALE", scale), ("ZEROS", int(self.zeros is not None)))
+
+    def check(self, launcher: Launcher) -> None:
+        """As `kernel.check` does for a tensor."""
+        strips, tiles = -(-self.num_rows // TILE_OUTPUTS), -(-self.width // TILE_COLUMNS)
+        groups = -(-self.width // self.group) if self.group else 1
+        check(self.codes, launcher, torch.uint8, strips, tiles, 128 * BITS[self.kind])
+        check(self.scales, launcher, self.scales.dtype, strips, groups, TILE_OUTPUTS)
+        if self.zeros is not None:
+            check(self.zeros, launcher, torch.uint8, strips, groups, TILE_OUTPUTS)
+        if self.order is not None:
+            check(self.order, launcher, torch.int32, self.width)
 
 
 def empty(
