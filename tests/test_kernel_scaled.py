@@ -9,6 +9,7 @@ from emulation.compare import close_to_rounding, random, relative_error
 from emulation.emulator import ORDERS, Emulator, needs_emulation
 from nanovllm_cli.kernels import reference, scale_sums, scaled_rows
 from nanovllm_cli.kernels.cpu import zeros
+from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
 from nanovllm_cli.kernels.scaled_matmul import Scaled, has_e4m3, matmul
 
 pytestmark = needs_emulation
@@ -134,3 +135,67 @@ def test_sizes_that_the_library_does_not_take_are_refused() -> None:
     for outputs, width in ((24, 32), (32, 24)):
         with pytest.raises(AssertionError):
             matmul(Emulator(), scaled(2, width, INT8), scaled(outputs, width, INT8), None, dtype=BF16)
+
+
+# ---- the kernel for few rows ----
+
+FEW = [(1, 16, 16), (8, 48, 32), (3, 33 * 16, 80), (2, 64, 1024), (5, 128, 144), (7, 528, 128), (1, 48, 2064), (4, 704, 48)]
+"""rows, outputs, width: every number of strips and parts, more panels than blocks, tails."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize(("rows", "outputs", "width"), FEW)
+def test_few_rows_of_codes(rows: int, outputs: int, width: int, kind: torch.dtype, order: int) -> None:
+    x, weight = scaled(rows, width, kind), scaled(outputs, width, kind)
+    bias, residual = random(outputs, dtype=BF16), random(rows, outputs, dtype=BF16)
+    expected = values(x) @ values(weight).t() + bias.double() + residual.double()
+    got = scaled_gemv(Emulator(order), x, weight, bias, dtype=BF16, residual=residual)
+    assert got is residual
+    close_to_rounding(got, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 16, 256), (3, 256, 400), (8, 48, 1040), (2, 528, 2048)])
+def test_few_rows_with_scales_for_128_columns(rows: int, outputs: int, width: int, order: int) -> None:
+    groups = -(-width // 128)
+    x, weight = scaled(rows, width, FP8, groups), scaled(outputs, width, FP8, groups)
+    got = scaled_gemv(Emulator(order), x, weight, None, dtype=BF16, out_dtype=torch.float32)
+    assert relative_error(got, values(x) @ values(weight).t()) < 1e-5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 64, 1024), (3, 136, 128), (8, 24, 16)])
+def test_few_rows_with_a_gate(rows: int, outputs: int, width: int, order: int) -> None:
+    x, weight, bias = scaled(rows, width, INT8), scaled(2 * outputs, width, INT8), random(2 * outputs, dtype=FP16)
+    weight.scales.mul_(0.01)
+    got = scaled_gemv(Emulator(order), x, weight, bias, dtype=FP16, activation="silu")
+    gate, up = (values(x) @ values(weight).t() + bias.double()).to(FP16).double().chunk(2, -1)
+    expected = gate * gate.sigmoid() * up
+    assert ((got.double() - expected).abs() <= 2.0**-9 * (gate * up).abs() + 1e-5).all()
+
+
+def test_few_rows_are_alone_in_their_bits_and_a_nan_stays_in_its_row() -> None:
+    x, weight = scaled(8, 272, FP8), scaled(48, 272, FP8)
+    x.scales[0, 5] = torch.nan
+    together = scaled_gemv(Emulator(), x, weight, None, dtype=BF16)
+    assert together.isnan().all(1).tolist() == together.isnan().any(1).tolist() == [row == 5 for row in range(8)]
+    for first, last in [(0, 1), (7, 8), (2, 5), (0, 5)]:
+        part = Scaled(x.codes[first:last].contiguous(), x.scales[:, first:last].contiguous())
+        assert torch.equal(scaled_gemv(Emulator(), part, weight, None, dtype=BF16), together[first:last])
+
+
+@pytest.mark.parametrize("bug", ["NO_BARRIER", "TAIL"])
+def test_bugs_planted_among_few_rows_are_seen(bug: str) -> None:
+    def right(order: int) -> bool:
+        x, weight = scaled(4, 336, INT8), scaled(80, 336, INT8)
+        # Behind the last rows there is something to be read.
+        x, weight = (Scaled(torch.cat((s.codes, torch.full((1, 336), 99, dtype=INT8)))[:-1], s.scales) for s in (x, weight))
+        got = scaled_gemv(Emulator(order, bugs=(bug,)), x, weight, None, dtype=BF16)
+        try:
+            close_to_rounding(got, values(x) @ values(weight).t())
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(right(order) for order in ORDERS)

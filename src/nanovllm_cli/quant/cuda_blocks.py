@@ -1,6 +1,6 @@
 """GGUF's blocks on a GPU: packed as kernels/block_records.py says, one copy for all that reads it.
 
-Up to eight rows of activations are rounded to int8 by the CPU's rule and multiplied as whole numbers; more rows meet the blocks' own
+Few rows of activations are rounded to int8 by the CPU's rule and multiplied as whole numbers; more rows meet the blocks' own
 numbers in 16 bits.
 """
 

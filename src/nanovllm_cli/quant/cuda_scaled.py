@@ -1,4 +1,4 @@
-"""int8 and fp8 weights on a GPU that meet activations of 8 bits: row-major codes, multiplied by the vendor's library.
+"""int8 and fp8 weights on a GPU that meet activations of 8 bits: row-major codes, multiplied by a kernel of ours or the vendor's.
 
 Activations are rounded as on a CPU (kernels/quantize_activations.py), together with the norm before them. Sizes must be such as
 the library takes: see `fits`. Sums of int8 are whole numbers, so a row has the same bits in any batch.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import quantize_activations, scaled_matmul
+from nanovllm_cli.kernels import quantize_activations, scaled_gemv, scaled_matmul
+from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled, has_e4m3
 from nanovllm_cli.kernels.scaled_rows import scaled_rows
-from nanovllm_cli.quant.cuda_storage import CudaStorage
+from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, QuantizedRows
 
@@ -70,7 +71,9 @@ class CudaScaled(CudaStorage):
         return scaled_rows(self._launcher, ids, *self._weight, self._dtype, table)
 
     def _takes_gate(self, num_rows: int) -> bool:
-        return False
+        """By our kernel, which reads the weight once for up to eight rows."""
+        there = self._launcher.capability >= scaled_gemv.CAPABILITIES[self._weight.codes.dtype]
+        return there and 0 < num_rows <= MAX_ROWS and not self._deterministic
 
     def _multiply(
         self,
@@ -81,10 +84,13 @@ class CudaScaled(CudaStorage):
         activation: str | None = None,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        assert activation is None, "the library has no gate"
-        return scaled_matmul.matmul(
-            self._launcher, self._rounded(x), self._weight, bias, dtype=self._dtype, residual=residual, out_dtype=out_dtype
-        )
+        launcher, weight, dtype = self._launcher, self._weight, self._dtype
+        rounded = self._rounded(x)
+        if self._takes_gate(count_rows(x)):
+            return scaled_gemv.scaled_gemv(
+                launcher, rounded, weight, bias, dtype=dtype, residual=residual, activation=activation, out_dtype=out_dtype
+            )
+        return scaled_matmul.matmul(launcher, rounded, weight, bias, dtype=dtype, residual=residual, out_dtype=out_dtype)
 
     def _rounded(self, x: Hidden) -> Scaled:
         if isinstance(self._form, Integer):

@@ -1,0 +1,83 @@
+"""Matmul of one to eight rows of 8-bit codes on a GPU (scaled_gemv.cu): a bias, a residual or a gate on the way out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm_cli.kernels.gemv import ACTIVATIONS, LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
+from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled
+
+STRIP = 16
+"""Weight rows that a warp multiplies at once."""
+STEP = 64
+"""Columns of its loads, each of which has two rows of a strip."""
+CAPABILITIES = {torch.int8: 80, torch.float8_e4m3fn: 89}
+"""Oldest GPUs with matrix instructions of such codes."""
+CODE_NAMES = {torch.int8: ("int8_t", "int"), torch.float8_e4m3fn: ("fp8", "float")}
+"""Of codes and their sums."""
+
+
+def scaled_gemv(
+    launcher: Launcher,
+    x: Scaled,
+    weight: Scaled,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, K] @ weight [N, K].T + bias for M <= 8: see `scaled_matmul.matmul`, and `gemv.gemv` for activation. A row's bits do
+    not depend on the others'."""
+    (rows, width), (num_rows, _), groups = x.codes.shape, weight.codes.shape, weight.scales.shape[0]
+    outputs, kind = num_rows // 2 if activation else num_rows, weight.codes.dtype
+    out_dtype = out_dtype or dtype
+    assert 0 < rows <= MAX_ROWS, rows
+    assert width % SIZES == 0, width
+    assert out_dtype in (dtype, torch.float32), out_dtype
+    assert residual is None or (activation is None and out_dtype == dtype)
+    assert not activation or num_rows % 2 == 0, num_rows
+    check(x.codes, launcher, kind, rows, width)
+    check(x.scales, launcher, torch.float32, groups, rows)
+    check(weight.codes, launcher, kind, num_rows, width)
+    check(weight.scales, launcher, torch.float32, groups, num_rows)
+    if bias is not None:
+        check(bias, launcher, dtype, num_rows)
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.codes.device) if residual is None else residual
+    check(out, launcher, out_dtype, rows, outputs)
+    if outputs:
+        strips = 2 if activation else 1 if groups > 1 else strips_of(outputs, STRIP, launcher.num_multiprocessors)
+        warp_outputs = STRIP if activation else STRIP * strips
+        unit = STEP * LOADS // (2 * strips)
+        parts = parts_of(outputs, width, warp_outputs, unit, launcher.num_multiprocessors)
+        panels = -(-outputs // (WARPS // parts * warp_outputs))
+        grid = min(panels, launcher.num_multiprocessors * RESIDENT)
+        args = (*x, *weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs), np.int32(parts))
+        kernel = variant(kind, dtype, out_dtype, groups > 1, strips, activation)
+        launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args)
+    return out
+
+
+def variant(
+    kind: torch.dtype, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool, strips: int, activation: str | None
+) -> Kernel:
+    code, total = CODE_NAMES[kind]
+    constants = (
+        ("CODE", code), ("SUM", total), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("GROUPED", int(grouped)),
+        ("STRIPS", strips), ("ACTIVATION", ACTIVATIONS[activation]), ("NORM", 0), ("VECTOR", 8),
+    )  # fmt: skip
+    return Kernel("scaled_gemv", "scaled_gemv", constants, CAPABILITIES[kind])
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds: a layer's matmuls and the head's."""
+    bf16, half = torch.bfloat16, torch.float16
+    kernels = []
+    for kind, grouped in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
+        kernels += [variant(kind, bf16, bf16, grouped, strips, None) for strips in ((1,) if grouped else (1, 2))]
+        kernels += [variant(kind, bf16, torch.float32, grouped, 1, None)]
+        kernels += [variant(kind, dtype, dtype, grouped, 2, "silu") for dtype in (bf16, half)]
+    return kernels
