@@ -1,298 +1,166 @@
 """The server under load, through real sockets: overload, clients that leave, a killed engine, and what HTTP costs.
 
-    python benchmarks/serve_load.py --output benchmarks/results/serve_load.json [--model tiny] [--only overload,latency]
+    python benchmarks/serve_load.py --output benchmarks/results/serve_load.json [--only overload,latency]
+    python benchmarks/serve_load.py --model FILE.gguf --served model --only throughput --tokens 32 --rounds 2 [--kv-cache 2G]
 
 overload     256 streams, then 1,024: every one ends with 200, 400, 429 or 503; /health meanwhile; how soon a 429 comes
 disconnects  10,000 clients that leave at random moments: blocks, tasks, descriptors and memory at the baseline behind them
-throughput   64 streams through HTTP against the same requests in this process
+throughput   64 streams through HTTP against the same requests in this process, and processor time of a token
 latency      what HTTP adds to the engine's own time to the first token
 killed       kill -9 of the engine under load: how long until new requests are served
 
-The client is part of what is measured: it runs on the same cores.
+The client (http_streams.py) is part of what is measured: it runs on the same cores. Sections that are not asked for stay as they
+are in the file of results.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "src"))
+from http_streams import Answer, HealthWatch, Server, body, get, percentile, run, stream, wait_ready
 
 SECTIONS = ("overload", "disconnects", "throughput", "latency", "killed")
-WORDS = [
-    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "rain", "falls", "on", "old", "roofs", "and",
-    "nobody", "says", "a", "word",
-]  # fmt: skip
-
-
-@dataclass
-class Answer:
-    status: int = 0
-    frames: int = 0
-    first: float | None = None
-    seconds: float = 0.0
-    ended: bool = False
-
-
-class Server:
-    """`nanovllm serve`, started and ended here."""
-
-    def __init__(self, model: str, *options: str) -> None:
-        command = [sys.executable, "-m", "nanovllm_cli", "serve", model, "--port", "0", *options]
-        environment = {"PYTHONPATH": str(REPOSITORY / "src")}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | environment, text=True)
-        assert self.process.stderr is not None
-        self.port = 0
-        for line in self.process.stderr:
-            sys.stderr.write(line)
-            if "http://" in line and not self.port:
-                self.port = int(line.split("http://", 1)[1].split("/")[0].split()[0].rsplit(":", 1)[1])
-            if self.port:
-                break
-        stream = self.process.stderr
-        threading.Thread(target=lambda: [None for _ in stream], daemon=True).start()
-        self.root = psutil.Process(self.process.pid)
-
-    @property
-    def engine(self) -> psutil.Process:
-        return next(child for child in self.root.children() if "engine_process" in " ".join(child.cmdline()))
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-
-async def wait_ready(port: int, seconds: float = 120.0) -> float:
-    began = time.monotonic()
-    while time.monotonic() - began < seconds:
-        try:
-            if (await get(port, "/health"))[0] == 200:
-                return time.monotonic() - began
-        except OSError:
-            pass
-        await asyncio.sleep(0.05)
-    raise SystemExit("the server did not get ready")
-
-
-async def get(port: int, path: str) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    data = await reader.read()
-    writer.close()
-    return int(data.split(b" ", 2)[1]), data.partition(b"\r\n\r\n")[2]
-
-
-def body(seed: int, tokens: int, **more: Any) -> bytes:
-    chosen = random.Random(seed)
-    text = " ".join(chosen.choice(WORDS) for _ in range(chosen.randint(4, 24)))
-    request = {
-        "model": more.pop("model", "tiny"), "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
-        "ignore_eos": True, "stream": True, "seed": seed, **more,
-    }  # fmt: skip
-    return json.dumps(request).encode()
-
-
-async def stream(port: int, data: bytes, leave_after: float | None = None) -> Answer:
-    """One streamed chat completion. leave_after: seconds after which the connection is dropped."""
-    answer, began = Answer(), time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        lines = (
-            "POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
-            f"Content-Length: {len(data)}", "Connection: close", "", "",
-        )  # fmt: skip
-        writer.write("\r\n".join(lines).encode() + data)
-        tail = b""
-        while True:
-            if leave_after is not None:
-                left = leave_after - (time.monotonic() - began)
-                if left <= 0:
-                    writer.transport.abort()
-                    return answer
-                try:
-                    chunk = await asyncio.wait_for(reader.read(65536), left)
-                except TimeoutError:
-                    continue
-            else:
-                chunk = await reader.read(65536)
-            if not chunk:
-                break
-            if not answer.status:
-                answer.status = int(chunk.split(b" ", 2)[1])
-            frames = chunk.count(b"data: ")
-            if frames and answer.first is None:
-                answer.first = time.monotonic() - began
-            answer.frames += frames
-            tail = (tail + chunk)[-64:]
-        answer.ended = b"[DONE]" in tail or answer.status != 200
-    finally:
-        answer.seconds = time.monotonic() - began
-        writer.close()
-    return answer
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
-
-
-async def watch_health(port: int, until: asyncio.Event) -> list[float]:
-    times = []
-    while not until.is_set():
-        began = time.monotonic()
-        await get(port, "/health")
-        times.append(time.monotonic() - began)
-        await asyncio.sleep(0.05)
-    return times
 
 
 async def overload(server: Server, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for count in (256, 1024):
-        done = asyncio.Event()
-        health = asyncio.create_task(watch_health(server.port, done))
+        health = HealthWatch(server.port)
         began = time.monotonic()
         answers = await asyncio.wait_for(
             asyncio.gather(*[stream(server.port, body(i, 64, model=model)) for i in range(count)]), 600
         )
         seconds = time.monotonic() - began
-        done.set()
-        times = await health
+        times = health.close()
         refused = [answer.seconds for answer in answers if answer.status == 429]
         found[str(count)] = {
             "statuses": dict(Counter(str(answer.status) for answer in answers)),
             "not_ended": sum(not answer.ended for answer in answers),
             "seconds": round(seconds, 2),
-            "health_p50_ms": round(1e3 * percentile(times, 0.5), 1),
-            "health_p99_ms": round(1e3 * percentile(times, 0.99), 1),
-            "refusal_p50_ms": round(1e3 * percentile(refused, 0.5), 1) if refused else None,
-            "refusal_p99_ms": round(1e3 * percentile(refused, 0.99), 1) if refused else None,
-            "tokens_per_second": round(sum(answer.frames for answer in answers) / seconds),
+            "health_asked": len(times),
+            "health_ms": _summary(times),
+            "refusal_ms": _summary(refused),
+            "tokens_per_second": round(sum(answer.tokens for answer in answers) / seconds),
         }
-    alone = []  # one more request while the server is full: how soon it hears so
-    crowd = [asyncio.create_task(stream(server.port, body(i, 200, model=model))) for i in range(512)]
-    await asyncio.sleep(1.5)
-    for i in range(20):
-        answer = await stream(server.port, body(i, 8, model=model))
+    full = 512  # `serve --max-requests`
+    crowd = [asyncio.create_task(stream(server.port, body(i, 400, model=model))) for i in range(full)]
+    alone: list[Answer] = []  # one more request while the server is full: how soon it hears so
+    while len(alone) < 20 and not any(task.done() for task in crowd):
+        await asyncio.sleep(0.1)
+        answer = await stream(server.port, body(1, 1, model=model))
         if answer.status == 429:
-            alone.append(answer.seconds)
+            alone.append(answer)
     await asyncio.gather(*crowd)
-    found["refusal_when_full_ms"] = [round(1e3 * seconds, 1) for seconds in sorted(alone)]
+    found["refusal_when_full_ms"] = _summary([answer.seconds for answer in alone]) | {"of": len(alone)}
     return found
 
 
+def _summary(seconds: list[float]) -> dict[str, float]:
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(1e3 * percentile(seconds, share), 1) for name, share in shares.items()} if seconds else {}
+
+
 async def state(server: Server) -> dict[str, Any]:
-    await asyncio.sleep(1.5)
-    status, data = await get(server.port, "/status.json")
-    gc = {"status": status}
-    try:
-        gc["engine"] = json.loads(data)
-    except ValueError:
-        gc["engine"] = None
+    """What must be as it was before. Waits until the engine has nothing left to do."""
+    for _ in range(100):
+        await asyncio.sleep(0.2)
+        told = json.loads((await get(server.port, "/status.json"))[1])
+        engine = told["models"][0]
+        if engine["running"] == engine["waiting"] == engine["blocks"]["used"] == 0:
+            break
     return {
         "rss_server": server.root.memory_info().rss,
         "rss_engine": server.engine.memory_info().rss,
         "fds_server": server.root.num_fds(),
         "fds_engine": server.engine.num_fds(),
         "threads_server": server.root.num_threads(),
-        "status": gc,
+        "threads_engine": server.engine.num_threads(),
+        "http_under_way": told["http"]["in_flight"] - 1,
+        "running": engine["running"],
+        "waiting": engine["waiting"],
+        "blocks": engine["blocks"],
     }
 
 
-async def disconnects(server: Server, model: str, count: int = 10_000) -> dict[str, Any]:
+async def disconnects(server: Server, model: str, count: int) -> dict[str, Any]:
+    """A fifth as many come first, so that allocators have grown to what the load needs, and every page of the KV cache, which is
+    small here, has been written to."""
     chosen = random.Random(5)
+    ended: Counter[str] = Counter()
+    limit = asyncio.Semaphore(64)
 
-    async def leaving(number: int) -> None:
-        kind = number % 4
-        data = body(number, 48, model=model, **({"stream": False} if kind == 3 else {}))
-        await stream(server.port, data, leave_after=chosen.random() ** 2 * 0.4)
+    async def leave(number: int) -> None:
+        data = body(number, 48, model=model, **({"stream": False, "stream_options": None} if number % 4 == 3 else {}))
+        async with limit:
+            answer = await stream(server.port, data, leave_after=chosen.random() ** 2 * 0.4)
+        ended["after the answer" if answer.ended else "inside it" if answer.first else "before it"] += 1
 
-    async def run(first: int, last: int) -> None:
-        limit = asyncio.Semaphore(64)
-
-        async def one(number: int) -> None:
-            async with limit:
-                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                    await leaving(number)
-
-        await asyncio.gather(*[one(number) for number in range(first, last)])
-
-    await run(0, count // 5)  # warm: allocators and caches have grown to what the load needs
+    await asyncio.gather(*[leave(number) for number in range(count // 5)])
     before = await state(server)
+    ended.clear()
     began = time.monotonic()
-    await run(count // 5, count // 5 + count)
+    await asyncio.gather(*[leave(number) for number in range(count // 5, count // 5 + count)])
     seconds = time.monotonic() - began
     after = await state(server)
     growth = {key: round(after[key] / before[key] - 1, 4) for key in ("rss_server", "rss_engine")}
     answer = await stream(server.port, body(1, 8, model=model))
-    return {"count": count, "seconds": round(seconds, 1), "before": before, "after": after, "growth": growth,
+    return {"count": count, "left": dict(ended), "seconds": round(seconds, 1), "before": before, "after": after, "growth": growth,
             "afterwards": answer.status}  # fmt: skip
 
 
-def in_process(model: str, count: int, tokens: int, threads: int | None) -> float:
+def in_process(model: str, count: int, tokens: int, rounds: int, kv_cache_bytes: int | None) -> list[float]:
     """Tokens per second of the same requests without HTTP."""
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
 
-    with LLM(model, config=EngineConfig(threads=threads)) as llm:
+    speeds = []
+    with LLM(model, config=EngineConfig(kv_cache_bytes=kv_cache_bytes)) as llm:
         ids, params = [], []
         for i in range(count):
             request = json.loads(body(i, tokens))
             ids.append(llm.encode_chat(request["messages"]))
             params.append(SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, temperature=llm.default_params.temperature))
         llm.generate(ids[:4], params[:4])
-        began = time.monotonic()
-        outputs = llm.generate(ids, params)
-        seconds = time.monotonic() - began
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+        for _ in range(rounds):
+            began = time.monotonic()
+            outputs = llm.generate(ids, params)
+            speeds.append(sum(len(output.outputs[0].token_ids) for output in outputs) / (time.monotonic() - began))
+    return speeds
 
 
-async def throughput(server: Server, model: str, tokens: int, rounds: int) -> dict[str, Any]:
-    runs = []
+async def throughput(server: Server, model: str, count: int, tokens: int, rounds: int) -> dict[str, Any]:
+    runs: list[float] = []
+    await asyncio.gather(*[stream(server.port, body(i, 8, model=model)) for i in range(4)])
+    used, client = server.processor_seconds(), time.process_time()
     for _ in range(rounds):
         began = time.monotonic()
-        answers = await asyncio.gather(*[stream(server.port, body(i, tokens, model=model)) for i in range(64)])
+        answers = await asyncio.gather(*[stream(server.port, body(i, tokens, model=model)) for i in range(count)])
         seconds = time.monotonic() - began
-        assert all(answer.status == 200 and answer.ended for answer in answers)
-        runs.append(64 * tokens / seconds)
-    return {"http": [round(run) for run in runs], "tokens": tokens}
+        assert all(answer.status == 200 and answer.ended and answer.tokens == tokens for answer in answers)
+        runs.append(count * tokens / seconds)
+    per_token = 1e6 / (rounds * count * tokens)
+    cost = {name: round((now - used[name]) * per_token, 1) for name, now in server.processor_seconds().items()}
+    cost["client"] = round((time.process_time() - client) * per_token, 1)
+    return {"streams": count, "tokens": tokens, "http": [round(run, 1) for run in runs], "processor_us_a_token": cost}
 
 
-async def latency(server: Server, model: str, count: int = 60) -> dict[str, Any]:
-    """From the request's first byte to the answer's, less what the engine says of its own first token."""
-    seen, engine = [], []
-    for i in range(count):
-        answer = await stream(server.port, body(10_000 + i, 4, model=model))
-        seen.append(answer.first or 0.0)
-    status, data = await get(server.port, "/metrics")
-    del status
-    sums = {}
-    for line in data.decode().splitlines():
-        if line.startswith("nanovllm:time_to_first_token_seconds_") and ("_sum" in line or "_count" in line):
-            sums["sum" if "_sum" in line else "count"] = float(line.rsplit(" ", 1)[1])
-    del engine
-    return {"first_byte_ms": {"p50": round(1e3 * statistics.median(seen), 2), "p95": round(1e3 * percentile(seen, 0.95), 2)},
-            "metrics": sums}  # fmt: skip
+async def latency(server: Server, model: str, count: int = 100) -> dict[str, Any]:
+    """From the request to the first text of its answer."""
+    seen = [(await stream(server.port, body(10_000 + i, 4, model=model))).first or 0.0 for i in range(count)]
+    return {"first_text_ms": {"p50": round(1e3 * statistics.median(seen), 2), "p95": round(1e3 * percentile(seen, 0.95), 2)}}
 
 
-def engine_first_token(model: str, count: int = 60) -> list[float]:
+def engine_first_token(model: str, count: int = 100) -> list[float]:
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
 
     times = []
@@ -301,7 +169,7 @@ def engine_first_token(model: str, count: int = 60) -> list[float]:
             ids = llm.encode_chat(json.loads(body(10_000 + i, 4))["messages"])
             began = time.monotonic()
             for output in llm.stream(ids, SamplingParams(max_tokens=4, ignore_eos=True, seed=i)):
-                if output.metrics.first_token is not None:
+                if output.outputs[0].text:
                     times.append(time.monotonic() - began)
                     break
     return times
@@ -337,43 +205,48 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--served", default=None, help="what the server calls it; by default its name")
     parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--streams", type=int, default=64, help="in `throughput`")
     parser.add_argument("--tokens", type=int, default=256, help="of each answer in `throughput`")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-cache", type=int, metavar="MIB", help="of server and engine alike; by default what fits")
     parser.add_argument("--disconnects", type=int, default=10_000)
+    parser.add_argument("serve", nargs="*", help="behind --: options for `nanovllm serve`")
     options = parser.parse_args()
     name = options.served or options.model
-    wanted = options.only.split(",")
-    results: dict[str, Any] = {"model": options.model, "date": time.strftime("%Y-%m-%d"), "cores": psutil.cpu_count()}
-    server = Server(options.model, *(["--alias", options.served] if options.served else []))
-    sections: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-        "overload": lambda: overload(server, name),
-        "disconnects": lambda: disconnects(server, name, options.disconnects),
-        "throughput": lambda: throughput(server, name, options.tokens, options.rounds),
-        "latency": lambda: latency(server, name),
-        "killed": lambda: killed(server, name),
+    wanted = [section for section in SECTIONS if section in options.only.split(",")]
+    results: dict[str, Any] = {"model": Path(options.model).name, "date": time.strftime("%Y-%m-%d"), "cores": psutil.cpu_count()}
+    sections: dict[str, Callable[[Server], Awaitable[dict[str, Any]]]] = {
+        "overload": lambda server: overload(server, name),
+        "disconnects": lambda server: disconnects(server, name, options.disconnects),
+        "throughput": lambda server: throughput(server, name, options.streams, options.tokens, options.rounds),
+        "latency": lambda server: latency(server, name),
+        "killed": lambda server: killed(server, name),
     }
-    try:
-        asyncio.run(wait_ready(server.port))
-        for section in SECTIONS:
-            if section in wanted:
-                results[section] = asyncio.run(sections[section]())  # type: ignore[arg-type]
-                print(section, json.dumps(results[section], indent=2), flush=True)
-    finally:
-        server.close()
-    results["exit_code"] = server.process.returncode
-    if "throughput" in wanted:
-        alone = [in_process(options.model, 64, options.tokens, None) for _ in range(options.rounds)]
-        found = results["throughput"]
-        found["in_process"] = [round(run) for run in alone]
-        found["ratio"] = round(statistics.median(found["http"]) / statistics.median(alone), 3)
-    if "latency" in wanted:
-        own = engine_first_token(options.model)
-        found = results["latency"]
-        found["engine_ms"] = {"p50": round(1e3 * statistics.median(own), 2), "p95": round(1e3 * percentile(own, 0.95), 2)}
-        found["added_ms"] = round(found["first_byte_ms"]["p50"] - found["engine_ms"]["p50"], 2)
-    print(json.dumps(results, indent=2))
+    given = ["--no-access-log", *(["--alias", options.served] if options.served else []), *options.serve]
+    kv_cache = None if options.kv_cache is None else options.kv_cache << 20
+    for section in wanted:
+        own = ["--kv-cache", "32M"] if section == "disconnects" else [] if kv_cache is None else ["--kv-cache", str(kv_cache)]
+        server = Server(options.model, *given, *own)
+        try:
+            run(wait_ready(server.port))
+            results[section] = run(sections[section](server))  # type: ignore[arg-type]
+        finally:
+            server.close()
+        assert server.process.returncode == 0, "the server did not end as it should"
+        found = results[section]
+        if section == "throughput":
+            alone = in_process(options.model, options.streams, options.tokens, options.rounds, kv_cache)
+            found["in_process"] = [round(speed, 1) for speed in alone]
+            found["ratio"] = round(statistics.median(found["http"]) / statistics.median(alone), 3)
+        if section == "latency":
+            own_ms = 1e3 * statistics.median(engine_first_token(options.model))
+            found["engine_ms"] = round(own_ms, 2)
+            found["added_ms"] = round(found["first_text_ms"]["p50"] - own_ms, 2)
+        print(section, json.dumps(found, indent=2), flush=True)
     if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
+        known = json.loads(options.output.read_text()) if options.output.exists() else {}
+        known[results["model"]] = known.get(results["model"], {}) | results
+        options.output.write_text(json.dumps(known, indent=2) + "\n")
 
 
 if __name__ == "__main__":

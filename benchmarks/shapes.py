@@ -1,7 +1,15 @@
-"""Random weights of real models' shapes, as one GGUF file that both sides of a comparison load."""
+"""Random weights of real models' shapes, as one GGUF file that both sides of a comparison load.
+
+    python benchmarks/shapes.py --tokenizer FOLDER model.gguf
+
+With a tokenizer the file can chat and be held to JSON: FOLDER has tokenizer.json and tokenizer_config.json of a byte-level BPE,
+such as Qwen2's.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +41,8 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def write_gguf(path: Path, shape_name: str, seed: int = 0) -> Path:
-    """A Qwen3 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens."""
+def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | None = None) -> Path:
+    """A Qwen3 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens, or that of `tokenizer`."""
     shape = SHAPES[shape_name]
     hidden, inner, dim = shape["hidden"], shape["inner"], shape["dim"]
     q, kv = shape["heads"] * dim, shape["kv_heads"] * dim
@@ -54,11 +62,10 @@ def write_gguf(path: Path, shape_name: str, seed: int = 0) -> Path:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, shape["vocab"] - 1))])
-    writer.add_token_types([gguf.TokenType.NORMAL] * shape["vocab"])
-    writer.add_token_merges(["t 1"])
-    writer.add_eos_token_id(0)
-    writer.add_bos_token_id(0)
+    if tokenizer is None:
+        _add_made_up_tokens(writer, shape["vocab"])
+    else:
+        _add_tokens(writer, tokenizer, shape["vocab"])
     writer.add_add_bos_token(False)
 
     def matrix(name: str, rows: int, columns: int) -> None:
@@ -84,3 +91,43 @@ def write_gguf(path: Path, shape_name: str, seed: int = 0) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_made_up_tokens(writer: gguf.GGUFWriter, size: int) -> None:
+    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(1, size - 1))])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["t 1"])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+
+
+def _add_tokens(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
+    """A folder's tokens, merges and chat template, filled up to `size` with tokens that no text has."""
+    described = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    ids: dict[str, int] = dict(described["model"]["vocab"])
+    special = {each["content"]: each["id"] for each in described["added_tokens"]}
+    tokens = [f"[PAD{i}]" for i in range(size)]
+    types = [gguf.TokenType.UNUSED] * size
+    for known, kind in ((ids, gguf.TokenType.NORMAL), (special, gguf.TokenType.CONTROL)):
+        for token, token_id in known.items():
+            tokens[token_id], types[token_id] = token, kind
+    merges = described["model"]["merges"]
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.add_eos_token_id(special[config["eos_token"]])
+    writer.add_chat_template(config["chat_template"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--tokenizer", type=Path, help="a folder; by default made-up tokens")
+    options = parser.parse_args()
+    write_gguf(options.file, options.shape, tokenizer=options.tokenizer)
+
+
+if __name__ == "__main__":
+    main()

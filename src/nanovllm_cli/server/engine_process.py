@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.progress import Unit
@@ -31,17 +30,15 @@ from nanovllm_cli.server.messages import (
     Facts,
     Failed,
     Loading,
-    Output,
-    Piece,
     Ready,
     Refused,
     Start,
     Step,
     ToEngine,
 )
+from nanovllm_cli.server.outbox import Outbox
 
 IDLE_SECONDS = 1.0
-_PROMPT = -1  # among the answers whose end has been told: the prompt's log-probabilities
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +79,29 @@ class Loop:
         self._llm = llm
         self._engine = llm.engine
         self._channel = channel
-        self._told: dict[str, set[int]] = {}  # of running requests: whose end has been told
+        self._outbox = Outbox()
 
     def run(self) -> None:
         while True:
-            for message in self._channel.take(0 if self._engine.has_unfinished() else IDLE_SECONDS):
+            messages = list(self._channel.take(0 if self._engine.has_unfinished() else IDLE_SECONDS))
+            if messages:
+                self._tell(everything=True)  # the next step may be a long one, which reads prompts
+            for message in messages:
                 self._handle(message)
             if not self._engine.has_unfinished():
                 self._channel.send(Alive(self._engine.stats()))
                 continue
-            outputs = [told for output in self._engine.step() if (told := self._tell(output)) is not None]
+            for output in self._engine.step():
+                if output.pooled is None:
+                    self._outbox.put(output)
+                else:
+                    self._outbox.drop(output.request_id)
+                    self._channel.send(Embedded(int(output.request_id), array("f", output.pooled).tobytes()))
+            self._tell()
+
+    def _tell(self, *, everything: bool = False) -> None:
+        outputs = self._outbox.take(everything=everything)
+        if outputs is not None:
             self._channel.send(Step(outputs, self._engine.stats()))
 
     def _handle(self, message: ToEngine) -> None:
@@ -100,7 +110,7 @@ class Loop:
         request_id = str(message.request_id)
         if isinstance(message, Abort):
             self._engine.abort(request_id)
-            self._told.pop(request_id, None)
+            self._outbox.drop(request_id)
             return
         try:
             if isinstance(message, Embed):
@@ -110,61 +120,12 @@ class Loop:
                 self._engine.add(
                     request_id, message.prompt_ids, message.params, priority=message.priority, cache_salt=salt
                 )
-            self._told[request_id] = set()
+            self._outbox.open(request_id)
         except NanovllmError as error:
             self._refuse(message.request_id, error)
 
     def _refuse(self, request_id: int, error: NanovllmError) -> None:
         self._channel.send(Refused(request_id, type(error).__name__, error.message, error.hint))
-
-    def _tell(self, output: RequestOutput) -> Output | None:
-        told = self._told[output.request_id]
-        pieces = [_piece(answer) for answer in output.outputs if answer.index not in told and _says(answer)]
-        told.update(piece.index for piece in pieces if piece.finish_reason is not None)
-        if output.finished:
-            del self._told[output.request_id]
-        if output.pooled is not None:
-            self._channel.send(Embedded(int(output.request_id), array("f", output.pooled).tobytes()))
-            return None
-        if not pieces:
-            return None
-        prompt_logprobs = None
-        if output.prompt_logprobs is not None and _PROMPT not in told:
-            told.add(_PROMPT)
-            prompt_logprobs = list(output.prompt_logprobs)
-        return Output(
-            int(output.request_id),
-            pieces,
-            output.finished,
-            output.metrics.num_cached_tokens,
-            output.metrics.num_preemptions,
-            _times(output.metrics),
-            prompt_logprobs,
-        )
-
-
-def _says(answer: CompletionOutput) -> bool:
-    return bool(answer.delta_ids or answer.delta_text) or answer.finish_reason is not None
-
-
-def _piece(answer: CompletionOutput) -> Piece:
-    logprobs = answer.logprobs[len(answer.token_ids) - len(answer.delta_ids) :] if answer.logprobs is not None else None
-    return Piece(
-        answer.index,
-        answer.delta_text,
-        list(answer.delta_ids),
-        None if logprobs is None else list(logprobs),
-        answer.finish_reason,
-        answer.stop_reason,
-        answer.error,
-    )
-
-
-def _times(metrics: RequestMetrics) -> tuple[float | None, float | None, float | None]:
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else moment - metrics.arrival
-
-    return since(metrics.first_scheduled), since(metrics.first_token), since(metrics.finished)
 
 
 def _facts(llm: LLM, config: EngineConfig) -> Facts:

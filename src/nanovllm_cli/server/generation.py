@@ -1,7 +1,7 @@
 """What routes ask for, whatever API they speak: from messages or a text to events, through one model's engine.
 
-Templates and tokenizing run in threads. A constraint is tried out in the pool before the engine sees it. What is here knows
-nothing of HTTP but the status of a failure.
+Templates and tokenizing run in two threads: more would only keep the event loop from the interpreter's lock. A constraint is
+tried out in the pool before the engine sees it. What is here knows nothing of HTTP but the status of a failure.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
@@ -41,6 +42,10 @@ from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, tools_of
 
+TEXT_THREADS = 2
+
+T = TypeVar("T")
+
 
 class Checks(Protocol):
     """See context.ConstraintPool."""
@@ -55,10 +60,11 @@ class Generator:
         self._models = models
         self._checks = checks
         self._observer = observer or Observer()
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "text")
 
     async def chat(self, model: str | None, asked: ChatAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
-            prompt_ids = await asyncio.to_thread(partial(chat_ids, work.model, asked))
+            prompt_ids = await self._in_thread(partial(chat_ids, work.model, asked))
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
             constraint = _constraint(work.model, asked, tools)
@@ -78,20 +84,20 @@ class Generator:
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
-            prompt_ids = await asyncio.to_thread(_text_ids, work.model, asked.prompt)
+            prompt_ids = await self._in_thread(partial(_text_ids, work.model, asked.prompt))
             params = dataclasses.replace(asked.params, constraint=asked.form)
             plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
             return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
 
     async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
         async with self._using(model) as work:
-            return await asyncio.to_thread(partial(chat_ids, work.model, asked))
+            return await self._in_thread(partial(chat_ids, work.model, asked))
 
     async def embed(
         self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
     ) -> tuple[list[Sequence[float]], int]:
         async with self._using(model) as work:
-            each = await asyncio.to_thread(lambda: [_text_ids(work.model, text) for text in texts])
+            each = await self._in_thread(lambda: [_text_ids(work.model, text) for text in texts])
             for ids in each:
                 _check_fits(ids, work.model, "input")
             watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
@@ -107,6 +113,9 @@ class Generator:
             if told is not None:
                 raise told
             return [_unit(task.result()) for task in tasks], sum(map(len, each))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     def _using(self, model: str | None) -> _Work:
         return _Work(self._models, model, self._observer)

@@ -16,7 +16,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.errors import as_api_error, error_response
 from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
-from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.gate import Gate, Turnstile
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.settings import ServeSettings
 
@@ -112,6 +111,7 @@ class Doors:
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, gate: Gate, observer: Observer) -> None:
         self._app, self._settings, self._gate, self._observer = app, settings, gate, observer
+        self._turnstile = Turnstile()
         self._tenants = {key.encode(): _tenant(key) for key in settings.api_keys}
         self._hosts = {name.lower() for name in settings.allowed_hosts}
 
@@ -128,7 +128,11 @@ class Doors:
                 self._observer.refused(None, error)
             await error_response(error, scope["path"], exchange.request_id)(scope, receive, send)
             return
-        with self._gate.passing() if counts else nullcontext():
+        if not counts:
+            await self._app(scope, receive, send)
+            return
+        with self._gate.passing():
+            await self._turnstile.turn()
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope, exchange: Exchange) -> bool:

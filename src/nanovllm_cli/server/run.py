@@ -12,6 +12,7 @@ import gc
 import logging
 import resource
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from nanovllm_cli.server.settings import ServeSettings
 
 _BREAK_OFF_SECONDS = 1
 _MOST_FILES = 65536
+_SWITCH_SECONDS = 0.001
 
 
 class Loads(Protocol):
@@ -63,6 +65,7 @@ def serve(
     Raises what loading raises, and Interrupted.
     """
     _allow_many_connections()
+    sys.setswitchinterval(_SWITCH_SECONDS)  # how long a thread that tokenizes keeps the event loop waiting
     config = http_config(app, settings)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is news is told here
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

@@ -1,0 +1,201 @@
+"""What an engine process tells, and when: every token once, in order, though much is held back. Who passes the turnstile when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from nanovllm_cli.engine.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.server.engine_stream import joined
+from nanovllm_cli.server.gate import Turnstile
+from nanovllm_cli.server.messages import Output
+from nanovllm_cli.server.outbox import LONGEST_HOLD_SECONDS, WRITES_PER_SECOND, Outbox
+
+LOGPROBS = [TokenLogprobs(i, -i / 7, 1, ()) for i in range(50)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def output(number: int, lens: list[int], ends: dict[int, FinishReason] | None = None, **more: object) -> RequestOutput:
+    """A request whose answers have so many tokens; token i of every answer is i, and its text is `i,`."""
+    ends = ends or {}
+    answers = [
+        CompletionOutput(
+            index, "".join(f"{i}," for i in range(size)), tuple(range(size)), "", (), tuple(LOGPROBS[:size]), ends.get(index)
+        )
+        for index, size in enumerate(lens)
+    ]
+    return RequestOutput(
+        str(number), (1, 2), tuple(answers), len(ends) == len(lens), RequestMetrics(5.0, 6.0, 7.0, None, 16, 2, 1), **more
+    )  # type: ignore[arg-type]
+
+
+def opened(count: int) -> tuple[Outbox, Clock]:
+    clock = Clock()
+    outbox = Outbox(clock)
+    for number in range(count):
+        outbox.open(str(number))
+    clock.now += 1
+    assert outbox.take() == []  # the hold begins here
+    return outbox, clock
+
+
+def texts(outputs: list[Output] | None) -> dict[int, list[str]] | None:
+    return None if outputs is None else {each.request_id: [piece.text for piece in each.pieces] for each in outputs}
+
+
+def test_first_words_leave_at_once_and_the_next_ones_together() -> None:
+    outbox, clock = opened(17)
+    hold = 17 / WRITES_PER_SECOND
+    outbox.put(output(3, [1]))
+    assert texts(outbox.take()) == {3: ["0,"]}
+    for size in (2, 3, 4):
+        clock.now += hold / 4
+        outbox.put(output(3, [size]))
+        assert outbox.take() is None
+    clock.now += hold / 3
+    assert texts(outbox.take()) == {3: ["1,2,3,"]}
+
+
+def test_the_end_of_an_answer_does_not_wait_and_others_stay_held() -> None:
+    outbox, clock = opened(17)
+    outbox.put(output(1, [1]))
+    outbox.put(output(2, [1]))
+    outbox.take()
+    clock.now += 1e-4
+    outbox.put(output(1, [2]))
+    outbox.put(output(2, [3], {0: "length"}))
+    told = outbox.take()
+    assert texts(told) == {2: ["1,2,"]}
+    assert told is not None
+    assert told[0].finished
+    assert told[0].pieces[0].finish_reason == "length"
+    assert outbox.take() is None
+    assert texts(outbox.take(everything=True)) == {1: ["1,"]}
+
+
+@pytest.mark.parametrize("streams", [1, 31, 10_000])
+def test_nobody_waits_longer_than_the_longest_hold(streams: int) -> None:
+    outbox, clock = opened(streams)
+    outbox.put(output(0, [1]))
+    outbox.take()
+    clock.now += min(streams / WRITES_PER_SECOND, LONGEST_HOLD_SECONDS) - 1e-6
+    outbox.put(output(0, [2]))
+    assert outbox.take() is None
+    clock.now += 2e-6
+    assert texts(outbox.take()) == {0: ["1,"]}
+
+
+def test_what_was_dropped_is_not_told() -> None:
+    outbox, clock = opened(17)
+    outbox.put(output(5, [1]))
+    outbox.take()
+    outbox.put(output(5, [2]))
+    outbox.drop("5")
+    outbox.drop("5")
+    clock.now += 1
+    assert outbox.take() == []
+
+
+def test_prompt_logprobs_are_told_once() -> None:
+    outbox, _clock = opened(17)
+    outbox.put(output(0, [1], prompt_logprobs=(None, LOGPROBS[0])))
+    first = outbox.take()
+    outbox.put(output(0, [2], prompt_logprobs=(None, LOGPROBS[0])))
+    second = outbox.take(everything=True)
+    assert first is not None
+    assert second is not None
+    assert first[0].prompt_logprobs == [None, LOGPROBS[0]]
+    assert second[0].prompt_logprobs is None
+
+
+def test_a_request_that_only_read_its_prompt_says_nothing() -> None:
+    outbox, _ = opened(17)
+    outbox.put(output(0, [0]))
+    assert outbox.take() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_that_is_told_is_what_was_drawn(seed: int) -> None:
+    """Random steps of requests with one to three answers, at random times."""
+    chosen = random.Random(seed)
+    outbox, clock = opened(9)
+    goals = {number: [chosen.randint(1, 20) for _ in range(chosen.randint(1, 3))] for number in range(9)}
+    lens = {number: [0] * len(goal) for number, goal in goals.items()}
+    ended: dict[int, dict[int, FinishReason]] = {number: {} for number in goals}
+    told: dict[int, Output] = {}
+    while any(lens[number] != goals[number] for number in goals):
+        for number, goal in goals.items():
+            if lens[number] == goal or chosen.random() < 0.3:
+                continue
+            for index, size in enumerate(goal):
+                if lens[number][index] < size and chosen.random() < 0.8:
+                    lens[number][index] += 1
+                    if lens[number][index] == size:
+                        ended[number][index] = "stop"
+            outbox.put(output(number, lens[number], ended[number]))
+        clock.now += chosen.random() * 0.01
+        for each in outbox.take(everything=chosen.random() < 0.1) or []:
+            assert each.pieces, "an output without news"
+            told[each.request_id] = each if each.request_id not in told else joined(told[each.request_id], each)
+    for number, goal in goals.items():
+        assert told[number].finished
+        assert told[number].times == (1.0, 2.0, None)
+        pieces = {piece.index: piece for piece in told[number].pieces}
+        assert [pieces[index].token_ids for index in range(len(goal))] == [list(range(size)) for size in goal]
+        assert all(piece.text == "".join(f"{i}," for i in piece.token_ids) for piece in pieces.values())
+        assert all(piece.logprobs == LOGPROBS[: len(piece.token_ids)] for piece in pieces.values())
+        assert all(piece.finish_reason == "stop" for piece in pieces.values())
+
+
+# ---- the turnstile ----
+
+
+def test_one_passes_in_each_round_and_other_work_comes_between() -> None:
+    order: list[str] = []
+
+    async def scenario() -> None:
+        turnstile = Turnstile()
+
+        async def passing(number: int) -> None:
+            await turnstile.turn()
+            order.append(str(number))
+
+        async def other() -> None:
+            while len(order) < 9:
+                order.append("-")
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(passing(number) for number in range(5)), other())
+
+    asyncio.run(scenario())
+    assert [each for each in order if each != "-"] == list("01234")
+    assert all("-" in order[order.index(a) : order.index(b)] for a, b in ("12", "23", "34"))
+
+
+def test_who_leaves_the_queue_does_not_stop_it() -> None:
+    async def scenario() -> list[int]:
+        turnstile, passed = Turnstile(), []
+
+        async def passing(number: int) -> None:
+            await turnstile.turn()
+            passed.append(number)
+
+        tasks = [asyncio.create_task(passing(number)) for number in range(6)]
+        await asyncio.sleep(0)
+        for number in (1, 2, 5):
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(turnstile.turn(), 1)
+        return passed
+
+    assert asyncio.run(scenario()) == [0, 3, 4]
