@@ -53,10 +53,12 @@ async def overload(server: Server, model: str) -> dict[str, Any]:
             "refusal_ms": _summary(refused),
             "tokens_per_second": round(sum(answer.tokens for answer in answers) / seconds),
         }
-    full = 512  # `serve --max-requests`
-    crowd = [asyncio.create_task(stream(server.port, body(i, 400, model=model))) for i in range(full)]
-    alone: list[Answer] = []  # one more request while the server is full: how soon it hears so
-    while len(alone) < 20 and not any(task.done() for task in crowd):
+    # One more request while the server is full: how soon it hears so. Full is what some of a crowd have heard.
+    crowd = [asyncio.create_task(stream(server.port, body(i, 400, model=model))) for i in range(576)]
+    while not any(task.done() and task.result().status == 429 for task in crowd):
+        await asyncio.sleep(0.05)
+    alone: list[Answer] = []
+    while len(alone) < 20 and not any(task.done() and task.result().status == 200 for task in crowd):
         await asyncio.sleep(0.1)
         answer = await stream(server.port, body(1, 1, model=model))
         if answer.status == 429:

@@ -56,10 +56,7 @@ class TextSide(NamedTuple):
     template: ChatTemplate | None
     format: AnswerFormat | None
     default_params: SamplingParams
-
-    @property
-    def thinking_switch(self) -> str | None:
-        return thinking_switch(self.template.source) if self.template is not None else None
+    thinking_switch: str | None
 
 
 class _Slot:
@@ -226,7 +223,8 @@ def open_text_side(settings: ModelSettings) -> TextSide:
         template = ChatTemplate.of(tokenizer, settings.chat_template)
     known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
     params = SamplingParams.from_generation_config(generation_config)
-    return TextSide(tokenizer, template, known, dataclasses.replace(params, **settings.given))
+    switch = None if template is None else thinking_switch(template.source)
+    return TextSide(tokenizer, template, known, dataclasses.replace(params, **settings.given), switch)
 
 
 def check_vocabulary(text: TextSide, facts: Facts) -> None:
