@@ -8,15 +8,11 @@
 // is split along the width: that would be another chain.
 //
 // A block computes TILE_M rows by TILE_N outputs, a warp its share of them (WARPS_M by WARPS_N). Both operands pass through
-// STAGES buffers of DEPTH columns, filled by cp.async STAGES - 1 steps ahead. A row of a buffer has 128 bytes, eight chunks, and
-// its chunk c lies at c ^ (row % 8): eight rows of a chunk, as ldmatrix reads them, are in different banks, and so are a row's.
+// STAGES buffers of DEPTH columns (gemm_parts.cuh), filled by cp.async STAGES - 1 steps ahead.
 // Blocks are numbered down BAND row tiles before they go across, so that those that run together share both operands in L2.
-#include "common.cuh"
-
-typedef Vector<DTYPE, VECTOR> Elements;
+#include "gemm_parts.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = WARPS * WARP_SIZE;
-constexpr int DEPTH = 64, CHUNK = 8, CHUNKS = DEPTH / CHUNK;
 constexpr int ROW_TILES = TILE_M / WARPS_M / 16, COLUMN_TILES = TILE_N / WARPS_N / 8;  // of mma, a warp
 constexpr int BAND = 8;
 static_assert(TILE_M % (WARPS_M * 16) == 0 && TILE_N % (WARPS_N * 8) == 0, "a warp computes whole mma tiles");
@@ -26,8 +22,6 @@ typedef int Index;
 #else
 typedef int64_t Index;
 #endif
-
-DEVICE DTYPE* chunk_of(DTYPE* tile, int row, int chunk) { return tile + row * DEPTH + (chunk ^ row % CHUNKS) * CHUNK; }
 
 // ROWS rows of a matrix, DEPTH columns, on their way to a buffer; zeros outside the matrix.
 template <int ROWS>
@@ -44,36 +38,8 @@ DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows,
   for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, source += (int64_t)ROWS_AT_ONCE * width) {
     if (ROWS % ROWS_AT_ONCE && row + i >= ROWS) break;
     DTYPE* target = chunk_of(tile, row + i, threadIdx.x % CHUNKS);
-    const bool inside = first_row + row + i < rows && column < end;
-    if (VECTOR == CHUNK) {
-      copy_async_16(target, inside ? source : matrix, inside);
-    } else {  // rows without 16-byte boundaries: copied at once, seen after the same barrier
-      for (int j = 0; j < CHUNK; j += VECTOR) {
-        Elements elements;
-        for (int k = 0; k < VECTOR; ++k) elements.at[k] = from_float<DTYPE>(0.0f);
-        if (inside && column + j < end) elements = Elements::load(source + j);
-        elements.store(target + j);
-      }
-    }
+    copy_chunk(target, source, matrix, first_row + row + i < rows && column < end, end - column);
   }
-}
-
-// COUNT neighbouring elements of y, on an address that is a multiple of their size.
-template <int COUNT>
-DEVICE void finish(const float* sums, const DTYPE* bias, const DTYPE* residual, OUT* out, int64_t place, int output) {
-  if (sizeof(OUT) != sizeof(DTYPE)) residual = nullptr;  // logits: the compiler is told what the wrapper makes sure of
-  Vector<DTYPE, COUNT> shift, added;
-  if (bias) shift = Vector<DTYPE, COUNT>::load(bias + output);
-  if (residual) added = Vector<DTYPE, COUNT>::load(residual + place);
-  Vector<OUT, COUNT> result;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    float y = sums[i];
-    if (bias) y += to_float(shift.at[i]);
-    if (residual) y += to_float(added.at[i]);
-    result.at[i] = from_float<OUT>(y);
-  }
-  result.store(out + place);
 }
 
 #if __CUDA_ARCH__ >= 900

@@ -21,6 +21,7 @@ OLDEST_CAPABILITY = 75
 NEWEST_CAPABILITY = 999
 MAX_THREADS = 1024
 WARP = 32
+_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
 
 Arg = torch.Tensor | np.int32 | np.int64 | np.float32 | None
 """A tensor is passed by address, None as a null pointer, a scalar by value. Python's own numbers have no C type: wrap them."""
@@ -97,6 +98,11 @@ def type_name(dtype: torch.dtype) -> str:
 def mma_capability(dtype: torch.dtype) -> int:
     """The oldest GPU whose matrix instructions take 16-bit numbers of this type."""
     return 80 if dtype == torch.bfloat16 else OLDEST_CAPABILITY
+
+
+def largest_shared_bytes(capability: int) -> int:
+    """Shared memory that a block may have."""
+    return _SHARED_KIB.get(capability, 227 if capability >= 90 else 48) << 10
 
 
 def widest(numel: int, dtype: torch.dtype) -> int:
