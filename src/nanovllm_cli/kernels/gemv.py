@@ -6,7 +6,16 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
+from nanovllm_cli.kernels.kernel import (
+    WARP,
+    Kernel,
+    Launcher,
+    check,
+    largest_shared_bytes,
+    mma_capability,
+    type_name,
+    widest,
+)
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
 MAX_ROWS = 8
@@ -20,8 +29,6 @@ RESIDENT = 2
 """Blocks an SM holds, by the kernel's launch bounds."""
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 STATIC_SHARED = 12 << 10
-SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
-"""Shared memory that a block may have, by capability; 227 KiB from 9.0 up otherwise."""
 
 
 def gemv(
@@ -92,8 +99,7 @@ def padded(width: int) -> int:
 
 def rows_at_once(stride: int, capability: int, static: int = STATIC_SHARED) -> int:
     """Normalised rows of so many elements that fit a block's shared memory, beside the gains and what is always there."""
-    limit = SHARED_BYTES.get(capability, 227 << 10 if capability >= 90 else 48 << 10)
-    rows = (limit - static) // (stride * 2) - 1
+    rows = (largest_shared_bytes(capability) - static) // (stride * 2) - 1
     if rows < 1:
         raise UnsupportedError(f"a row of {stride} elements does not fit this GPU's shared memory")
     return rows
