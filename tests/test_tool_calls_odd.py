@@ -452,4 +452,5 @@ def test_any_text_is_read_in_linear_time(name: str, begun: str, part: str, size:
             gc.enable()
 
     for step in (size, 997):
-        assert seconds(size, step) < 32 * max(min(seconds(size // 8, step) for _ in range(3)), 0.002)
+        eighth = max(min(seconds(size // 8, step) for _ in range(3)), 0.002)
+        assert any(seconds(size, step) < 20 * eighth for _ in range(2)), "also when nobody disturbs"
