@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import test_cli_driver
+from forked import Forked
 from test_cli_driver import environment, nanovllm
 
 DRIVER = [sys.executable, test_cli_driver.__file__]
@@ -167,7 +168,7 @@ def test_the_input_is_not_overwritten_by_a_slip(tmp_path: Path) -> None:
 def test_an_interrupted_batch_loses_nothing(tmp_path: Path, stop: signal.Signals, code: int) -> None:
     write(tmp_path / "in.jsonl", *({"prompt": f"say {n}"} for n in range(4)), {"prompt": "hold"}, {"prompt": "say x"})
     args = ["run", "tiny", "--batch", "in.jsonl", "-o", "out.jsonl"]
-    process = subprocess.Popen([*DRIVER, *args], cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE)
+    process = Forked([*DRIVER, *args], light=True, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE)
     journal = tmp_path / "out.jsonl.partial"
     deadline = time.monotonic() + 30
     while not journal.exists() or len(journal.read_text().splitlines()) < 5:

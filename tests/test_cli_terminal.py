@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pexpect
 import pytest
 
 import test_cli_driver
+from forked import Forked, Terminal
 from test_cli_driver import environment, nanovllm
 
 DRIVER = [sys.executable, test_cli_driver.__file__]
@@ -30,7 +32,8 @@ def spawn(tmp_path: Path) -> Spawn:
         command = [*DRIVER, *args]
         if stdout is not None:
             command = ["bash", "-c", f'"$@" > {stdout}', "bash", *command]
-        return pexpect.spawn(
+        opened = functools.partial(Terminal, light=True) if stdout is None else pexpect.spawn
+        return opened(
             command[0], command[1:], cwd=str(tmp_path), env=environment(tmp_path, **extra), timeout=20,
             encoding="utf-8", dimensions=(24, 80),
         )  # fmt: skip
@@ -127,8 +130,8 @@ def test_a_dash_reads_the_terminal_until_its_end(spawn: Spawn) -> None:
 
 
 def test_a_pipe_that_says_nothing_is_named(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*DRIVER, "run", "tiny", "say hi"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    process = Forked(
+        [*DRIVER, "run", "tiny", "say hi"], light=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment(tmp_path), text=True,
     )  # fmt: skip
     assert process.stderr is not None
@@ -175,7 +178,7 @@ def test_an_interrupt_while_loading(spawn: Spawn) -> None:
 
 def test_an_interrupted_answer_leaves_no_file(tmp_path: Path) -> None:
     command = [*DRIVER, "run", "tiny", "-o", "out.txt", "slowly"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE)
+    process = Forked(command, light=True, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE)
     assert process.stderr is not None
     process.stderr.readline()
     time.sleep(0.3)
@@ -187,8 +190,8 @@ def test_an_interrupted_answer_leaves_no_file(tmp_path: Path) -> None:
 
 def test_interrupts_in_a_pipe_leave_whole_lines(tmp_path: Path) -> None:
     for flags in ([], ["--jsonl"], ["--json"]):
-        process = subprocess.Popen(
-            [*DRIVER, "run", "-q", "tiny", *flags, "slowly"], env=environment(tmp_path), stdout=subprocess.PIPE
+        process = Forked(
+            [*DRIVER, "run", "-q", "tiny", *flags, "slowly"], light=True, env=environment(tmp_path), stdout=subprocess.PIPE
         )
         assert process.stdout is not None
         if flags != ["--json"]:

@@ -55,7 +55,8 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 def run_clean(files: list[Path]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", "-p", "emulation.sanitized", *map(str, files)]
-    return subprocess.run(command, env=sanitized.environment(), capture_output=True, text=True, cwd=HERE.parent)
+    env = {name: value for name, value in sanitized.environment().items() if name != "PYTEST_ADDOPTS"}  # a report of ours
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parent)
 
 
 @pytest.mark.timeout(600)

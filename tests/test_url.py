@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from forked import Forked
 from nanovllm_cli.client.http import Server
 from nanovllm_cli.client.wire import chat_body
 from nanovllm_cli.constraint import Constraint
@@ -482,8 +483,8 @@ def test_an_interrupt_closes_the_connection(tmp_path: Path, stop: signal.Signals
 
     with OpenAIServer(endless) as server:
         command = [sys.executable, "-m", "nanovllm_cli", "run", "-q", "--url", server.url, "hi"]
-        process = subprocess.Popen(
-            command, env=environment(tmp_path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        process = Forked(
+            command, light=True, env=environment(tmp_path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert came.wait(20)
         assert process.stdout is not None

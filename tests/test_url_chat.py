@@ -13,6 +13,7 @@ from typing import Any
 import pexpect
 import pytest
 
+from forked import Terminal
 from openai_server import OpenAIServer, Reply, Request
 from test_cli_driver import Result, environment, nanovllm
 from test_url import pieces, refusing
@@ -164,8 +165,8 @@ def test_ctrl_c_stops_an_answer_and_the_server(tmp_path: Path, phase: str) -> No
         gone.set()
 
     with OpenAIServer(slow) as server:
-        child = pexpect.spawn(
-            sys.executable, ["-m", "nanovllm_cli", "chat", "--url", server.url], cwd=str(tmp_path),
+        child = Terminal(
+            sys.executable, ["-m", "nanovllm_cli", "chat", "--url", server.url], light=True, cwd=str(tmp_path),
             env=environment(tmp_path, TERM="dumb"), timeout=30, encoding="utf-8", dimensions=(24, 80),
         )  # fmt: skip
         child.expect(">>> ")
