@@ -484,8 +484,9 @@ def test_an_interrupt_closes_the_connection(tmp_path: Path, stop: signal.Signals
     with OpenAIServer(endless) as server:
         command = [sys.executable, "-m", "nanovllm_cli", "run", "-q", "--url", server.url, "hi"]
         process = Forked(
-            command, light=True, env=environment(tmp_path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            command, light=True, env=environment(tmp_path), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         assert came.wait(20)
         assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 4) if begins else b""
