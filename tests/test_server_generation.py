@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -252,6 +253,25 @@ def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
         with pytest.raises(ApiError) as caught:
             run(refused)
         assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
+def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing megabytes takes minutes."""
+    house, text = House([piece("a", finish="stop")]), "x" * 1_000_000
+    for name in ("encode", "encode_guarded"):
+        monkeypatch.setattr(house.models.model.tokenizer, name, None)
+    chat = ChatAsked([{"role": "user", "content": [{"type": "text", "text": text}]}], SamplingParams())
+    tools = dataclasses.replace(asked(), tools=[{"type": "function", "function": {"name": "f", "description": text}}])
+    for refused in (
+        house.chat(chat),
+        house.chat(tools),
+        house.generator.encode_chat("m", chat),
+        house.generator.complete("m", TextAsked(text, SamplingParams()), CALLER),
+        house.generator.embed("m", [text], "mean"),
+    ):
+        with pytest.raises(ApiError, match="at least") as caught:
+            run(refused)
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_a_model_without_a_template_does_not_chat(run: Any) -> None:

@@ -424,7 +424,9 @@ def test_an_answer_that_takes_too_long_is_broken_off() -> None:
 
     settings = ServeSettings(port=0, request_seconds=0.1)
     with running(settings, context_of(settings), routes) as server:
-        assert error_of(server.ask("GET", "/waits"), 503)["code"] == "timeout"
+        answer = server.ask("GET", "/waits")
+        assert error_of(answer, 503)["code"] == "timeout"
+        assert answer.headers["retry-after"] == "1"
         assert cancelled.is_set()
 
 

@@ -213,6 +213,8 @@ def test_prompt_logprobs_stand_in_their_choice() -> None:
         ("logprobs", {"logprobs": True}),
         ("best_of", {"best_of": 129}),
         ("echo", {"echo": "yes"}),
+        ("n", {"prompt": ["a"] * 512, "n": 9}),
+        ("n", {"prompt": ["a"] * 512, "best_of": 9}),
         ("suffix", {"suffix": 5}),
         ("stream_options", {"stream_options": {}}),
         ("response_format", {"response_format": {"type": "xml"}}),

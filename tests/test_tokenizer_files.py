@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,32 @@ def test_files_that_are_too_large_missing_or_not_text(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_others_go_on_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A tenth of a second of work and more: who holds Python's lock all the while lets nobody count."""
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level()))
+    count, done = 0, threading.Event()
+
+    def counting() -> None:
+        nonlocal count
+        while not done.wait(0.001):
+            count += 1
+
+    other = threading.Thread(target=counting, daemon=True)
+    other.start()
+    try:
+        for parse_special in (True, False):
+            before = count
+            tokenizer.encode("ab cd " * 100_000, parse_special=parse_special)
+            assert count - before > 10
+    finally:
+        done.set()
+
+
+def test_the_longest_token_bounds_how_short_a_text_can_be(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level()))
+    assert tokenizer.longest_token == max(len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.vocab_size))
+
+
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
 def test_lone_surrogates_are_a_usage_error(tmp_path: Path, text: str) -> None:
     tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level()))
@@ -258,3 +285,5 @@ def test_lone_surrogates_are_a_usage_error(tmp_path: Path, text: str) -> None:
             tokenizer.encode_batch(["a", text], parse_special=parse_special)
     with pytest.raises(UsageError, match="string"):
         tokenizer.encode(5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="string"):
+        tokenizer.encode(("a", "b"))  # type: ignore[arg-type]

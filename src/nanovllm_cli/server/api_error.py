@@ -66,7 +66,8 @@ class ApiError(Exception):
         return cls(500, error.message)
 
 
-def too_long(num_tokens: int, limit: int, param: str) -> ApiError:
-    """Clients know an overflow by these words as much as by its code."""
-    message = f"this model's maximum context length is {limit} tokens, and the prompt has {num_tokens}"
+def too_long(num_tokens: int, limit: int, param: str, *, at_least: bool = False) -> ApiError:
+    """Clients know an overflow by these words as much as by its code. at_least: nobody has counted all of its tokens."""
+    has = "has at least" if at_least else "has"
+    message = f"this model's maximum context length is {limit} tokens, and the prompt {has} {num_tokens}"
     return ApiError(400, message, code="context_length_exceeded", param=param)

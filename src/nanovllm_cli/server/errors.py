@@ -52,8 +52,8 @@ def error_body(error: ApiError, path: str, request_id: str) -> Mapping[str, Any]
 
 def error_response(error: ApiError, path: str, request_id: str) -> JsonResponse:
     headers = {"x-should-retry": "true" if error.retries else "false"}
-    if error.retry_after is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if error.retry_after is not None or error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JsonResponse(error_body(error, path, request_id), error.status, headers)

@@ -37,12 +37,14 @@ from nanovllm_cli.server.ports import (
 )
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
-from nanovllm_cli.text.chat_template import encode_chat
+from nanovllm_cli.text.chat_template import encode_chat, strings
 from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, tools_of
 
 TEXT_THREADS = 2
+_MOST_SHORTENED = 4
+"""Characters of a text that a normalizer may make one of."""
 
 T = TypeVar("T")
 
@@ -291,6 +293,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             kwargs.setdefault(model.thinking_switch, asked.thinking)
         elif asked.thinking and (model.format is None or model.format.reasoning is None):
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
+    _check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, "messages")
     try:
         return encode_chat(
             model.tokenizer,
@@ -306,12 +309,22 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
 
 
 def _text_ids(model: ServedModel, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        _check_length(len(prompt), model, "prompt")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise ApiError(400, "the text is empty", param="prompt")
     if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
         raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param="prompt")
     return ids
+
+
+def _check_length(num_chars: int, model: ServedModel, param: str) -> None:
+    """Refuses what could not fit whatever its characters are: rendering and tokenizing megabytes takes minutes."""
+    limit = model.facts.context_len
+    least = num_chars // (model.tokenizer.longest_token * _MOST_SHORTENED)
+    if least >= limit:
+        raise too_long(least, limit, param, at_least=True)
 
 
 def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -27,6 +27,7 @@ from nanovllm_cli.server.schemas_openai import CompletionRequest
 from nanovllm_cli.server.schemas_openai_answers import TextAnswer
 from nanovllm_cli.server.sse import DONE, while_connected
 
+MAX_ANSWERS = 4096
 MERGED_STEPS = 64
 """Steps of several prompts that wait for a slow reader; then their generations wait, too."""
 
@@ -55,6 +56,9 @@ def router(context: ServerContext) -> APIRouter:
 
 def _check(body: CompletionRequest) -> None:
     check_streaming(body)
+    num_answers = len(_prompts(body)) * max(body.n or 1, body.best_of or 1)
+    if num_answers > MAX_ANSWERS:
+        raise _bad(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
     if body.max_tokens == 0 and not body.echo:
         raise _bad("max_tokens 0 without echo would answer nothing", "max_tokens")
     if body.best_of is not None:

@@ -119,7 +119,7 @@ class ChatTemplate:
         return _cut_at_mark(text, inputs["messages"]) if continue_final_message else text
 
     def _run(self, values: dict[str, Any], now: datetime | None) -> str:
-        given = sum(map(len, _strings(values)))
+        given = sum(map(len, strings(values)))
         budget = Budget(self._max_seconds, _OWN_CHARS + _CHARS_PER_INPUT_CHAR * given, now)
         try:
             return spending(budget, lambda: self._template.generate(values))
@@ -191,14 +191,27 @@ def check_variables(names: Iterable[str]) -> None:
 _GIVEN = frozenset({"self", "bos_token", "eos_token", *inspect.signature(prepare_chat).parameters})
 
 
+def strings(value: Any) -> Iterator[str]:
+    """All of plain JSON data, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from strings(key)
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
 class _Veil:
     """Stand-ins for the characters that control tokens begin with."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, inputs: Any) -> None:
         firsts = sorted({token[0] for token in tokenizer.control_tokens if token})
         words = sorted(token for token in tokenizer.control_tokens if token[:1].isalnum() or token[:1].isspace())
-        used = set(source).union(*_strings(inputs))
-        escaped = source + "".join(text for text in _strings(inputs) if "\\u" in text)
+        used = set(source).union(*strings(inputs))
+        escaped = source + "".join(text for text in strings(inputs) if "\\u" in text)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used and f"\\u{code:04x}" not in escaped)
         self._stand_in = dict(zip(firsts, free, strict=False))
         if len(self._stand_in) < len(firsts):
@@ -275,18 +288,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise UsageError(f"messages may hold JSON values only, not {type(value).__name__}")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

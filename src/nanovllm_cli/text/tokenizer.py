@@ -138,6 +138,11 @@ class Tokenizer:
         """The id of a token written as the vocabulary writes it."""
         return self._backend.token_to_id(token)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Its characters: a text of n characters has n / longest_token tokens at least, but for what a normalizer shortens."""
+        return max(map(len, self._backend.get_vocab(True)))
+
     @property
     def strips_leading_space(self) -> bool:
         """Whether one space at the very start of a text is the vocabulary's own and not part of it."""
@@ -214,12 +219,16 @@ def _like(token: AddedToken, content: str, special: bool) -> AddedToken:
 
 
 def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """As a batch of one: the library's `encode` holds Python's lock all the while, seconds for a long text."""
+    if not isinstance(text, str):
+        _check_text(text)
     with guard_library("the tokenizer"):
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:
             _check_text(text)
             raise
+    ids: list[int] = encoding.ids
     return ids
 
 
