@@ -576,6 +576,13 @@ def test_the_description_tells_what_is_sent(guarded: Running) -> None:
     assert "ValidationError" not in described["components"]["schemas"]
 
 
+def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
+    own = {"/v1/responses/input_tokens": "POST", "/v1/responses/resp_1": "DELETE, GET", "/health": "GET, HEAD"}
+    for path, methods in own.items():
+        answer = server.ask("OPTIONS", path)
+        assert (answer.status, answer.headers["allow"]) == (405, methods), path
+
+
 def test_an_open_server_does_not_say_that_it_wants_a_key(server: Running) -> None:
     described = server.ask("GET", "/openapi.json").json
     assert "security" not in described

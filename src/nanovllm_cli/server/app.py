@@ -88,9 +88,11 @@ async def _tell(request: Request, failure: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What this path takes, by all of its routes (the router itself tells of the first alone)."""
+    """What this path takes, by all of its routes (the router itself tells of the first alone); where routes name it outright, by
+    those alone."""
     fitting = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
+    own = [route for route in fitting if route.path == request.url.path] or fitting
+    return sorted({method for route in own for method in getattr(route, "methods", None) or ()})
 
 
 def _cors(origins: tuple[str, ...]) -> Middleware:

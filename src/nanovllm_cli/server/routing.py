@@ -49,7 +49,7 @@ def api_router(error: type[BaseModel] = ErrorAnswer) -> APIRouter:
 
 def answers(model: type[BaseModel] | None = None, *, streams: bool = False, status: int = 200) -> dict[int | str, dict[str, Any]]:
     """`responses=` of a route: what a success looks like. Errors are known from the router."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
+    content: dict[str, Any] = {"text/event-stream": {"schema": {"description": "Server-sent events"}}} if streams else {}
     described: dict[str, Any] = {"description": "Success", "content": content}
     if model is not None:
         described["model"] = model
