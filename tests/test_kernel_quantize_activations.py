@@ -92,7 +92,7 @@ def test_rows_for_blocks(rows: int, width: int, group: int, order: int) -> None:
     for source in (x, hidden):
         got = to_blocks(Emulator(order), source, group)
         codes, scales, sums = unordered(got.codes), got.factors[..., 0], got.factors[..., 1]
-        padded = -(-width // 64) * 64
+        padded = -(-width // 128) * 128
         assert codes.shape == (rows, padded)
         assert not codes[:, width:].any()
         assert torch.allclose(
@@ -134,7 +134,7 @@ def test_a_row_is_alone_in_its_bits() -> None:
 def test_no_rows_is_no_launch() -> None:
     emulator, empty = Emulator(), torch.empty(0, 64, dtype=BF16)
     assert to_int8(emulator, empty).codes.shape == (0, 64)
-    assert to_blocks(emulator, empty, 16).factors.shape == (0, 4, 2)
+    assert to_blocks(emulator, empty, 16).factors.shape == (0, 8, 2)
     assert not emulator.launches
 
 

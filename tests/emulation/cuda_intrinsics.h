@@ -206,18 +206,18 @@ inline void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b) {
   }
 }
 
-// Of 8-bit numbers, four a word: lane l owns columns 4 * (l % 4) … of each sixteen (PTX ISA, mma.m16n8k32).
-template <class T, class Sum>
+// Of 8-bit numbers, four a word: lane l owns columns 4 * (l % 4) … of each sixteen (PTX ISA, mma.m16n8k32 and m16n8k16).
+template <class T, int DEPTH, class Sum>
 inline void emulated_mma_bytes(Sum* d, const uint32_t* a, const uint32_t* b) {
-  MmaOperands mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b, sizeof mine.b);
+  MmaOperands mine = {};
+  memcpy(mine.a, a, DEPTH / 8 * sizeof *a);
+  memcpy(mine.b, b, DEPTH / 16 * sizeof *b);
   auto slots = emulation::put_down(emulation::FULL_MASK, mine);
   auto operands = [&](int lane) { return (const MmaOperands*)slots[lane]; };
   const int lane = emulation::current->lane;
   for (int r = 0; r < 4; ++r) {
     const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
-    for (int k = 0; k < 32; ++k) {
+    for (int k = 0; k < DEPTH; ++k) {
       const int part = k % 16 / 4, high = k / 16;
       const T x = ((const T*)&operands(row % 8 * 4 + part)->a[row / 8 + 2 * high])[k % 4];
       const T y = ((const T*)&operands(column * 4 + part)->b[high])[k % 4];
@@ -225,8 +225,10 @@ inline void emulated_mma_bytes(Sum* d, const uint32_t* a, const uint32_t* b) {
     }
   }
 }
-inline void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<int8_t>(d, a, b); }
-inline void mma_m16n8k32(float* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<__nv_fp8_e4m3>(d, a, b); }
+template <int DEPTH>
+inline void mma_s8(int* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<int8_t, DEPTH>(d, a, b); }
+inline void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b) { mma_s8<32>(d, a, b); }
+inline void mma_m16n8k32(float* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<__nv_fp8_e4m3, 32>(d, a, b); }
 
 template <bool TRANSPOSED>
 inline void emulated_load_matrix(uint32_t* words, const void* row) {

@@ -88,39 +88,63 @@ DEVICE Words load_words(const uint8_t* record, int step, int lane) {
   return words;
 }
 
-// 2^(exponent - 128), a denormal number below two.
-DEVICE float power_of_two(uint32_t exponent) {
-  return __uint_as_float(exponent < 2 ? 0x200000u << exponent : (exponent - 1) << 23);
-}
+constexpr float BYTE_BASE = 8388608.0f;  // 2^23: a float of 0x4b0000xx is this plus xx, without a conversion
 
-// What codes of one row of a record are worth, group by group, at indices that are constants once loops are unrolled.
-struct RowScales {
-  Vector<uint8_t, GROUPS * SCALE_BYTES> scales;
-  Vector<uint8_t, GROUPS * (LOW_BYTES ? LOW_BYTES : 1)> lows;
-  float super, super_low;
+// What all codes of one row of a record have in common.
+struct RowSupers {
+  float scale = 1.0f, low = 1.0f;
 
-  DEVICE RowScales(const uint8_t* record, int row) {
-    scales = scales.load(record + SCALES_AT + row * GROUPS * SCALE_BYTES);
-    if (LOW_BYTES) lows = lows.load(record + LOWS_AT + row * GROUPS * LOW_BYTES);
+  DEVICE RowSupers(const uint8_t* record, int row) {
     const half* supers = reinterpret_cast<const half*>(record + SUPERS_AT) + row;
-    if (HAS_SUPERS) super = to_float(supers[0]) * (1.0f / (1 << UNIT));
-    if (HAS_SUPER_LOWS) super_low = to_float(supers[TILE]);
+    if (HAS_SUPERS) scale = to_float(supers[0]) * (1.0f / (1 << UNIT));
+    if (HAS_SUPER_LOWS) low = -to_float(supers[TILE]);
   }
+};
 
-  DEVICE float half_at(const uint8_t* bytes) const {
-    return __half2float(__ushort_as_half((unsigned short)(bytes[0] | bytes[1] << 8)));
+// What codes of one row are worth in a step, group by group, at indices that are constants once loops are unrolled.
+struct RowScales {
+  uint32_t scales[2], lows[2];
+  const RowSupers& supers;
+
+  DEVICE RowScales(const uint8_t* record, int row, int step, const RowSupers& supers) : supers(supers) {
+    const int place = row * GROUPS + step * STEP_GROUPS;
+    load<STEP_GROUPS * SCALE_BYTES>(scales, record + SCALES_AT + place * SCALE_BYTES);
+    if (LOW_BYTES) load<STEP_GROUPS*(LOW_BYTES ? LOW_BYTES : 1)>(lows, record + LOWS_AT + place * LOW_BYTES);
   }
 
   DEVICE float scale(int group) const {
-    if (SCALE == F16) return half_at(scales.at + group * 2);
-    const uint8_t byte = scales.at[group];
-    if (SCALE == E8M0) return power_of_two(byte);
-    return super * (LOW == NIBBLE ? (float)(byte & 15) : SCALE == SUB_I8 ? (float)(int8_t)byte : (float)byte);
+    if (SCALE == F16) return half_at(scales, group);
+    if (SCALE == E8M0) {  // 2^(e - 128); denormal numbers are zero
+      const uint32_t exponent = scales[0] >> group * 8 & 0xff;
+      return __uint_as_float((max(exponent, 1u) - 1) << 23);
+    }
+    if (SCALE == SUB_I8) return supers.scale * (byte_at(scales, group) - (BYTE_BASE + 128.0f));  // from -128 on
+    return times(supers.scale, LOW == NIBBLE ? nibble_at(scales, group * 8) : byte_at(scales, group));
   }
 
   // Only where LOW is not NO_LOW.
   DEVICE float low(int group) const {
-    if (LOW == MIN) return half_at(lows.at + group * 2);
-    return -(super_low * (float)(LOW == NIBBLE ? scales.at[group] >> 4 : (int)lows.at[group]));
+    if (LOW == MIN) return half_at(lows, group);
+    return times(supers.low, LOW == NIBBLE ? nibble_at(scales, group * 8 + 4) : byte_at(lows, group));
   }
+
+ private:
+  template <int COUNT>
+  static DEVICE void load(uint32_t* words, const uint8_t* source) {
+    if (COUNT == 2) words[0] = *reinterpret_cast<const uint16_t*>(source);
+    if (COUNT >= 4) words[0] = *reinterpret_cast<const uint32_t*>(source);
+    if (COUNT == 8) words[1] = *reinterpret_cast<const uint32_t*>(source + 4);
+  }
+  static DEVICE float half_at(const uint32_t* words, int i) {
+    return __half2float(__ushort_as_half((unsigned short)(words[i / 2] >> i % 2 * 16)));
+  }
+  // BYTE_BASE plus a byte, or four bits.
+  static DEVICE float byte_at(const uint32_t* words, int i) {
+    return __uint_as_float(__byte_perm(words[i / 4], 0x4b000000u, 0x7540u | i % 4));
+  }
+  static DEVICE float nibble_at(const uint32_t* words, int bit) {
+    return __uint_as_float((words[bit / 32] >> bit % 32 & 15) | 0x4b000000u);
+  }
+  // super * what is above BYTE_BASE, rounded once: the product with the base is exact.
+  static DEVICE float times(float super, float above) { return fmaf(super, above, -BYTE_BASE * super); }
 };

@@ -5,7 +5,7 @@ A weight [N, K] is cut into tiles of 16 rows (outputs) and records of 256 column
 filled up with zeros. Records lie along K, then along N, and one is read from its begin to its end:
 
     codes        bit planes, in steps of 64 columns
-    scales       [16, groups]: f16, e8m0, or a byte that an f16 of the row multiplies
+    scales       [16, groups]: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as b + 128)
     lows         [16, groups]: f16 that are added, or bytes; where there are any
     supers       [16] f16, and [16] f16 for the lows; where there are any
 

@@ -21,16 +21,15 @@ typedef int64_t Index;
 // that the weight has. Of zeros where there is no such row.
 DEVICE void unpack_row(const uint8_t* record, int row, int left, bool there, DTYPE* out) {
   const int lane = row % 8 * 4 + threadIdx.x % 4;
-  const RowScales scales(record, row);
+  const RowSupers supers(record, row);
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
+    const RowScales scales(record, row, step, supers);
     const Words words = load_words(record, step, lane);
 #pragma unroll
     for (int part = 0; part < 4; ++part) {  // 16 columns
       const int column = step * STEP + part * 16 + threadIdx.x % 4 * 4;
-      const int group = column / GROUP;
-      const float scale = scales.scale(step * STEP_GROUPS + part * 16 / GROUP);
-      const float low = LOW == NO_LOW ? 0.0f : scales.low(step * STEP_GROUPS + part * 16 / GROUP);
+      const float scale = scales.scale(part * 16 / GROUP), low = LOW == NO_LOW ? 0.0f : scales.low(part * 16 / GROUP);
       const uint32_t word = row < 8 ? words.at[part * 2] : words.at[part * 2 + 1];
       Vector<DTYPE, 4> values;
 #pragma unroll

@@ -5,8 +5,8 @@
 // round_rows: what eight-bit matmuls of the vendor take. group: columns that share a scale, 16 to 256 and a power of two, or 0 for
 // a row. CODE int8: scale = largest magnitude / 127; e4m3: / 448, or the number at `fixed`, where that is not null.
 //   codes [rows, width] CODE, scales [groups, rows] float
-// round_blocks: what block_gemv.cu takes. Columns become a multiple of 64, by zeros; of each 64 the bytes lie as a lane of
-// mma.m16n8k32 wants them: column k at k % 16 / 4 * 16 + k / 16 * 4 + k % 4.
+// round_blocks: what block_gemv.cu takes. Columns become a multiple of 128, by zeros; of each 64 the bytes lie as a lane
+// of mma.m16n8k32 wants them: column k at k % 16 / 4 * 16 + k / 16 * 4 + k % 4.
 //   codes [rows, padded] int8, factors [rows, padded / group] of two floats: the scale, and the sum of the codes
 //
 // Grid (rows, parts): blocks share a row where nothing has to be known of all of it.

@@ -13,8 +13,8 @@ from nanovllm_cli.kernels.ops import Hidden, Normed
 THREADS = 256
 SPAN = 8 * THREADS
 """Columns that a block takes at a time."""
-STEP = 64
-"""Columns that matmuls of blocks take at once, and rows for them are padded to."""
+STEP = 128
+"""Columns that matmuls of blocks take at once, at the least, and rows for them are padded to."""
 GROUPS = (16, 32, 64, 128, 256)
 CODE_NAMES = {torch.int8: "int8_t", torch.float8_e4m3fn: "fp8"}
 
@@ -28,7 +28,7 @@ class Rounded(NamedTuple):
 
 
 class RoundedBlocks(NamedTuple):
-    """Rows for block_gemv.cu: codes int8 [T, width up to 64], each 64 in the order of the matrix instructions; factors fp32
+    """Rows for block_gemv.cu: codes int8 [T, width up to 128], each 64 in the order of the matrix instructions; factors fp32
     [T, groups, 2], a group's scale and the sum of its codes. width and group: of the rows."""
 
     codes: torch.Tensor

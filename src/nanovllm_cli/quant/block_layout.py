@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import block_records as records
 from nanovllm_cli.kernels.block_records import STEP, TILE, PackedBlocks
-from nanovllm_cli.kernels.record_kinds import RecordLayout
+from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
 from nanovllm_cli.quant.cpu_integer import layout_of, record_rows
 from nanovllm_cli.quant.cpu_records import RecordRows
 from nanovllm_cli.quant.format import Blocks
@@ -53,9 +53,10 @@ def pack(layout: RecordLayout, rows: RecordRows, above: int = 0) -> torch.Tensor
         return [flat.contiguous().view(torch.uint8).flatten(2)]
 
     codes = rows.codes if layout.bits < 8 else rows.codes - layout.offset  # wraps around to what the signed byte has
+    scales = rows.scales.view(torch.uint8) ^ 128 if layout.scale == SUB_I8 else rows.scales  # from -128 on
     groups = columns // layout.group
     parts = _planes(layout, _words(tiled(codes, columns)))
-    parts += raw(rows.scales, groups) + raw(rows.lows, groups) + raw(rows.supers, 1) + raw(rows.super_lows, 1)
+    parts += raw(scales, groups) + raw(rows.lows, groups) + raw(rows.supers, 1) + raw(rows.super_lows, 1)
     return torch.cat(parts, 2)
 
 

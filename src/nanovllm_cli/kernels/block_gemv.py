@@ -1,0 +1,178 @@
+"""Matmul of GGUF's blocks with few rows on a GPU (block_gemv.cu): a norm on the way in; bias, residual or gate on the way out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import block_records as records
+from nanovllm_cli.kernels import quantize_activations as rounding
+from nanovllm_cli.kernels.activation import gated_activation
+from nanovllm_cli.kernels.block_records import TILE, PackedBlocks
+from nanovllm_cli.kernels.gemv import ACTIVATIONS
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name
+from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.record_kinds import RecordLayout
+
+MAX_ROWS = 64
+"""More are served by unpacking: a launch takes at most 32, and each reads the weight."""
+FUSED_ROWS = 2
+"""Rows that every block rounds for itself; of more, a kernel before does it."""
+WARPS = 8
+RESIDENT = 2
+"""Blocks an SM holds, by the kernel's launch bounds."""
+RING_BYTES = 7 << 10
+"""For a warp's records, at the least three: with 16 warps an SM two to three times what an H200 needs under way."""
+
+
+def block_gemv(
+    launcher: Launcher,
+    x: Hidden,
+    weight: PackedBlocks,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, k], rounded to int8, @ weight [n, k].T + bias [n] for M <= MAX_ROWS: [M, n] in out_dtype, x's type or float32.
+
+    Rounding: a scale for each row and group of the weight's, by the CPU's rule. residual [M, n]: the product is added to it in
+    place, and it is what is returned. activation: weight [2 n, k] and bias [2 n] hold a gate and then up, and the result [M, n]
+    is act(gate) * up (`reference.gated_activation`). A row's bits do not depend on the others'.
+    """
+    source = x.rows if isinstance(x, Normed) else x
+    (rows, width), dtype, layout = source.shape, source.dtype, weight.layout
+    outputs = weight.num_rows // 2 if activation else weight.num_rows
+    out_dtype = out_dtype or dtype
+    assert 0 < rows <= MAX_ROWS, rows
+    assert width == weight.width, (width, weight.width)
+    assert out_dtype in (dtype, torch.float32), out_dtype
+    assert residual is None or (activation is None and out_dtype == dtype)
+    assert not activation or weight.num_rows % 2 == 0, weight.num_rows
+    check(source, launcher, dtype, rows, width)
+    check(weight.data, launcher, torch.uint8, *records.shape(layout))
+    if bias is not None:
+        check(bias, launcher, dtype, weight.num_rows)
+    if activation and (outputs % TILE or rows > 8):  # up begins within a tile, or there are more rows than partial sums of both
+        return gated_activation(launcher, block_gemv(launcher, x, weight, bias), activation)
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=source.device) if residual is None else residual
+    check(out, launcher, out_dtype, rows, outputs)
+
+    across = records.padded_width(layout) // records.columns_of(layout)
+    parts = parts_of(outputs, across, launcher.num_multiprocessors)
+    grid = min(-(-outputs // (WARPS // parts * TILE)), launcher.num_multiprocessors * RESIDENT)
+    capability = launcher.capability
+    fused = rows <= FUSED_ROWS and fits(layout, rows, 1, bool(activation), capability)
+    gain, eps, offset = (x.weight, x.eps, x.offset) if isinstance(x, Normed) else (None, 0.0, 0.0)
+    rounded = None
+    if fused:
+        if gain is not None:
+            check(gain, launcher, dtype, width)
+    else:
+        rounded = rounding.to_blocks(launcher, x, layout.group)
+    at_once = rows if fused else rows_at_once(layout, rows, bool(activation), capability)
+    for first in range(0, rows, at_once):
+        last = min(rows, first + at_once)
+        lane_rows = lane_rows_of(last - first)
+        part = slice(first, last)
+        target = out[part]
+        args = (
+            weight.data, source if fused else None, gain if fused else None,
+            rounded.codes[part] if rounded else None, rounded.factors[part] if rounded else None,
+            bias, None if residual is None else target, target, np.int32(last - first), np.int32(width), np.int32(outputs),
+            np.int32(parts), np.float32(eps), np.float32(offset),
+        )  # fmt: skip
+        kernel = variant(layout, dtype, out_dtype, lane_rows, fused, activation, stages_of(layout, capability))
+        shared = ring_bytes(layout, capability) + (rounded_bytes(layout, rows) if fused else 0)
+        launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
+    return out
+
+
+def stages_of(layout: RecordLayout, capability: int) -> int:
+    """Records a warp has room for; two where copies are not asynchronous."""
+    return 2 if capability < 80 else min(8, max(3, RING_BYTES // records.record_bytes(layout)))
+
+
+def lane_rows_of(rows: int) -> int:
+    """Rows that a lane sums: 1, 2, 4 or 8, for launches of up to 4, 8, 16 or 32."""
+    return next(lane_rows for lane_rows in (1, 2, 4, 8) if rows <= 4 * lane_rows)
+
+
+def ring_bytes(layout: RecordLayout, capability: int) -> int:
+    return WARPS * stages_of(layout, capability) * records.record_bytes(layout)
+
+
+def rounded_bytes(layout: RecordLayout, rows: int) -> int:
+    """Of rows that a block rounds for itself: codes, and two floats a group."""
+    padded = records.padded_width(layout)
+    return rows * (padded + padded // layout.group * 8)
+
+
+def fits(layout: RecordLayout, fused_rows: int, lane_rows: int, gated: bool, capability: int) -> bool:
+    """Whether a block has shared memory for the rings, what it rounds, and the partial sums."""
+    partial = WARPS * (1 + gated) * TILE * 4 * lane_rows * 4
+    return ring_bytes(layout, capability) + rounded_bytes(layout, fused_rows) + partial <= largest_shared_bytes(capability)
+
+
+def rows_at_once(layout: RecordLayout, rows: int, gated: bool, capability: int) -> int:
+    """Rows that a launch takes: 32, or fewer where partial sums do not fit beside the rings."""
+    for lane_rows in (8, 4, 2, 1):
+        if fits(layout, 0, lane_rows, gated, capability):
+            return min(rows, 4 * lane_rows)
+    raise UnsupportedError("this GPU's shared memory is too small for blocks", "use --device cpu")
+
+
+def parts_of(outputs: int, across: int, num_multiprocessors: int) -> int:
+    """Warps that share a row's records: all of a block's, or fewer where they would meet after a few records each, and there are
+    tiles enough for each block to have several."""
+    parts = WARPS
+    while parts > 1:
+        tiles = -(-outputs // (TILE * WARPS // (parts // 2)))
+        if across >= parts and (across >= 4 * parts or tiles < 4 * RESIDENT * num_multiprocessors):
+            break
+        parts //= 2
+    return parts
+
+
+def variant(
+    layout: RecordLayout,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    lane_rows: int,
+    fused: bool,
+    activation: str | None,
+    stages: int,
+) -> Kernel:
+    constants: tuple[tuple[str, str | int], ...] = (
+        ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("VECTOR", 8), ("LANE_ROWS", lane_rows),
+        ("FUSED", int(fused)), ("ACTIVATION", ACTIVATIONS[activation]), ("STAGES", stages),
+        *records.constants(layout),
+    )  # fmt: skip
+    return Kernel("block_gemv", "block_gemv", constants)
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds: every type at one row, and for some what else there is."""
+    bf16, fp16, kinds = torch.bfloat16, torch.float16, records.KINDS
+
+    def of(
+        name: str,
+        lane_rows: int = 1,
+        fused: bool = True,
+        activation: str | None = None,
+        dtype: torch.dtype = bf16,
+        out: torch.dtype = bf16,
+        capability: int = 80,
+    ) -> Kernel:
+        layout = kinds[name]
+        return variant(layout, dtype, out, lane_rows, fused, activation, stages_of(layout, capability))
+
+    return [
+        *(of(name) for name in kinds),
+        *(of("Q4_K", lane_rows, False) for lane_rows in (1, 2, 4, 8)),
+        *(of(name, 8, False) for name in ("Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
+        of("Q4_K", activation="silu"), of("Q4_K", 2, False, "silu"), of("Q6_K", out=torch.float32),
+        of("Q4_K", dtype=fp16, out=fp16), of("Q4_K", dtype=fp16, out=fp16, capability=75),
+    ]  # fmt: skip
