@@ -3,19 +3,29 @@ dequantized, and the same whether steps are recorded or not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen3Config
 
+from emulation.compare import GENERATOR, close_to_rounding, random
 from emulation.device import EmulatedDevice
-from emulation.emulator import needs_emulation
+from emulation.emulator import Emulator, needs_emulation
 from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import packed
 from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quant import cuda_unpacked
+from nanovllm_cli.quant.cuda_choice import TABLE, choose
+from nanovllm_cli.quant.cuda_formats import CudaFormats
+from nanovllm_cli.quant.cuda_packed import CudaPacked
+from nanovllm_cli.quant.format import NF4, Blocks, Fp8, Integer, Nf4
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_cuda_engine import engine_on
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
@@ -24,8 +34,8 @@ pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 1, "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64,
                  "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
 FEW, MANY = [[3, 4, 5]], [[3, 4, 5], [7], list(range(20, 41))]
-# What is lost by rounding activations to int8 or e4m3, and by bfloat16.
-FORMATS = {"int8": 0.05, "fp8": 0.15, "fp8-weight-only": 0.03, "int8-weight-only": 0.03}
+# What is lost by rounding activations to int8 or e4m3, and by bfloat16. Each format compiles kernels of its own.
+FORMATS = {"int8": 0.05, "fp8": 0.15, "int4:group=32": 0.03}
 
 
 class Notes(NullProgress):
@@ -94,7 +104,7 @@ def test_formats_without_kernels_are_unpacked_and_the_user_is_told(tmp_path: Pat
     assert note.startswith("weights in tq2_0 have no kernels on a GPU: unpacked to 16 bits they take 0.0 GiB more")
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "q4_0"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4:group=32", "q4_0"])
 def test_deterministic_answers_depend_on_the_request_alone(name: str, tmp_path: Path) -> None:
     folder = save(random_model(Qwen3Config(**SHAPE)), tmp_path)
 
@@ -104,3 +114,94 @@ def test_deterministic_answers_depend_on_the_request_alone(name: str, tmp_path: 
 
     together = answers(MANY)
     assert [answers([prompt])[0] for prompt in MANY] == together
+
+
+PACKED = [
+    Integer(4, 32), Integer(3, 64, zeros=True), Integer(2), Integer(8, 64, zeros=True, scales="float32"), Integer(4, 1024),
+    Integer(4, 96, ordered=True, scales="float16"), Nf4(32), Fp8(), Fp8(128, "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PACKED, ids=str)
+def test_packed_weights_are_the_formats_numbers(form: Any) -> None:
+    """Loaded in slices, some of them floats; unpacked here by the layout's own definition."""
+    width, rows = 4096 if getattr(form, "group", 0) == 1024 else 192, 40
+    floats = random(rows, width)
+    if getattr(form, "ordered", False):
+        order = torch.randperm(width, generator=GENERATOR).int()
+        plain = replace(form, ordered=False).quantize(floats[:, order.long()])
+        codes = torch.empty_like(plain.codes)
+        codes[:, order.long()] = plain.codes
+        quantized: Any = plain._replace(codes=codes, order=order)
+    else:
+        quantized = form.quantize(floats)
+    launcher = EmulatedDevice().launcher
+    storage = CudaPacked(form, rows, width, torch.bfloat16, launcher, False, torch.zeros(1, dtype=torch.int32))
+    for first, last in ((0, 5), (5, 37), (37, 40)):
+        parts = (part if part is None or part.dim() < 2 else part[first:last] for part in quantized)
+        storage.load_rows(first, type(quantized)(*parts))
+    weight = storage._weight
+    codes, scales, zeros = packed.unpack_rows(weight, 0, rows)
+    columns = torch.arange(width) if weight.order is None else torch.argsort(weight.order)
+    groups = columns // (weight.group or width)
+    if weight.kind == "fp8":
+        values = codes.view(torch.float8_e4m3fn).double()
+    elif weight.kind == "nf4":
+        values = torch.tensor(NF4, dtype=torch.float64)[codes.long()]
+    else:
+        middle = 8 if weight.kind == "int4" else 128
+        values = codes.double() - (middle if zeros is None else zeros[:, groups].double())
+    torch.testing.assert_close(values * scales[:, groups].double(), form.dequantize(quantized).double(), rtol=1e-6, atol=0)
+    assert storage.num_bytes <= 1.7 * rows * form.row_bytes(width) + 4 * width or form.bits < 4
+
+
+def test_a_group_without_a_kernel_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="groups of 16 columns on a GPU"):
+        CudaPacked(Nf4(16), 16, 64, torch.bfloat16, EmulatedDevice().launcher, False, torch.zeros(1, dtype=torch.int32))
+
+
+def test_each_format_has_its_storage() -> None:
+    def kind(form: Any, capability: int = 90, rows: int = 64, **asked: bool) -> str:
+        formats = CudaFormats(Emulator(capability=capability), **{"rounds": True, "deterministic": False} | asked)
+        return type(formats.make(form, rows, 256, torch.float16)).__name__
+
+    assert kind(None) == "CudaDense"
+    assert kind(Integer(8)) == kind(Fp8()) == kind(Fp8(128)) == kind(Fp8(0, "static")) == "CudaScaled"
+    assert kind(Integer(8, 128)) == kind(Integer(8, zeros=True)) == kind(Integer(8, activation="none")) == "CudaPacked"
+    assert kind(Fp8(), 80) == kind(Fp8(128), 89) == kind(Fp8(128), 100) == kind(Fp8(0, "none")) == "CudaPacked"
+    assert kind(Fp8(), 89) == kind(Fp8(), 120) == kind(Integer(8), 75) == "CudaScaled"
+    assert kind(Integer(8), rows=63) == kind(Integer(8), rounds=False) == kind(Fp8(), deterministic=True) == "CudaPacked"
+    assert kind(Integer(8), deterministic=True) == "CudaScaled", "whole numbers have the same bits in any order"
+    assert kind(Integer(4, 32)) == kind(Nf4()) == "CudaPacked"
+    assert kind(Blocks("Q4_K")) == kind(Blocks("IQ2_XS")) == "CudaBlocks"
+    assert kind(Blocks("TQ1_0")) == "CudaDequantized"
+
+
+def test_ways_are_chosen_by_rows() -> None:
+    ways = [choose("int4", rows, 90) for rows in (0, 1, 8, 9, 64, 100_000)]
+    assert ways == ["library", "gemv", "gemv", "gemm", "gemm", "library"]
+    assert [choose("int4", rows, 75) for rows in (8, 9, 64)] == ["gemv", "gemm", "library"]
+    assert [choose("blocks", rows, 75) for rows in (0, 1, 64, 65)] == ["library", "gemv", "gemv", "library"]
+    assert all(line.gemv_rows <= line.gemm_rows and line.reason for line in TABLE)
+    assert {line.kind for line in TABLE if line.min_capability == 75} == {*packed.BITS, "blocks"}, "all on the oldest GPU"
+
+
+def test_a_large_weight_is_unpacked_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_unpacked, "SCRATCH_BYTES", 2 * 64 * 32)
+    weight, x, bias = (random(*shape, dtype=torch.bfloat16) for shape in ((100, 64), (5, 64), (100,)))
+    expected = x.double() @ weight.double().t() + bias.double()
+    for deterministic in (False, True):
+        pieces: list[tuple[int, int]] = []
+
+        def unpack(first: int, count: int, pieces: list[tuple[int, int]] = pieces) -> torch.Tensor:
+            pieces.append((first, count))
+            return weight[first : first + count]
+
+        def multiply(residual: torch.Tensor | None, unpack: Any = unpack, deterministic: bool = deterministic) -> torch.Tensor:
+            return cuda_unpacked.matmul(Emulator(), x, 100, unpack, bias, residual, torch.bfloat16, deterministic)
+
+        close_to_rounding(multiply(None), expected)
+        assert pieces == [(0, 32), (32, 32), (64, 32), (96, 4)]
+        residual = torch.ones(5, 100, dtype=torch.bfloat16)
+        assert multiply(residual) is residual
+        assert ((residual.double() - 1 - expected).abs() <= 2.0**-7 * (expected.abs() + 1)).all()

@@ -23,7 +23,7 @@ from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
-from gpu import breakdown, cases, checks, engine_runs, peers, report, sections
+from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections
 from gpu.engines import decode, load, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
@@ -31,6 +31,8 @@ from gpu.timing import copies_for
 from gpu.workload import Request, nano_vllm, prompt
 from nanovllm_cli.kernels.kernel import Kernel
 from nanovllm_cli.kernels.launcher import why_unavailable
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.rows import num_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "all.py"
@@ -229,6 +231,28 @@ def test_bars_are_met_missed_or_not_measured() -> None:
     assert all(row["met"] is None for row in report.bars({}))
 
 
+def test_bars_of_quantized_weights() -> None:
+    rates = {"nanovllm, batch 1": 120.0, "nanovllm, batch 32": 80.0, "llama.cpp, batch 1": 100.0, "llama.cpp, batch 32": 40.0}
+    gains = {1: 3.5, 16: 3.1, 32: 2.2, 512: 0.7}
+    results = {
+        "ceilings": done(**{"copy GB/s": 4000.0}),
+        "quantized": done(int4=[{"case": "a", "GB/s": 3000.0}, {"case": "b", "GB/s": 2000.0}]),
+        "crossover": done(int4=[{"rows": rows, "gain": gain} for rows, gain in gains.items()]),
+        "quantized-8b": done(**{"int4, 1": {"tok/s": 630.0}}),
+        "quantized-prefill": done(bf16={"tok/s": 100.0}, fp8={"tok/s": 150.0}),
+        "llama.cpp": done(**{test: {"tok/s": rate} for test, rate in rates.items()}),
+    }
+    rows = {row["bar"]: (row["found"], row["met"]) for row in report.bars(results)}
+    assert rows["a row by weights in int4, worst size, share of the copy ceiling"] == (0.5, False)
+    assert rows["a row by weights in q4_k, worst size, share of the copy ceiling"] == (None, None)
+    assert rows["int4 GEMM against bf16, worst of 1 to 16 rows"] == (3.1, True)
+    assert rows["int4 against bf16, worst of all rows"] == (0.7, False)
+    assert rows["decode, batch 1, Qwen3-8B in int4"] == (630, True)
+    assert rows["prefill of Qwen3-8B in fp8 against bf16"] == (1.5, True)
+    assert rows["against llama.cpp, batch 1"] == (1.2, True)
+    assert rows["against llama.cpp, batch 32"] == (2, False)
+
+
 @pytest.mark.parametrize(
     ("file", "status", "wrong"),
     [
@@ -418,6 +442,38 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
         if case.library:
             assert case.library[0]().isfinite().all()
     assert launcher.launches
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", ["int4:group=32", "fp8", "q8_0"])
+def test_products_of_quantized_weights_are_cases(name: str) -> None:
+    launcher = Emulator()
+    case = quantized.product_case(launcher, name, 48, 128, 1)
+    assert case.calls[0]().isfinite().all()
+    assert launcher.launches
+    assert case.num_bytes == pytest.approx(48 * parse_format(name).row_bytes(128), rel=0.1)
+
+
+@needs_emulation
+def test_ways_to_multiply_by_a_packed_weight_are_one_product() -> None:
+    launcher = Emulator()
+    weights = [quantized.packed_weight(launcher, "int4", parse_format("int4:group=32"), 40, 64)]
+    made = quantized.way_cases(launcher, weights, [torch.ones(40, 64, dtype=torch.bfloat16)], 3)
+    results = {way: case.calls[0]() for way, case in made.items()}
+    assert (results["gemm"].float() - results["library"].float()).norm() <= 0.01 * results["library"].float().norm()
+    assert results["bf16"].shape == (3, 40)
+
+
+def test_a_model_of_random_blocks_is_read_like_a_file_of_them() -> None:
+    shape = replace(TINY, layers=1, hidden=256, inner=5000 // 256 * 256, tied=False)
+    reader = quantized.RandomBlocks(RandomCheckpoint(shape))
+    types = {name: form.name for name in reader.names() if (form := reader.format(name)) is not None}
+    assert set(types.values()) == {"q4_k", "q6_k"}
+    assert types["lm_head.weight"] == types["model.layers.0.mlp.down_proj.weight"] == "q6_k"
+    for name, first in (("model.layers.0.mlp.gate_proj.weight", [0, 4096]), ("model.layers.0.input_layernorm.weight", [0])):
+        slices = list(reader.slices(name))
+        assert [start for _, start in slices] == first
+        assert sum(num_rows(rows) for rows, _ in slices) == reader.shape(name)[0]
 
 
 def test_sets_of_inputs_pass_the_l2() -> None:

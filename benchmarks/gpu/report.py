@@ -66,6 +66,38 @@ def _decode(model: str, key: str = "tok/s") -> Callable[[Results], float | None]
     return lambda results: _get(results, "batch-1", model, key)
 
 
+def _product_share(name: str) -> Callable[[Results], float | None]:
+    """The lowest share of the copy ceiling over the sizes measured, in bytes that the format keeps."""
+
+    def find(results: Results) -> float | None:
+        rates = [row["GB/s"] for row in _get(results, "quantized", name) or []]
+        return _ratio(min(rates), _get(results, "ceilings", "copy GB/s")) if rates else None
+
+    return find
+
+
+def _quantized_decode(name: str) -> Callable[[Results], float | None]:
+    return lambda results: _get(results, "quantized-8b", f"{name}, 1", "tok/s")
+
+
+def _least_gain(least: int, most: int) -> Callable[[Results], float | None]:
+    """Of packed int4 against bf16 weights, over the rows measured from `least` to `most`."""
+
+    def find(results: Results) -> float | None:
+        gains = [row["gain"] for row in _get(results, "crossover", "int4") or [] if least <= row["rows"] <= most]
+        return min(gains) if gains else None
+
+    return find
+
+
+def _prefill_ratio(one: str, other: str) -> Callable[[Results], float | None]:
+    return lambda results: _ratio(*(_get(results, "quantized-prefill", name, "tok/s") for name in (one, other)))
+
+
+def _against_llama_cpp(test: str) -> Callable[[Results], float | None]:
+    return lambda results: _ratio(*(_get(results, "llama.cpp", f"{name}, {test}", "tok/s") for name in ("nanovllm", "llama.cpp")))
+
+
 BARS = (
     Bar("kernel tests that fail on the device", 0, "", _wrong, most=True),
     Bar("log-probability by which a GPU token is behind the CPU's first", 0.1, "", _not_near, most=True),
@@ -95,6 +127,21 @@ BARS = (
         lambda r: _ratio(_get(r, "batch-1", "qwen3-0.6b", "tok/s"), _get(r, "batch-1", "qwen3-0.6b, eager", "tok/s")),
     ),
     Bar("CPU time of a step, batch 1, Qwen3-0.6B", 0.3, "ms", _decode("qwen3-0.6b", "CPU ms a step"), most=True),
+    *(
+        Bar(f"a row by weights in {name}, worst size, share of the copy ceiling", share, "", _product_share(name))
+        for name, share in (("fp8-weight-only", 0.8), ("int8-weight-only", 0.8), ("int4", 0.65), ("q4_k", 0.6), ("q8_0", 0.75))
+    ),
+    Bar("int4 GEMM against bf16, worst of 1 to 16 rows", 3, "x", _least_gain(1, 16)),
+    Bar("int4 GEMM against bf16, 32 rows", 2, "x", _least_gain(32, 32)),
+    Bar("int4 against bf16, worst of all rows", 1, "x", _least_gain(1, 1 << 30)),
+    *(
+        Bar(f"decode, batch 1, Qwen3-8B in {name}", rate, "tok/s", _quantized_decode(name))
+        for name, rate in (("fp8", 440), ("int4", 620), ("q4_k_m", 480))
+    ),
+    Bar("prefill of Qwen3-8B in fp8 against bf16", 1.4, "x", _prefill_ratio("fp8", "bf16")),
+    Bar("prefill of Qwen3-8B in Q4_K_M against int4", 0.9, "x", _prefill_ratio("q4_k_m", "int4")),
+    Bar("against llama.cpp, batch 1", 1.2, "x", _against_llama_cpp("batch 1")),
+    Bar("against llama.cpp, batch 32", 3, "x", _against_llama_cpp("batch 32")),
 )  # fmt: skip
 
 

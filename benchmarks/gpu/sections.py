@@ -50,8 +50,13 @@ SECTIONS = (
     Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
     Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 75),
     Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
+    Section("quantized", "products of one row in every format", "quantized:kernels", 60, ("cupy", "gguf")),
+    Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
+    Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
+    Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 75),
     Section("transformers", "the peer: StaticCache and torch.compile", "peers:transformers_section", 150, ("transformers",)),
     Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 120),
+    Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
     Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 90),
 )
 

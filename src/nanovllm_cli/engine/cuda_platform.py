@@ -24,7 +24,7 @@ from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
-from nanovllm_cli.quant.cuda_formats import make_storage
+from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
@@ -60,6 +60,8 @@ class CudaPlatform:
         self.device = device
         self.launcher = device.launcher
         self.ops = CudaOps(self.launcher, config.deterministic)
+        rounds = config.activations != "exact"
+        self._formats = CudaFormats(self.launcher, rounds=rounds, deterministic=config.deterministic)
         self._unpacked: Counter[str] = Counter()
 
     @property
@@ -88,10 +90,7 @@ class CudaPlatform:
 
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
         try:
-            storage = make_storage(
-                form, num_rows, width, dtype, self.launcher, rounds=self.config.activations != "exact",
-                deterministic=self.config.deterministic,
-            )  # fmt: skip
+            storage = self._formats.make(form, num_rows, width, dtype)
         except torch.OutOfMemoryError:
             raise self._too_large("the weights do not fit") from None
         if isinstance(storage, CudaDequantized) and form is not None:

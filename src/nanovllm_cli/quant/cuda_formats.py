@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
+from nanovllm_cli.kernels import packed_gemm
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.quant import cuda_scaled
 from nanovllm_cli.quant.block_layout import TYPES
 from nanovllm_cli.quant.cuda_blocks import CudaBlocks
+from nanovllm_cli.quant.cuda_packed import CudaPacked
 from nanovllm_cli.quant.cuda_scaled import CudaScaled
 from nanovllm_cli.quant.cuda_storage import CudaStorage
 from nanovllm_cli.quant.dense_cuda import CudaDense, CudaDequantized
-from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer
+from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
 
 
-def make_storage(
-    form: Format | None, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, *, rounds: bool, deterministic: bool
-) -> CudaStorage:
-    """An empty weight; form None is the compute type, which dtype names. rounds: activations become 8 bits where the format says
-    so and the GPU gains by it.
+class CudaFormats:
+    """Makes the storages of a GPU. rounds: activations become 8 bits where the format says so and the GPU gains by it."""
 
-    UnsupportedError for widths and groups that don't fit.
-    """
-    if form is None:
-        return CudaDense(num_rows, width, dtype, launcher, deterministic)
-    form.check_width(width)
-    if isinstance(form, Blocks) and form.type in TYPES:
-        return CudaBlocks(form, num_rows, width, dtype, launcher, deterministic, rounds)
-    if isinstance(form, Integer | Fp8) and rounds and cuda_scaled.fits(form, num_rows, width, launcher, deterministic):
-        return CudaScaled(form, num_rows, width, dtype, launcher, deterministic)
-    return CudaDequantized(form, num_rows, width, dtype, launcher, deterministic)
+    def __init__(self, launcher: Launcher, *, rounds: bool, deterministic: bool) -> None:
+        self._launcher = launcher
+        self._rounds = rounds
+        self._deterministic = deterministic
+
+    def make(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> CudaStorage:
+        """An empty weight; form None is the compute type, which dtype names. UnsupportedError for widths and groups that don't
+        fit."""
+        sizes, device = (num_rows, width, dtype), (self._launcher, self._deterministic)
+        match form:
+            case None:
+                return CudaDense(*sizes, *device)
+            case Blocks() if form.type in TYPES:
+                return CudaBlocks(form, *sizes, *device, self._rounds)
+            case Integer() | Fp8() if self._rounds and cuda_scaled.fits(form, num_rows, width, *device):
+                return CudaScaled(form, *sizes, *device)
+            case Integer() | Fp8() | Nf4():
+                return CudaPacked(form, *sizes, *device, self._counters)
+        return CudaDequantized(form, *sizes, *device)
+
+    @cached_property
+    def _counters(self) -> torch.Tensor:
+        return packed_gemm.new_counters(self._launcher)

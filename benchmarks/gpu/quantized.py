@@ -1,0 +1,246 @@
+"""Sections about quantized weights: kernels by themselves, where one way overtakes another, whole models, and llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gpu.cases import BF16, Case, randn
+from gpu.engine_runs import measure, prefill_of, room
+from gpu.engines import Loaded, gpu, load, release
+from gpu.sections import Output, Skipped
+from gpu.shapes import SHAPES, RandomCheckpoint, Shape
+from gpu.sweeps import put, timed
+from gpu.timing import copies_for
+from nanovllm_cli.engine import worker
+from nanovllm_cli.kernels import library, packed, packed_gemm, unpack
+from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.launcher import CudaLauncher
+from nanovllm_cli.kernels.ops import Normed
+from nanovllm_cli.kernels.packed import Packed
+from nanovllm_cli.quant import cuda_unpacked
+from nanovllm_cli.quant.cuda_formats import CudaFormats
+from nanovllm_cli.quant.format import Blocks, Format
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
+from nanovllm_cli.weights.weight_reader import PlainReader, Slices
+
+FORMATS = ("fp8", "fp8:block=128", "fp8-weight-only", "int8", "int8-weight-only", "int4", "nf4", "q4_k", "q6_k", "q8_0")
+SIZES = ((4096, 12288), (24576, 4096), (151936, 4096))
+"""Outputs and columns."""
+MODELS = ("fp8", "fp8-weight-only", "int8", "int4", "q4_k_m")
+KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp8": "fp8-weight-only", "nf4": "nf4"}
+"""Of packed weights, and a format of each."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+POOL_ROWS = 256
+"""Rows that are really quantized; the others are theirs again."""
+
+
+# ---- kernels ----
+
+
+def kernels(output: Output) -> None:
+    """Products of one row, as a decode step launches them: bytes are those that the format keeps."""
+    launcher = CudaLauncher()
+    for name in FORMATS:
+        for outputs, width in SIZES:
+            put(output, name, product_case(launcher, name, outputs, width, 1))
+
+
+def product_case(launcher: Launcher, name: str, outputs: int, width: int, rows: int) -> Case:
+    """A weight in a format with a norm before it, through its storage."""
+    form = parse_format(name)
+    formats = CudaFormats(launcher, rounds=True, deterministic=False)
+    some = quantized_rows(form, width, launcher.device)
+    storages = []
+    for _ in range(copies_for(outputs * form.row_bytes(width))):
+        storages.append(formats.make(form, outputs, width, BF16))
+        for first in range(0, outputs, POOL_ROWS):
+            storages[-1].load_rows(first, first_rows(some, min(POOL_ROWS, outputs - first)))
+    hidden = Normed(randn(launcher, rows, width), randn(launcher, width), 1e-6, 0.0)
+
+    def call(storage: Any) -> Callable[[], object]:
+        return lambda: storage.matmul(hidden, None, BF16)
+
+    calls = [call(storage) for storage in storages]
+    return Case(f"{name}, {outputs} x {width}, {rows}", storages[0].num_bytes, 2.0 * rows * outputs * width, calls)
+
+
+def quantized_rows(form: Format, width: int, device: torch.device) -> QuantizedRows:
+    """POOL_ROWS random ones."""
+    rows = torch.randn(POOL_ROWS, width) * width**-0.5
+    return form.quantize(rows if isinstance(form, Blocks) else rows.to(device))
+
+
+def first_rows(rows: QuantizedRows, count: int) -> QuantizedRows:
+    return type(rows)(*(None if part is None else part[:count] for part in rows))
+
+
+# ---- the table of ways ----
+
+
+def crossover(output: Output) -> None:
+    """Our GEMM against unpacking and against bf16 weights, by rows; and lines for quant/cuda_choice.py."""
+    launcher, (outputs, width) = CudaLauncher(), (12288, 4096)
+    plain = [randn(launcher, outputs, width, scale=width**-0.5) for _ in range(copies_for(2.0 * outputs * width))]
+    lines: list[str] = []
+    for kind, name in KINDS.items():
+        form = parse_format(name)
+        copies = copies_for(outputs * form.row_bytes(width))
+        weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
+        rows: list[dict[str, Any]] = []
+        for count in ROWS:
+            cases = way_cases(launcher, weights, plain, count)
+            row: dict[str, Any] = {"rows": count} | {f"{way} us": timed(case)["us"] for way, case in cases.items()}
+            rows.append(row | {"gain": row["bf16 us"] / min(row["gemm us"], row["library us"])})
+            output.put(kind, rows)
+        ours = max((row["rows"] for row in rows if row["gemm us"] <= row["library us"]), default=8)
+        lines.append(f'Line("{kind}", {launcher.capability}, 8, {ours}, "measured, {outputs} x {width}")')
+        output.put("lines", lines)
+
+
+def packed_weight(launcher: Launcher, kind: packed.Kind, form: Format, outputs: int, width: int) -> Packed:
+    some = quantized_rows(form, width, launcher.device)
+    assert isinstance(some, IntegerRows | Fp8Rows | Nf4Rows)
+    group = width // some.scales.shape[1] if some.scales.shape[1] > 1 else 0
+    weight = packed.empty(
+        kind, outputs, width, group, some.scales.dtype, zeros=False, ordered=False, device=launcher.device
+    )
+    for first in range(0, outputs, POOL_ROWS):
+        count = min(POOL_ROWS, outputs - first)
+        packed.pack_rows(weight, first, some.codes[:count], some.scales[:count])
+    return weight
+
+
+def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tensor], rows: int) -> dict[str, Case]:
+    """By our GEMM, by unpacking, and by the vendor's matmul of bf16 weights."""
+    outputs, width = weights[0].num_rows, weights[0].width
+    x, counters = randn(launcher, rows, width), packed_gemm.new_counters(launcher)
+
+    def gemm(weight: Packed) -> Callable[[], object]:
+        return lambda: packed_gemm.packed_gemm(launcher, x, weight, None, counters)
+
+    def unpacked(weight: Packed) -> Callable[[], object]:
+        def rows_of(first: int, count: int) -> torch.Tensor:
+            return unpack.unpack(launcher, weight, first, count, BF16)
+
+        return lambda: cuda_unpacked.matmul(launcher, x, outputs, rows_of, None, None, BF16, deterministic=False)
+
+    def dense(weight: torch.Tensor) -> Callable[[], object]:
+        return lambda: library.matmul(launcher, x, weight, None)
+
+    made: dict[str, list[Callable[[], object]]] = {
+        "gemm": [gemm(weight) for weight in weights],
+        "library": [unpacked(weight) for weight in weights],
+        "bf16": [dense(weight) for weight in plain],
+    }
+    flops = 2.0 * rows * outputs * width
+    return {way: Case(f"{way}, {rows}", weights[0].num_bytes, flops, calls) for way, calls in made.items()}
+
+
+# ---- whole models ----
+
+
+class RandomBlocks(PlainReader):
+    """A model in GGUF's mix Q4_K_M: every matrix Q4_K, or Q6_K where more depends on it. Rows repeat after POOL_ROWS."""
+
+    def __init__(self, checkpoint: RandomCheckpoint) -> None:
+        super().__init__(checkpoint)
+        self._pool: dict[tuple[Format, int], QuantizedRows] = {}
+
+    def format(self, name: str) -> Format | None:
+        if len(self.shape(name)) < 2:
+            return None
+        return Blocks("Q6_K" if _is_precious(name) else "Q4_K")
+
+    def slices(self, name: str) -> Slices:
+        form, shape = self.format(name), self.shape(name)
+        if form is None:
+            yield from super().slices(name)
+            return
+        key = form, shape[1]
+        if key not in self._pool:
+            self._pool[key] = quantized_rows(form, shape[1], torch.device("cpu"))
+        pool = self._pool[key]
+        assert isinstance(pool, BlockRows)
+        times = 16
+        many = BlockRows(pool.data.repeat(times, 1))
+        for first in range(0, shape[0], times * POOL_ROWS):
+            yield first_rows(many, min(times * POOL_ROWS, shape[0] - first)), first
+
+
+def _is_precious(name: str) -> bool:
+    """As llama.cpp's Q4_K_M has it: the head, and half of the layers' v and down (the first and last eighth, and every third)."""
+    if "lm_head" in name:
+        return True
+    if not any(part in name for part in ("v_proj", "down_proj")):
+        return False
+    layer = int(name.split(".layers.")[1].split(".")[0])
+    return layer % 3 == 2 or layer < 4
+
+
+def load_quantized(shape: Shape, device: Device, name: str, **settings: Any) -> Loaded:
+    """name: as `--quant` takes it, "q4_k_m", or "bf16"."""
+    if name == "bf16":
+        return load(shape, device, **settings)
+    if name == "q4_k_m":
+        with patch.object(worker, "open_reader", RandomBlocks):
+            return load(shape, device, **settings)
+    return load(shape, device, quant=name, **settings)
+
+
+def batch_1(output: Output) -> None:
+    for name in MODELS:
+        loaded = load_quantized(SHAPES["qwen3-8b"], gpu(), name, **room(32, 1024))
+        for batch in (1, 32):
+            result, _ = measure(loaded, SHAPES["qwen3-8b"], batch, 64, rounds=2)
+            del result["GB/s"]  # of bf16 weights
+            output.put(f"{name}, {batch}", result)
+        del loaded
+        release()
+
+
+def prefill(output: Output) -> None:
+    shape, tokens = SHAPES["qwen3-8b"], 2048
+    for name in ("bf16", "fp8", "int4", "q4_k_m"):
+        loaded = load_quantized(
+            shape, gpu(), name, max_num_batched_tokens=tokens, max_num_seqs=2, num_blocks=tokens // 4, max_model_len=tokens + 16
+        )
+        output.put(name, prefill_of(loaded, shape, tokens, 1))
+        del loaded
+        release()
+
+
+# ---- the peer ----
+
+
+def llama_cpp(output: Output) -> None:
+    """llama-bench and llama-batched-bench on the file that GGUF names, beside our `bench` of it. They are not built here: their
+    sources need a network and a quarter of an hour."""
+    theirs, batched, file = shutil.which("llama-bench"), shutil.which("llama-batched-bench"), os.environ.get("GGUF")
+    if theirs is None or batched is None or not file:
+        raise Skipped("put llama-bench and llama-batched-bench on PATH, and a model's path into GGUF")
+    tests = ["-p", "2048", "-n", "128", "-o", "json"]
+    ours = [sys.executable, "-m", "nanovllm_cli", "bench", file, "--device", "cuda"]
+    for title, words in (("llama.cpp", [theirs, "-m", file, "-ngl", "99", "-fa", "1"]), ("nanovllm", ours)):
+        for row in json.loads(_stdout([*words, *tests])):
+            output.put(f"{title}, {'batch 1' if row['n_gen'] else 'prompt'}", {"tok/s": row["avg_ts"]})
+    of_32 = ["-npp", "128", "-ntg", "128", "-npl", "32", "-c", "16384", "-ngl", "99", "--output-format", "jsonl"]
+    for line in _stdout([batched, "-m", file, *of_32]).splitlines():
+        if line.startswith("{"):
+            output.put("llama.cpp, batch 32", {"tok/s": json.loads(line)["speed_tg"]})
+    for row in json.loads(_stdout([*ours, "-p", "0", "-n", "128", "-npl", "32", "-o", "json"])):
+        output.put("nanovllm, batch 32", {"tok/s": row["avg_ts"]})
+
+
+def _stdout(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
