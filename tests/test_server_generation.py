@@ -353,4 +353,8 @@ def test_embeddings_have_length_one(run: Any) -> None:
         run(House(error=ApiError(503, "gone")).generator.embed("m", ["a", "b"], "mean"))
     with pytest.raises(ApiError) as caught:
         run(house.generator.embed("m", ["a" * 600], "mean"))
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    for bad in ([300], "x" * 1_000_000):
+        with pytest.raises(ApiError) as caught:
+            run(house.generator.embed("m", [bad], "mean"))
+        assert caught.value.param == "input"

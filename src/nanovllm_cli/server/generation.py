@@ -86,7 +86,7 @@ class Generator:
 
     async def complete(self, model: str | None, asked: TextAsked, caller: Caller) -> LiveGeneration:
         async with self._using(model) as work:
-            prompt_ids = await self._in_thread(partial(_text_ids, work.model, asked.prompt))
+            prompt_ids = await self._in_thread(partial(_text_ids, work.model, asked.prompt, "prompt"))
             params = dataclasses.replace(asked.params, constraint=asked.form)
             plain: list[AnswerParser] = [_Plain() for _ in range(params.n)]
             return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
@@ -99,7 +99,7 @@ class Generator:
         self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
     ) -> tuple[list[Sequence[float]], int]:
         async with self._using(model) as work:
-            each = await self._in_thread(lambda: [_text_ids(work.model, text) for text in texts])
+            each = await self._in_thread(lambda: [_text_ids(work.model, text, "input") for text in texts])
             for ids in each:
                 _check_fits(ids, work.model, "input")
             watches = [self._observer.accepted(work.model.id, "embeddings", len(ids), None, None) for ids in each]
@@ -308,14 +308,14 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
         raise ApiError(400, error.message, param="messages") from error
 
 
-def _text_ids(model: ServedModel, prompt: str | Sequence[int]) -> list[int]:
+def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> list[int]:
     if isinstance(prompt, str):
-        _check_length(len(prompt), model, "prompt")
+        _check_length(len(prompt), model, param)
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
-        raise ApiError(400, "the text is empty", param="prompt")
+        raise ApiError(400, "the text is empty", param=param)
     if not 0 <= min(ids) <= max(ids) < model.facts.vocab_size:
-        raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param="prompt")
+        raise ApiError(400, f"a token id is not in the vocabulary of {model.facts.vocab_size}", param=param)
     return ids
 
 
