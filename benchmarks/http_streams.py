@@ -117,10 +117,10 @@ def body(seed: int, tokens: int, **more: Any) -> bytes:
     return json.dumps(request).encode()
 
 
-async def stream(port: int, data: bytes, leave_after: float | None = None) -> Answer:
-    """One chat completion. leave_after: seconds after which the connection is dropped."""
+async def stream(port: int, data: bytes, leave_after: float | None = None, leave_at: int | None = None) -> Answer:
+    """One chat completion. leave_after: seconds after which the connection is dropped; leave_at: or the read with which it is."""
     loop = asyncio.get_running_loop()
-    transport, client = await loop.create_connection(lambda: _Client(data, loop), "127.0.0.1", port)
+    transport, client = await loop.create_connection(lambda: _Client(data, loop, leave_at), "127.0.0.1", port)
     leaving = None if leave_after is None else loop.call_later(leave_after, transport.abort)
     await client.over
     if leaving is not None:
@@ -129,8 +129,9 @@ async def stream(port: int, data: bytes, leave_after: float | None = None) -> An
 
 
 class _Client(asyncio.Protocol):
-    def __init__(self, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, data: bytes, loop: asyncio.AbstractEventLoop, leave_at: int | None) -> None:
         self.answer = Answer()
+        self._reads_left = leave_at
         self.over: asyncio.Future[None] = loop.create_future()
         self._request = (
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -140,8 +141,9 @@ class _Client(asyncio.Protocol):
         self._began = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self._began = time.monotonic()
-        transport.write(self._request)  # type: ignore[attr-defined]
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         answer = self.answer
@@ -151,6 +153,10 @@ class _Client(asyncio.Protocol):
             if _TEXT.search(self._tail + data):
                 answer.first = time.monotonic() - self._began
         self._tail = data[-_TAIL:] if len(data) >= _TAIL else (self._tail + data)[-_TAIL:]
+        if self._reads_left is not None:
+            self._reads_left -= 1
+            if not self._reads_left:
+                self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         answer = self.answer

@@ -4,7 +4,7 @@
     python benchmarks/serve_load.py --model FILE.gguf --served model --only throughput --tokens 32 --rounds 2 [--kv-cache 2G]
 
 overload     256 streams, then 1,024: every one ends with 200, 400, 429 or 503; /health meanwhile; how soon a 429 comes
-disconnects  10,000 clients that leave at random moments: blocks, tasks, descriptors and memory at the baseline behind them
+disconnects  10,000 clients that leave at a random moment or piece: blocks, tasks, descriptors and memory at the baseline behind them
 throughput   64 streams through HTTP against the same requests in this process, and processor time of a token
 latency      what HTTP adds to the engine's own time to the first token
 killed       kill -9 of the engine under load: how long until new requests are served
@@ -104,8 +104,9 @@ async def disconnects(server: Server, model: str, count: int) -> dict[str, Any]:
 
     async def leave(number: int) -> None:
         data = body(number, 48, model=model, **({"stream": False, "stream_options": None} if number % 4 == 3 else {}))
+        when: dict[str, Any] = {"leave_after": chosen.random() ** 2 * 0.4} if number % 2 else {"leave_at": chosen.randint(1, 12)}
         async with limit:
-            answer = await stream(server.port, data, leave_after=chosen.random() ** 2 * 0.4)
+            answer = await stream(server.port, data, **when)
         ended["after the answer" if answer.ended else "inside it" if answer.first else "before it"] += 1
 
     await asyncio.gather(*[leave(number) for number in range(count // 5)])

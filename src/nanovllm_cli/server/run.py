@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from nanovllm_cli.server.app import build_routes
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.listen import BACKLOG, Listener, tls_context
 from nanovllm_cli.server.protocol import protocol_for
@@ -69,7 +70,7 @@ def serve(
     config = http_config(app, settings)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is news is told here
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_Life(config, app.state.gate, settings, listener, models).run(on_ready, on_drain, on_end))
+        runner.run(_Life(config, app, settings, listener, models).run(on_ready, on_drain, on_end))
 
 
 def http_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
@@ -94,10 +95,11 @@ def http_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
 
 class _Life:
     def __init__(
-        self, config: uvicorn.Config, gate: Gate, settings: ServeSettings, listener: Listener, models: Loads
+        self, config: uvicorn.Config, app: FastAPI, settings: ServeSettings, listener: Listener, models: Loads
     ) -> None:
         self._http = HttpServer(config)
-        self._gate, self._settings, self._listener, self._models = gate, settings, listener, models
+        self._app, self._settings, self._listener, self._models = app, settings, listener, models
+        self._gate: Gate = app.state.gate
         self._signals: list[int] = []
         self._first, self._second = asyncio.Event(), asyncio.Event()
 
@@ -110,7 +112,8 @@ class _Life:
         with self._listening_to_signals():
             http = asyncio.create_task(self._http.serve(self._listener.sockets))
             try:
-                if not await self._before(self._first, http, self._models.start()):
+                start = asyncio.gather(self._models.start(), build_routes(self._app))
+                if not await self._before(self._first, http, start):
                     raise Interrupted(self._signals[0])
                 gc.collect()
                 gc.freeze()  # what is loaded stays: going through it again would hold streams up
