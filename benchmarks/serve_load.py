@@ -4,7 +4,7 @@
     python benchmarks/serve_load.py --model FILE.gguf --served model --only throughput --tokens 32 --rounds 2 [--kv-cache 2G]
 
 overload     256 streams, then 1,024: every one ends with 200, 400, 429 or 503; /health meanwhile; how soon a 429 comes
-disconnects  10,000 clients that leave at a random moment or piece: blocks, tasks, descriptors and memory at the baseline behind them
+disconnects  10,000 clients that leave at a random moment or piece: blocks, tasks, descriptors and memory as before
 throughput   64 streams through HTTP against the same requests in this process, and processor time of a token
 latency      what HTTP adds to the engine's own time to the first token
 killed       kill -9 of the engine under load: how long until new requests are served
@@ -96,8 +96,8 @@ async def state(server: Server) -> dict[str, Any]:
 
 
 async def disconnects(server: Server, model: str, count: int) -> dict[str, Any]:
-    """A fifth as many come first, so that allocators have grown to what the load needs, and every page of the KV cache, which is
-    small here, has been written to."""
+    """As many come first: then allocators have grown to what the load needs, steps of all sizes are recorded, and every page of the
+    KV cache, which is small here, has been written to."""
     chosen = random.Random(5)
     ended: Counter[str] = Counter()
     limit = asyncio.Semaphore(64)
@@ -109,11 +109,11 @@ async def disconnects(server: Server, model: str, count: int) -> dict[str, Any]:
             answer = await stream(server.port, data, **when)
         ended["after the answer" if answer.ended else "inside it" if answer.first else "before it"] += 1
 
-    await asyncio.gather(*[leave(number) for number in range(count // 5)])
+    await asyncio.gather(*[leave(number) for number in range(count)])
     before = await state(server)
     ended.clear()
     began = time.monotonic()
-    await asyncio.gather(*[leave(number) for number in range(count // 5, count // 5 + count)])
+    await asyncio.gather(*[leave(number) for number in range(count, 2 * count)])
     seconds = time.monotonic() - began
     after = await state(server)
     growth = {key: round(after[key] / before[key] - 1, 4) for key in ("rss_server", "rss_engine")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from nanovllm_cli.server.engine_stream import joined
 from nanovllm_cli.server.gate import Turnstile
 from nanovllm_cli.server.messages import Output
 from nanovllm_cli.server.outbox import LONGEST_HOLD_SECONDS, WRITES_PER_SECOND, Outbox
+from nanovllm_cli.server.protocol import Together
 
 LOGPROBS = [TokenLogprobs(i, -i / 7, 1, ()) for i in range(50)]
 
@@ -199,3 +201,45 @@ def test_who_leaves_the_queue_does_not_stop_it() -> None:
         return passed
 
     assert asyncio.run(scenario()) == [0, 3, 4]
+
+
+# ---- an answer's head ----
+
+
+class Transport:
+    """Keeps what is written to it, a list item a write."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_head_is_one_packet_with_what_comes_at_once_and_alone_where_nothing_does() -> None:
+    async def scenario() -> None:
+        quick, slow, empty, gone = [Transport() for _ in range(4)]
+        each = [Together(cast(Any, transport), asyncio.get_running_loop()) for transport in (quick, slow, empty, gone)]
+        for together in each:
+            together.write(b"head ")
+        each[0].write(b"body ")
+        each[2].close()
+        gone.close()
+        assert (quick.written, slow.written, empty.written) == ([b"head body "], [], [b"head "])
+        assert each[2].is_closing()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert slow.written == [b"head "]
+        each[0].write(b"more")
+        each[1].write(b"body")
+        assert (quick.written, slow.written) == ([b"head body ", b"more"], [b"head ", b"body"])
+
+    asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
     the head        its bytes (431) and how long it takes (408), on new and on idle connections
     the body        what chunks cost beside their content, trailers, and what still comes when the answer is already out
-    the answer      a client that stops reading the end of it
+    the answer      a client that stops reading the end of it; its head and what comes with it are one packet
 
 How long a body may take and how large it may be is known where it is read (routing.py).
 """
@@ -84,6 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
             cast(dict[str, Any], self.scope)[REFUSED] = self._too_large()
         cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
         super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, Together(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._overhead -= len(body) + _CHUNK_ALLOWANCE
@@ -153,3 +154,32 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, then)
+
+
+class Together:
+    """What uvicorn writes an answer to. The first piece, its head, waits for the next one of the same round of the event loop: much
+    of what a short answer costs is the system's `send`."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head: bytes | None = None
+        self.write = self._hold
+
+    def _hold(self, data: bytes) -> None:
+        self._head, self.write = data, self._join
+        self._loop.call_soon(self._flush)
+
+    def _join(self, data: bytes) -> None:
+        head, self._head, self.write = self._head, None, self._transport.write
+        self._transport.write(data if head is None else head + data)
+
+    def _flush(self) -> None:
+        if self._head is not None and not self._transport.is_closing():
+            self._join(b"")
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
