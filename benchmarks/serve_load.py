@@ -96,8 +96,8 @@ async def state(server: Server) -> dict[str, Any]:
 
 
 async def disconnects(server: Server, model: str, count: int) -> dict[str, Any]:
-    """As many come first: then allocators have grown to what the load needs, steps of all sizes are recorded, and every page of the
-    KV cache, which is small here, has been written to."""
+    """As many come first: then allocators have grown to what the load needs, steps of all sizes are recorded, and every page of
+    the KV cache, which is small here, has been written to."""
     chosen = random.Random(5)
     ended: Counter[str] = Counter()
     limit = asyncio.Semaphore(64)

@@ -157,8 +157,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class Together:
-    """What uvicorn writes an answer to. The first piece, its head, waits for the next one of the same round of the event loop: much
-    of what a short answer costs is the system's `send`."""
+    """What uvicorn writes an answer to. The first piece, its head, waits for the next one of the same round of the event loop:
+    much of what a short answer costs is the system's `send`."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
