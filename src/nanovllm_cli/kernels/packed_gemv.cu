@@ -10,9 +10,9 @@
 //
 // Work: as gemv.cu. A warp has STRIPS strips of 16 outputs; `parts` warps of a block take turns along the width in units of
 // LOADS 16-byte loads a lane, and add up through shared memory; blocks stay, and stride over panels of outputs. A queue of units
-// is under way all the time: 16 warps an SM ask for 96 KiB ahead, where an H200 needs about 35, and it is filled before the
-// previous kernel has ended. Scales follow the codes along the width, so that a line of them serves neighbouring warps: one unit
-// ahead will do.
+// is under way all the time: 16 warps an SM ask for 96 KiB ahead (where there are many scales, 64 or 48), an H200 needs about 35,
+// and it is filled before the previous kernel has ended. Scales follow the codes along the width, so that a line of them serves
+// neighbouring warps: one unit ahead will do.
 //
 // An SM of an H200 can issue 113 instructions while 512 bytes arrive (28 cycles at 4.3 TB/s). For so much of a weight the loop's
 // machine code (NVRTC 13.5, sm_90a) has 93 to 104 of int4, 69 of int8, 76 of fp8, and 150 to 174 of nf4, which is bound by them.
@@ -30,7 +30,8 @@ constexpr int STEPS = LOADS / (STRIPS * HALVES), UNIT = TILE_COLUMNS * STEPS;  /
 constexpr int SPAN = GROUP == 0 || GROUP > UNIT ? UNIT : GROUP;                // columns that are summed before they are scaled
 constexpr int SPANS = UNIT / SPAN;
 constexpr int FACTOR_WORDS = STRIPS * SPANS * ((int)sizeof(Scales) / 4 + ZEROS);  // registers, twice
-constexpr int QUEUE = FACTOR_WORDS > 8 ? 2 : 3;
+constexpr int RESIDENT = FACTOR_WORDS >= 16 || (VECTOR == 1 && !ORDERED) ? 1 : 2;  // blocks an SM: what does not spill
+constexpr int QUEUE = FACTOR_WORDS < 8 || RESIDENT == 1 ? 3 : 2;
 constexpr bool STAGED = NORM || ORDERED;  // x lies in shared memory
 
 #ifdef BUG_INT32
@@ -70,7 +71,7 @@ DEVICE void gather(DTYPE* shared, int stride, const DTYPE* x, int rows, int widt
   __syncthreads();
 }
 
-KERNEL __launch_bounds__(THREADS, FACTOR_WORDS > 16 ? 1 : 2)
+KERNEL __launch_bounds__(THREADS, RESIDENT)
 packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const int* order,
             const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts, float eps,
             float offset) {
