@@ -134,26 +134,35 @@ struct Sums {
 DEVICE void multiply(Sums* sums, Sums* totals, unsigned char* x_slice, const unsigned char* own) {
   const int lane = threadIdx.x % WARP_SIZE;
   DTYPE* tokens = reinterpret_cast<DTYPE*>(x_slice);
+  const auto codes_of = [&](int strip, int half) { return own + strip * STRIP_STAGE + half * HALF_BYTES + lane * 16; };
+  uint4 whole[STRIPS][HALVES];  // one load without bank conflicts, where registers have room for it
+#pragma unroll
+  for (int i = 0; i < STRIPS * HALVES && !FULL; ++i)
+    whole[i / HALVES][i % HALVES] = *reinterpret_cast<const uint4*>(codes_of(i / HALVES, i % HALVES));
 #pragma unroll FULL ? 1 : 2
   for (int deep = 0; deep < 2; ++deep) {  // 32 columns, two mma deep
     const int group = deep * ZERO_GROUPS / 2 * TILE_OUTPUTS + lane / 4 * 2;
     uint32_t a[STRIPS][2][4];
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
-      const unsigned char* codes = own + strip * STRIP_STAGE;
-      const uint8_t* zeros = codes + TILE_BYTES + SCALES + group;
+      const uint8_t* zeros = own + strip * STRIP_STAGE + TILE_BYTES + SCALES + group;
       const uint32_t middle = middle_of(ZEROS ? zeros[0] : DEFAULT_ZERO);
       const uint32_t other_middle = middle_of(ZEROS ? zeros[1] : DEFAULT_ZERO);
-      const uint2 words = *reinterpret_cast<const uint2*>(codes + lane * 16 + deep * 8);
+      uint2 words[HALVES];
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        const uint4 all = whole[strip][half];
+        words[half] = deep ? make_uint2(all.z, all.w) : make_uint2(all.x, all.y);
+        if (FULL) words[half] = *reinterpret_cast<const uint2*>(codes_of(strip, half) + deep * 8);
+      }
       if (HALVES == 1) {
-        numbers_of_nibbles(a[strip][0], words.x, middle, other_middle);
-        numbers_of_nibbles(a[strip][1], words.y, middle, other_middle);
+        numbers_of_nibbles(a[strip][0], words[0].x, middle, other_middle);
+        numbers_of_nibbles(a[strip][1], words[0].y, middle, other_middle);
       } else {
-        const uint2 others = *reinterpret_cast<const uint2*>(codes + HALF_BYTES + lane * 16 + deep * 8);
-        numbers_of_bytes(a[strip][0][0], a[strip][0][2], words.x, middle);
-        numbers_of_bytes(a[strip][0][1], a[strip][0][3], others.x, other_middle);
-        numbers_of_bytes(a[strip][1][0], a[strip][1][2], words.y, middle);
-        numbers_of_bytes(a[strip][1][1], a[strip][1][3], others.y, other_middle);
+        numbers_of_bytes(a[strip][0][0], a[strip][0][2], words[0].x, middle);
+        numbers_of_bytes(a[strip][0][1], a[strip][0][3], words[HALVES - 1].x, other_middle);
+        numbers_of_bytes(a[strip][1][0], a[strip][1][2], words[0].y, middle);
+        numbers_of_bytes(a[strip][1][1], a[strip][1][3], words[HALVES - 1].y, other_middle);
       }
     }
 #pragma unroll
