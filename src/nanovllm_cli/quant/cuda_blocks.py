@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import block_unpack
+from nanovllm_cli.kernels import block_gemv, block_unpack
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.quant import block_layout, cuda_unpacked
-from nanovllm_cli.quant.cuda_storage import CudaStorage
+from nanovllm_cli.quant.cuda_choice import choose
+from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 
@@ -41,7 +42,8 @@ class CudaBlocks(CudaStorage):
         return block_unpack.block_rows(self._launcher, self._weight, ids, self._dtype, table)
 
     def _takes_gate(self, num_rows: int) -> bool:
-        return False
+        few = choose("blocks", num_rows, self._launcher.capability) == "gemv"
+        return few and self._rounds and not self._deterministic
 
     def _multiply(
         self,
@@ -53,6 +55,10 @@ class CudaBlocks(CudaStorage):
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         launcher, weight = self._launcher, self._weight
+        if self._takes_gate(count_rows(x)):
+            return block_gemv.block_gemv(
+                launcher, x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype
+            )
 
         def rows(first: int, count: int) -> torch.Tensor:
             return block_unpack.unpack(launcher, weight, first, count, self._dtype)
