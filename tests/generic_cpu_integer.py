@@ -16,6 +16,8 @@ if sys.argv[1:] == ["generic"]:
 
 from nanovllm_cli.kernels import integer, simd_int, simd_ir
 from nanovllm_cli.kernels.record_kinds import F16, NO_LOW, SUB_I8, SUB_MIN, SUB_U8, RecordLayout
+from nanovllm_cli.quant.cpu_records import pack_rows
+from test_cpu_records import CODEBOOKS, codebook_layout, random_rows
 
 assert sys.argv[1:] != ["generic"] or not (simd_ir.HAS_BYTE_DOT or simd_int.WIDE)
 generator = torch.Generator().manual_seed(0)
@@ -32,5 +34,12 @@ for bits, group, scale, low, table in (
     integer.matmul(integer.quantize(x, integer.Rounding(group, False, None)), weight, None, out)
     assert out.isfinite().all()
     assert out.any(1).all()
+    digest.update(out.numpy().tobytes())
+for index_bits, length, signs in CODEBOOKS:
+    layout = codebook_layout(70, 288, index_bits, length, signs)
+    weight = integer.empty(layout)
+    pack_rows(layout, weight.data, 0, random_rows(layout))
+    out = torch.empty(3, 70)
+    integer.matmul(integer.quantize(torch.ones(3, 288), integer.Rounding(32, False, None)), weight, None, out)
     digest.update(out.numpy().tobytes())
 print(digest.hexdigest())

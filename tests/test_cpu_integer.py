@@ -10,14 +10,15 @@ from gguf import GGMLQuantizationType, quants
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels.integer import Packed, Rounding
-from nanovllm_cli.kernels.record_kinds import RecordLayout
+from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_records import dequantize, pack_rows
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
+from nanovllm_cli.quant.cpu_values import CpuValues
 from nanovllm_cli.quant.format import Blocks, Integer
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows, IntegerRows
-from test_cpu_records import KINDS, random_rows
+from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -44,10 +45,9 @@ def rounded(x: torch.Tensor, group: int, per_row: bool = False) -> torch.Tensor:
 def packed(layout: RecordLayout, seed: int = 0) -> tuple[Packed, torch.Tensor]:
     """A random weight, and what it is."""
     rows = random_rows(layout, seed)
-    data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    pack_rows(layout, data, 0, rows)
-    table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.uint8)
-    return Packed(layout, data, table), dequantize(layout, rows)
+    weight = integer.empty(layout)
+    pack_rows(layout, weight.data, 0, rows)
+    return weight, dequantize(layout, rows)
 
 
 def multiply(
@@ -75,10 +75,26 @@ def test_matmul_equals_the_formula(
     assert error(multiply(x, weight, bias, dtype=torch.bfloat16), expected + bias.double()) < 4e-3
 
 
+@pytest.mark.parametrize(("index_bits", "length", "signs"), CODEBOOKS)
+def test_codes_may_be_points_of_a_codebook(index_bits: int, length: int, signs: int) -> None:
+    for tokens, n, k in [(7, 70, 288), (300, 130, 768)]:
+        weight, values = packed(codebook_layout(n, k, index_bits, length, signs))
+        x = randn(tokens, k)
+        whole = multiply(x, weight)
+        assert error(whole, rounded(x, 32) @ values.double().T) < 1e-6
+        ids = torch.tensor([n - 1, 0, n // 2])
+        assert torch.equal(integer.rows(weight, ids, None, torch.float32), values[ids])
+        for first, last in [(0, 1), (3, 5), (tokens - 4, tokens)]:
+            assert torch.equal(multiply(x[first:last].contiguous(), weight), whole[first:last])
+        cpu.set_num_threads(1)
+        assert torch.equal(multiply(x, weight), whole)
+        cpu.set_num_threads(2)
+
+
 @pytest.mark.parametrize("table", [None, tuple(int(v) for v in np.random.default_rng(0).permutation(16) * 15)])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codes_may_stand_for_other_numbers(bits: int, table: tuple[int, ...] | None) -> None:
-    layout = RecordLayout(70, 288, bits, 16, 5, 0, offset=113, unit=3, table=table)
+    layout = RecordLayout(70, 288, bits, 16, SUB_I8, 0, offset=113, unit=3, table=table)
     weight, values = packed(layout)
     x = randn(5, 288)
     assert error(multiply(x, weight), rounded(x, 16) @ values.double().T) < 1e-6
@@ -219,6 +235,20 @@ def test_every_block_type(name: str) -> None:
     assert error(storage.matmul(x, None, torch.float32), rounded(x, BLOCKS[name].group) @ values.double().T) < 1e-6
     ids = torch.arange(n)
     assert torch.equal(storage.rows(ids, None), values.bfloat16())
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_every_block_type_in_float32(name: str) -> None:
+    n, blocks = 70, 512 // BLOCKS[name].block_len
+    data = block_bytes(name, n, blocks)
+    storage = CpuValues(Blocks(name), n, 512, torch.float32, rounds=False)
+    storage.load_rows(0, BlockRows(data))
+    values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[name]))
+    x = randn(7, 512, dtype=torch.float32)
+    out = storage.matmul(x, None, torch.float32)
+    assert error(out, x.double() @ values.double().T) < 1e-6
+    assert torch.equal(storage.matmul(x[2:3].contiguous(), None, torch.float32), out[2:3])
+    assert torch.equal(storage.rows(torch.arange(n), None), values)
 
 
 def test_parts_of_several_formats_write_one_result() -> None:

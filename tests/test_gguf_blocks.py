@@ -108,7 +108,12 @@ def test_the_parts_are_the_formula_of_the_module(name: str) -> None:
     def a_column(parts: torch.Tensor | None, span: int) -> np.ndarray | float:
         return 1.0 if parts is None else np.repeat(parts.numpy().astype(np.float64), span, 1)
 
-    outer = 2.0 ** (a_column(d, kind.d_span) - 128) if kind.d == torch.uint8 else a_column(d, kind.d_span)
+    outer = a_column(d, kind.d_span)
+    if name == "MXFP4":
+        outer = 2.0 ** (outer - 128)
+    elif name == "NVFP4":  # e4m3 without a sign, halved as the table is doubled
+        exponent, fraction = np.divmod(outer, 8)
+        outer = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7)) / 2
     with np.errstate(all="ignore"):
         weights = outer * kind.unit * a_column(sub, kind.group) * values
         if dmin is not None:

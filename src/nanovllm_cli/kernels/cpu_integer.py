@@ -27,11 +27,16 @@ from nanovllm_cli.kernels.record_kinds import (
     STEP,
     SUB_I8,
     SUB_MIN,
+    SUB_ODD,
+    SUB_U8,
     TILE,
+    UE4M3,
     ZERO,
 )
 from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.simd_codebook import call_unpacker
 from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, in_one_pass, one_row, one_row_low
+from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
     look_up,
@@ -39,6 +44,7 @@ from nanovllm_cli.kernels.simd_unpack import (
     minus_upper,
     times_i8,
     times_lower,
+    times_odd,
     times_u8,
     unpack_codes,
     unpack_halves,
@@ -105,19 +111,20 @@ def _largest(values):
 
 
 @njit(nogil=True, error_model="numpy")
-def record_bytes(width, bits, group, scale, low):
+def record_bytes(width, step_bytes, group, scale, low):
     """See `record_kinds.RecordLayout.record_bytes`."""
-    return codes_at(width, group, scale, low) + TILE * width * bits // 8
+    return codes_at(width, group, scale, low) + width // STEP * step_bytes
 
 
 @njit(nogil=True, error_model="numpy")
 def codes_at(width, group, scale, low):
     """See `record_kinds.RecordLayout.codes_at`."""
     groups = (width + group - 1) // group
-    supers = 2 * (int(scale > E8M0) + int(low >= SUB_MIN))
+    supers = 2 * (int(SUB_U8 <= scale <= SUB_ODD) + int(low >= SUB_MIN))
     scale_bytes = 4 if scale == F32 else (2 if scale == F16 or scale == BF16 else 1)
+    scales = (groups + 1) // 2 if scale == SUB_ODD else groups * scale_bytes
     low_bytes = 2 if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
-    return TILE * (supers + groups * (scale_bytes + low_bytes))
+    return TILE * (supers + scales + groups * low_bytes)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -128,7 +135,7 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
     it is)."""
     count = (width + group - 1) // group * TILE
     supers, super_lows = record, record + 2 * TILE
-    at = record + 2 * TILE * (int(scale > E8M0) + int(low >= SUB_MIN))
+    at = record + 2 * TILE * (int(SUB_U8 <= scale <= SUB_ODD) + int(low >= SUB_MIN))
     if scale == F16:
         unpack_halves(at, count, np.float32(1.0), scales.ctypes.data)
         at += 2 * count
@@ -149,11 +156,18 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             word = np.uint32(0x200000) << e if e < np.uint32(2) else (e - np.uint32(1)) << np.uint32(23)
             scales[i] = float_of(word)
         at += count
+    elif scale == UE4M3:
+        small, to_unit = carray(typed_pointer(at, np.uint8(0)), (count,)), float_of(np.int32((247 - unit) << 23))
+        for i in range(count):
+            scales[i] = float_of(np.uint32(small[i]) << np.uint32(20)) * to_unit
+        at += count
     else:
         groups, half_to_unit = count // TILE, float_of(np.int32((127 - unit) << 23))
         unpack_halves(supers, TILE, half_to_unit, factors.ctypes.data)
         if scale == SUB_I8:
             times_i8(at, groups, factors.ctypes.data, scales.ctypes.data)
+        elif scale == SUB_ODD:
+            times_odd(at, (groups + 1) // 2, factors.ctypes.data, scales.ctypes.data)
         elif low == NIBBLE:
             times_lower(at, groups, factors.ctypes.data, scales.ctypes.data)
         else:
@@ -172,20 +186,35 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             lows[i] = np.float32(zeros[i])
 
 
+@njit(nogil=True, error_model="numpy")
+def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
+    """A record's codes, as they lie at `codes`, to u8 at `panel`: [width / 4][64 columns][4]. What lies at `ahead` is asked for
+    meanwhile. unpacker, table: as in `integer_matmul`."""
+    if unpacker != 0:
+        call_unpacker(unpacker, codes, width // STEP, panel, ahead, table)
+    else:
+        unpack_codes(step_bytes // UNIT_BYTES, codes, width // STEP, panel, ahead)
+        if table != 0:
+            look_up(panel, width * TILE, table)
+
+
 @kernel()
 def integer_matmul(arguments, thread, threads):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): one rounding to the output's type.
 
-    x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. bits … unit: as in RecordLayout;
-    table: address of 16 bytes, or 0. bias: address of [n] in the output's type, or 0.
+    x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. step_bytes … unit: as in
+    RecordLayout. table: address of 16 bytes, or 0. unpacker: address of a codebook's function, which reads its tables at `table`,
+    or 0. bias: address of [n] in the output's type, or 0.
     """
     (
-        out_tag, x, num_rows, x_stride, weight, n, width, bits, group, scale, low, offset, unit, table, bias, out, out_stride,
+        out_tag, x, num_rows, x_stride, weight, n, width, step_bytes, group, scale, low, offset, unit, table, unpacker,
+        bias, out, out_stride,
     ) = fields(arguments)  # fmt: skip
+    bits = step_bytes // UNIT_BYTES
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
@@ -219,11 +248,9 @@ def integer_matmul(arguments, thread, threads):
             ahead = codes + PREFETCH_BYTES
             if bits != 8:
                 # the products of more rows have time to ask for what comes next, evenly
-                unpack_codes(bits, codes, k // STEP, panel.ctypes.data, ahead if end - begin <= 3 else codes)
-                if table != 0:
-                    look_up(panel.ctypes.data, k * TILE, table)
+                unpack_panel(step_bytes, unpacker, table, codes, k, panel.ctypes.data, ahead if end - begin <= 3 else codes)
                 codes = panel.ctypes.data
-            ahead_step = STEP * bits
+            ahead_step = step_bytes // STEP_UNITS
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
                 at = x + (chunk * num_rows + row) * x_stride
@@ -253,11 +280,14 @@ def integer_matmul(arguments, thread, threads):
 def integer_rows(arguments, thread, threads):
     """out [num_ids, width] = rows `ids` (int64), dequantized: scale * (code - offset) + low, rounded to fp32 after each step as
     `quant.cpu_records.dequantize` does, and once more to the output's type. order: as in `quantize`."""
-    out_tag, weight, ids, num_ids, width, bits, group, scale, low, offset, unit, table, order, out = fields(arguments)
+    (
+        out_tag, weight, ids, num_ids, width, step_bytes, group, scale, low, offset, unit, table, unpacker, order, out,
+    ) = fields(arguments)  # fmt: skip
+    bits = 8 if unpacker != 0 else step_bytes // UNIT_BYTES
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
     dst = carray(typed_pointer(out, out_tag), (num_ids, width))
@@ -265,16 +295,20 @@ def integer_rows(arguments, thread, threads):
     for r in share(num_ids, thread, threads):
         tile, column = rows[r] // TILE, rows[r] % TILE
         scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
-        factors = np.empty(TILE, np.float32)
+        factors, panel = np.empty(TILE, np.float32), scratch(CHUNK * TILE if unpacker != 0 else 0)
         line = dst[r]
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             record = weight + tile * tile_bytes + chunk * full
             unpack_scales(record, k, group, scale, low, unit, scales, lows, factors)
-            planes = carray(typed_pointer(record + codes_at(k, group, scale, low), np.uint8(0)), (k // STEP, bits, TILE, 4))
+            codes = record + codes_at(k, group, scale, low)
+            if unpacker != 0:
+                call_unpacker(unpacker, codes, k // STEP, panel.ctypes.data, codes, table)
+                codes = panel.ctypes.data
+            planes = carray(typed_pointer(codes, np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 code = np.float32(packed_code(planes, bits, column, i))
-                if table != 0:
+                if table != 0 and unpacker == 0:
                     code = np.float32(values[np.int64(code)])
                 at = i // group * TILE + column
                 position = chunk * CHUNK + i

@@ -17,12 +17,13 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import overload
 
-from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_scales
+from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_panel, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
-from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES, look_up, unpack_codes
+from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
+from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
 
 CODE, E4M3, TABLE = range(3)
 ROWS_PER_TASK = 96
@@ -139,19 +140,19 @@ def value_matmul(arguments, thread, threads):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
-    that multiply a row's groups (x_groups 1: the whole row), or 0. width: along k. bits … unit: as in RecordLayout; table:
-    address of 16 bytes, or 0. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias: address of [n] in the
-    output's type, or 0.
+    that multiply a row's groups (x_groups 1: the whole row), or 0. width: along k. step_bytes … unit: as in RecordLayout; table,
+    unpacker: as in `cpu_integer.integer_matmul`. kind: what codes stand for; numbers: address of fp32 [16], for TABLE. bias:
+    address of [n] in the output's type, or 0.
     """
     (
-        tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, bits, group, scale, low, offset, unit, table,
-        kind, numbers, bias, out, out_stride,
+        tag, out_tag, x, num_rows, x_stride, x_scales, x_groups, weight, n, width, step_bytes, group, scale, low, offset, unit,
+        table, unpacker, kind, numbers, bias, out, out_stride,
     ) = fields(arguments)  # fmt: skip
     size = 4 // _per_word(tag)
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
@@ -179,10 +180,8 @@ def value_matmul(arguments, thread, threads):
                     taken[i] = lows[i]
                     lows[i] = np.float32(0.0)
             codes = record + codes_at(k, group, scale, low)
-            if bits != 8:
-                unpack_codes(bits, codes, k // STEP, unpacked.ctypes.data, codes + PREFETCH_BYTES)
-                if table != 0:
-                    look_up(unpacked.ctypes.data, k * TILE, table)
+            if step_bytes != 8 * UNIT_BYTES:
+                unpack_panel(step_bytes, unpacker, table, codes, k, unpacked.ctypes.data, codes + PREFETCH_BYTES)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)
             else:
                 whole = carray(typed_pointer(codes, np.uint32(0)), (_UNITS * TILE,))
@@ -227,11 +226,12 @@ def value_matmul(arguments, thread, threads):
 def value_rows(arguments, thread, threads):
     """out [num_ids, width] = rows `ids` (int64) of E4M3 or TABLE, dequantized: scale * number in fp32, rounded to the output's
     type. Whole numbers: `cpu_integer.integer_rows`."""
-    tag, weight, ids, num_ids, width, bits, group, scale, low, kind, numbers, out = fields(arguments)
+    tag, weight, ids, num_ids, width, step_bytes, group, scale, low, kind, numbers, out = fields(arguments)
+    bits = step_bytes // UNIT_BYTES
     padded = (width + STEP - 1) // STEP * STEP
     num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), bits, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, bits, group, scale, low)
+    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
     dst = carray(typed_pointer(out, tag), (num_ids, width))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.kernels import cpu_integer
-from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
+from nanovllm_cli.kernels import cpu_integer, simd_codebook
+from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of, zeros
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 
@@ -37,17 +37,30 @@ class Rounded(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight in records: data uint8 [layout.num_bytes]; table: layout.table as uint8 [16], or None."""
+    """A weight in records: data uint8 [layout.num_bytes]; table: what the kernels read of the layout's table or codebook;
+    unpacker: address of the codebook's function, or 0."""
 
     layout: RecordLayout
     data: torch.Tensor
     table: torch.Tensor | None
+    unpacker: int = 0
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What the kernels are told of it, width … table."""
+        """What the kernels are told of it, width … unpacker."""
         layout, table = self.layout, 0 if self.table is None else self.table.data_ptr()
-        return layout.width, layout.bits, layout.group, layout.scale, layout.low, layout.offset, layout.unit, table
+        return (
+            layout.width, layout.step_bytes, layout.group, layout.scale, layout.low, layout.offset, layout.unit,
+            table, self.unpacker,
+        )  # fmt: skip
+
+
+def empty(layout: RecordLayout) -> Packed:
+    """A weight of zeros, to be filled."""
+    data = zeros(layout.num_bytes, torch.uint8, huge_pages=True)
+    if layout.codebook is not None:
+        return Packed(layout, data, simd_codebook.tables(layout.codebook), simd_codebook.unpacker(layout.codebook))
+    return Packed(layout, data, None if layout.table is None else torch.tensor(layout.table, dtype=torch.uint8))
 
 
 def quantize(x: torch.Tensor, rounding: Rounding) -> Rounded:

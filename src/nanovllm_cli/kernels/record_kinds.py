@@ -14,9 +14,10 @@ CHUNK = 256
 STEP = 32
 """Codes along k that are packed together: what a record's length is a multiple of."""
 
-F32, F16, BF16, E8M0, SUB_U8, SUB_I8 = range(6)
-"""Kinds of scale. SUB_*: whole numbers that an f16 a record multiplies (GGUF's super-blocks). E8M0: 2**(byte - 128), half of what
-the byte says elsewhere, for codes that are twice the value (fp4's are 0.5 apart)."""
+F32, F16, BF16, E8M0, SUB_U8, SUB_I8, SUB_ODD, UE4M3 = range(8)
+"""Kinds of scale. SUB_*: whole numbers that an f16 a record multiplies (GGUF's super-blocks); SUB_ODD: 1, 3, … 31, of which two
+groups share a byte, the first in the lower half. E8M0: 2**(byte - 128), half of what the byte says elsewhere, for codes that are
+twice the value (fp4's are 0.5 apart). UE4M3: an 8-bit float of seven bits, four of exponent and three of fraction."""
 NO_LOW, ZERO, MIN, SUB_MIN, NIBBLE = range(5)
 """Kinds of what is taken off. ZERO: u8 codes; MIN: f16, added; SUB_MIN: u8 times an f16 a record; NIBBLE: the same, in the upper
 half of the scale's byte."""
@@ -27,18 +28,54 @@ SCALE_DTYPES = {
     F16: torch.float16,
     BF16: torch.bfloat16,
     E8M0: torch.uint8,
+    UE4M3: torch.uint8,
     SUB_U8: torch.uint8,
     SUB_I8: torch.int8,
+    SUB_ODD: torch.uint8,
 }
 LOW_DTYPES = {ZERO: torch.uint8, MIN: torch.float16, SUB_MIN: torch.uint8}
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+NO_SIGNS, SIGN_A_CODE, SIGN_A_POINT = range(3)
+"""What has a bit of its own in a record that says which of a codebook's two rows of numbers counts."""
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Codes that come `length` (4 or 8) at a time, as points found by an index (GGUF's IQ types).
+
+    points: u8 [2**index_bits, length], below 4 or below 16. numbers: what they stand for, by their sign, u8.
+    """
+
+    index_bits: int
+    length: int
+    signs: int
+    points: bytes
+    numbers: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        assert 7 <= self.index_bits <= 15
+        assert len(self.points) == self.length << self.index_bits
+        assert (self.index_bits, self.length) != (7, 8)
+
+    @property
+    def code_bits(self) -> int:
+        """As many as a vector of points is unpacked by."""
+        return 2 if max(self.points) < 4 else 4
+
+    @property
+    def step_bytes(self) -> int:
+        """Of 32 codes along k, 64 columns: as `kernels/simd_codebook.py` reads them."""
+        rows = STEP // self.length
+        sign_bits = {NO_SIGNS: 0, SIGN_A_CODE: self.length, SIGN_A_POINT: 1}[self.signs]
+        return TILE * rows * (self.index_bits + sign_bits) // 8
 
 
 @dataclass(frozen=True)
 class RecordLayout:
     """A packed [num_rows, width] weight: scale * (table[code] - offset) - low. scale, low: kinds as above.
 
-    unit: supers are divided by 2**unit. table: 16 bytes, what codes of up to 4 bits stand for; None: for themselves.
+    bits: of a code; 0 with a codebook. unit: supers and UE4M3 scales are divided by 2**unit. table: 16 bytes, what codes of up to
+    4 bits stand for; None: for themselves.
     """
 
     num_rows: int
@@ -50,9 +87,10 @@ class RecordLayout:
     offset: int = 0
     unit: int = 0
     table: tuple[int, ...] | None = None
+    codebook: Codebook | None = None
 
     def __post_init__(self) -> None:
-        assert self.bits in PLANES
+        assert self.bits in PLANES if self.codebook is None else self.bits == 0
         assert self.group in GROUPS
         assert (self.low in (SUB_MIN, NIBBLE)) <= (self.scale == SUB_U8)
         assert self.low == NO_LOW or self.offset == 0
@@ -76,11 +114,21 @@ class RecordLayout:
 
     @property
     def has_supers(self) -> bool:
-        return self.scale in (SUB_U8, SUB_I8)
+        return self.scale in (SUB_U8, SUB_I8, SUB_ODD)
 
     @property
     def has_super_lows(self) -> bool:
         return self.low in (SUB_MIN, NIBBLE)
+
+    @property
+    def scale_span(self) -> int:
+        """Columns that share an element of the scales."""
+        return self.group * (2 if self.scale == SUB_ODD else 1)
+
+    @property
+    def step_bytes(self) -> int:
+        """Of 32 codes along k."""
+        return TILE * STEP * self.bits // 8 if self.codebook is None else self.codebook.step_bytes
 
     def chunk_width(self, chunk: int) -> int:
         return min(CHUNK, self.padded_width - chunk * CHUNK)
@@ -89,13 +137,13 @@ class RecordLayout:
         """Bytes before the codes in a record of `width` codes along k."""
         groups = -(-width // self.group)
         supers = 2 * (self.has_supers + self.has_super_lows)
-        scale = SCALE_DTYPES[self.scale].itemsize
+        scales = -(-width // self.scale_span) * SCALE_DTYPES[self.scale].itemsize
         low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
-        return TILE * (supers + groups * (scale + low))
+        return TILE * (supers + scales + groups * low)
 
     def record_bytes(self, width: int) -> int:
         """Bytes of a record of `width` codes along k."""
-        return self.codes_at(width) + TILE * width * self.bits // 8
+        return self.codes_at(width) + width // STEP * self.step_bytes
 
     @property
     def tile_bytes(self) -> int:

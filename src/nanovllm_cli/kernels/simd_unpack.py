@@ -95,11 +95,13 @@ def unpack_codes(bits, source, steps, target, ahead):
 
 
 def _make_times(kind: str) -> Any:
-    """An intrinsic times(source, groups, factors, target): target fp32 [groups][64] = whole numbers u8 or i8 at `source`, times
-    factors fp32 [64]. kind: "u8", "i8", "lower" or "upper" half of a byte; "-" before it: times -factors."""
+    """An intrinsic times(source, count, factors, target): target fp32 [count][64] = whole numbers u8 or i8 at `source`, times
+    factors fp32 [64]. kind: "u8", "i8", "lower" or "upper" half of a byte; "-" before it: times -factors. "odd": twice the lower
+    half and 1, then of the upper, [count][2][64]."""
+    halves = ("lower", "upper") if kind == "odd" else (kind,)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, groups, factors, target = args
+        source, count, factors, target = args
         vector = ir.VectorType(I8, LANES)
         lanes = range(VECTORS)
         factor = [b.load(at_address(b, factors, I64(64 * v), VF), align=4) for v in lanes]
@@ -112,27 +114,30 @@ def _make_times(kind: str) -> Any:
         g.add_incoming(I64(0), entry)
         for v in lanes:
             codes = b.load(at_address(b, source, b.add(multiple(b, g, TILE), I64(LANES * v)), vector), align=1)
-            whole = b.sext(codes, VI) if kind == "i8" else b.zext(codes, VI)
-            if kind.endswith("lower"):
-                whole = b.and_(whole, ir.Constant(VI, [15] * LANES))
-            elif kind.endswith("upper"):
-                whole = b.lshr(whole, ir.Constant(VI, [4] * LANES))
-            place = at_address(b, target, b.add(multiple(b, g, 4 * TILE), I64(64 * v)), VF)
-            b.store(b.fmul(b.sitofp(whole, VF), factor[v]), place, align=4)
+            for line, half in enumerate(halves):
+                whole = b.sext(codes, VI) if kind == "i8" else b.zext(codes, VI)
+                if half.endswith("lower"):
+                    whole = b.and_(whole, ir.Constant(VI, [15] * LANES))
+                elif half.endswith("upper"):
+                    whole = b.lshr(whole, ir.Constant(VI, [4] * LANES))
+                if kind == "odd":
+                    whole = b.or_(b.shl(whole, ir.Constant(VI, [1] * LANES)), ir.Constant(VI, [1] * LANES))
+                at = b.add(multiple(b, g, 4 * TILE * len(halves)), I64(4 * TILE * line + 64 * v))
+                b.store(b.fmul(b.sitofp(whole, VF), factor[v]), at_address(b, target, at, VF), align=4)
         following = b.add(g, I64(1))
         g.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, groups), loop, end)
+        b.cbranch(b.icmp_signed("<", following, count), loop, end)
         b.position_at_end(end)
         return context.get_dummy_value()
 
     @intrinsic
-    def times(typing: Any, source, groups, factors, target):  # type: ignore[no-untyped-def]
+    def times(typing: Any, source, count, factors, target):  # type: ignore[no-untyped-def]
         return types.void(*[types.int64] * 4), code
 
     return times
 
 
-times_u8, times_i8, times_lower = _make_times("u8"), _make_times("i8"), _make_times("lower")
+times_u8, times_i8, times_lower, times_odd = (_make_times(kind) for kind in ("u8", "i8", "lower", "odd"))
 minus_u8, minus_upper = _make_times("-u8"), _make_times("-upper")
 
 

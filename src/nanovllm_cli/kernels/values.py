@@ -60,7 +60,7 @@ def rows(weight: Packed, ids: torch.Tensor, kind: int, numbers: torch.Tensor | N
     n, layout = ids.shape[0], weight.layout
     out = new_tensor((n, layout.width), dtype)
     ints = (
-        weight.data.data_ptr(), address_of(ids, torch.int64, n), n, layout.width, layout.bits, layout.group,
+        weight.data.data_ptr(), address_of(ids, torch.int64, n), n, layout.width, layout.step_bytes, layout.group,
         layout.scale, layout.low, kind, 0 if numbers is None else address_of(numbers, torch.float32, 16), out.data_ptr(),
     )  # fmt: skip
     launch(cpu_values.value_rows, 8 * n * layout.width, tags_of(out.dtype), ints)

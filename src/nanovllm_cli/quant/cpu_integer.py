@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels import record_kinds as kinds
-from nanovllm_cli.kernels.integer import Packed, Rounded, Rounding
+from nanovllm_cli.kernels.integer import Rounded, Rounding
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.kernels.record_kinds import CHUNK, GROUPS, RecordLayout
+from nanovllm_cli.kernels.record_kinds import CHUNK, GROUPS, Codebook, RecordLayout
 from nanovllm_cli.quant import gguf_blocks
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
 from nanovllm_cli.quant.format import Blocks, Integer
+from nanovllm_cli.quant.gguf_blocks import BlockType
+from nanovllm_cli.quant.gguf_codebooks import CODEBOOKS, codebook
 from nanovllm_cli.quant.rows import BlockRows, IntegerRows, QuantizedRows
 
+_TERNARY = np.array([1, 3, 9, 27], np.int16)
+"""What four digits of an index are worth."""
 _SCALES = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16}
 
 
@@ -29,9 +36,8 @@ class CpuInteger:
         self.width = width
         self._form = form
         self._dtype = dtype
-        layout = layout_of(form, num_rows, width)
-        table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.uint8)
-        self._weight = Packed(layout, cpu.zeros(layout.num_bytes, torch.uint8, huge_pages=True), table)
+        layout = compact_layout_of(form, num_rows, width)
+        self._weight = integer.empty(layout)
         per_row = isinstance(form, Integer) and form.group == 0
         self.rounding = Rounding(layout.group, per_row, None)
 
@@ -76,7 +82,7 @@ class CpuInteger:
 
 
 def layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout:
-    """How a weight of a format is packed. UnsupportedError for widths and groups that don't fit."""
+    """How a weight of a format is packed, with a code for each number. UnsupportedError for widths and groups that don't fit."""
     form.check_width(width)
     if isinstance(form, Integer):
         group = form.group or CHUNK
@@ -91,16 +97,46 @@ def layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout
     low = kinds.NO_LOW
     if kind.has_minimum:
         low = kinds.MIN if kind.sub is None else (kinds.NIBBLE if kind.code_bits == 2 else kinds.SUB_MIN)
-    if kind.sub is None:
-        scale = kinds.F16 if kind.d == torch.float16 else kinds.E8M0
-    else:
-        scale = kinds.SUB_U8 if kind.sub == torch.uint8 else kinds.SUB_I8
     table, offset = None, kind.offset
     if kind.table is not None:
         offset = -min(kind.table)
         table = tuple(value + offset for value in kind.table)
     unit = round(1 / kind.unit).bit_length() - 1
+    if kind.sub is not None:
+        scale = kinds.SUB_U8 if kind.sub == torch.uint8 else kinds.SUB_I8
+    else:
+        scale = kinds.E8M0 if kind.d_values == gguf_blocks.E8M0 else kinds.F16
     return RecordLayout(num_rows, width, kind.code_bits, kind.group, scale, low, offset, unit, table)
+
+
+def compact_layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout:
+    """The same, but as small as the file where codes for each number, or scales of 16 bits, are more than 1.1 of it: points of
+    codebooks, and scales of 4 and 8 bits. A CPU looks them up while it unpacks a record."""
+    layout = layout_of(form, num_rows, width)
+    if isinstance(form, Integer):
+        return layout
+    kind = gguf_blocks.block_type(form.type)
+    if kind.d_values == gguf_blocks.UE4M3:
+        return replace(layout, scale=kinds.UE4M3, unit=1)
+    known = _codebook(kind, layout.table)
+    if known is None:
+        return layout
+    scale = kinds.F16 if kind.sub is None else kinds.SUB_ODD
+    return replace(layout, bits=0, scale=scale, table=None, codebook=known)
+
+
+def _codebook(kind: BlockType, table: tuple[int, ...] | None) -> Codebook | None:
+    """A type's codebook, if it has one. table: what codes with a sign on top stand for."""
+    if kind.name == "TQ1_0":
+        digits = (np.arange(1 << 7)[:, None] // _TERNARY % 3).astype(np.uint8)
+        return Codebook(7, 4, kinds.NO_SIGNS, digits.tobytes(), ((0, 1, 2), ()))
+    if kind.name not in CODEBOOKS:
+        return None
+    assert table is not None
+    points, half = codebook(kind.name), 1 << (kind.code_bits - 1)
+    signs = kinds.SIGN_A_POINT if kind.name.startswith("IQ1") else kinds.SIGN_A_CODE
+    index_bits = len(points).bit_length() - 1
+    return Codebook(index_bits, points.shape[1], signs, points.tobytes(), (table[:half], table[half : 2 * half]))
 
 
 def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayout) -> RecordRows:
@@ -117,10 +153,24 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
         assert scales.dtype == kinds.SCALE_DTYPES[layout.scale]
         return RecordRows(codes, scales, zeros)
     assert isinstance(rows, BlockRows)
+    if layout.codebook is not None:
+        return _point_rows(form.type, rows.data)
     parts = gguf_blocks.decompose(form.type, rows.data)
+    if parts.kind.d_values == gguf_blocks.UE4M3 and layout.scale == kinds.F16:
+        return RecordRows(parts.codes, parts.scales().half())
     if parts.sub is None:
         return RecordRows(parts.codes, parts.d, None if parts.dmin is None else -parts.dmin)
     if layout.low == kinds.NIBBLE:
         assert parts.sub_min is not None
         return RecordRows(parts.codes, parts.sub | parts.sub_min << 4, None, parts.d, parts.dmin)
     return RecordRows(parts.codes, parts.sub, parts.sub_min, parts.d, parts.dmin)
+
+
+def _point_rows(type_name: str, data: torch.Tensor) -> RecordRows:
+    if type_name in CODEBOOKS:
+        points = gguf_blocks.find_points(type_name, data)
+        nibbles = points.sub >> 1
+        return RecordRows(points.chosen, nibbles[:, ::2] | nibbles[:, 1::2] << 4, None, points.d, None, points.signs)
+    parts = gguf_blocks.decompose(type_name, data)
+    fours = parts.codes.view(-1, 4).short() * torch.from_numpy(_TERNARY)
+    return RecordRows(fours.sum(1, dtype=torch.int16).view(len(data), -1), parts.d)

@@ -7,11 +7,10 @@ import torch
 
 from nanovllm_cli.kernels import cpu, integer, values
 from nanovllm_cli.kernels import record_kinds as kinds
-from nanovllm_cli.kernels.integer import Packed
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.record_kinds import CHUNK, RecordLayout
 from nanovllm_cli.kernels.values import Scaled
-from nanovllm_cli.quant.cpu_integer import layout_of, record_rows
+from nanovllm_cli.quant.cpu_integer import compact_layout_of, record_rows
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
 from nanovllm_cli.quant.format import NF4, Blocks, Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
@@ -29,8 +28,7 @@ class CpuValues:
         self._dtype = dtype
         self._rounds = rounds
         self._layout, self._kind = _layout(form, num_rows, width)
-        table = None if self._layout.table is None else torch.tensor(self._layout.table, dtype=torch.uint8)
-        self._weight = Packed(self._layout, cpu.zeros(self._layout.num_bytes, torch.uint8, huge_pages=True), table)
+        self._weight = integer.empty(self._layout)
         self._numbers = torch.tensor(NF4).to(dtype).float() if self._kind == values.TABLE else None
         self._order: torch.Tensor | None = None
         self._input_scale: torch.Tensor | None = None
@@ -97,4 +95,4 @@ def _layout(form: Format, num_rows: int, width: int) -> tuple[RecordLayout, int]
     if isinstance(form, Nf4):
         return RecordLayout(num_rows, width, 4, form.group, kinds.F32), values.TABLE
     assert isinstance(form, Integer | Blocks)
-    return layout_of(form, num_rows, width), values.CODE
+    return compact_layout_of(form, num_rows, width), values.CODE

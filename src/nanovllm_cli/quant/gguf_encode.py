@@ -149,7 +149,7 @@ def pack(parts: Decomposed) -> torch.Tensor:
 
 
 def _join(codes: torch.Tensor, bits: int, stride: int) -> torch.Tensor:
-    """The lowest bits of [b, m] codes in bytes: the inverse of `gguf_blocks._fields`."""
+    """The lowest bits of [b, m] codes in bytes: the inverse of `gguf_fields.fields`."""
     b, m = codes.shape
     count = 8 // bits
     runs = codes.view(b, m // (count * stride), count, stride) & (1 << bits) - 1

@@ -1,0 +1,256 @@
+"""Unpacking of records whose codes come from a codebook (quant/cpu_records.py has the layout): a function of its own for each
+shape of codebook, compiled when a weight first needs it and called by its address.
+
+With AVX512-VBMI nothing is looked up one by one. A point's codes lie in one or two bytes, so a codebook is one or two tables of
+bytes. `vpermi2b` looks 64 bytes up in 128 at once; larger tables are several of these, and bits of the index choose. A byte
+becomes four codes of 2 bits, or two of 4, by `vpmultishiftqb`, which leaves other bits on top of them, and a code becomes its
+number by `vpermb` in a table of 64, in which those other bits make no difference. Elsewhere four codes at a time are read from
+memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
+from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, typed_pointer
+from nanovllm_cli.kernels.simd import prefetch as ask_for
+from nanovllm_cli.kernels.simd_ir import (
+    BYTES,
+    I32,
+    I64,
+    STEP_UNITS,
+    UNIT_BYTES,
+    VI,
+    at_address,
+    known_function,
+    multiple,
+    prefetch,
+)  # fmt: skip
+
+_BY_VECTORS = host_has("avx512vbmi")
+_BITS, _PLACES = ir.VectorType(ir.IntType(1), TILE), ir.VectorType(I32, TILE)
+_SIGNATURE = types.void(*[types.int64] * 5)
+_LINE = 64
+
+
+def unpacker(codebook: Codebook) -> int:
+    """The address of unpack(source, steps, target, ahead, table): a record's codes to u8 numbers at `target`, 32 k's of 64
+    columns a step, as `simd_unpack.unpack_codes` leaves them. table: address of `tables`."""
+    return int(_compiled(codebook.index_bits, codebook.length, codebook.code_bits, codebook.signs).address)
+
+
+def tables(codebook: Codebook) -> torch.Tensor:
+    """What `unpacker`'s function reads of a codebook, u8, from the beginning of a cache line on."""
+    points = np.frombuffer(codebook.points, np.uint8).reshape(-1, codebook.length)
+    numbers = np.zeros((2, 16), np.uint8)
+    for own, given in zip(numbers, codebook.numbers, strict=True):
+        own[: len(given)] = given
+    data = numbers[:, points].reshape(-1)
+    if _BY_VECTORS:
+        each = 8 // codebook.code_bits
+        shifts = np.arange(each, dtype=np.uint8) * codebook.code_bits
+        planes = np.bitwise_or.reduce(points.reshape(len(points), -1, each) << shifts, 2).T
+        data = np.concatenate([planes.reshape(-1), numbers.reshape(-1)])
+    memory = torch.empty(data.size + _LINE, dtype=torch.uint8)
+    aligned = memory[-memory.data_ptr() % _LINE :][: data.size]
+    return aligned.copy_(torch.from_numpy(data))
+
+
+@intrinsic
+def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  # type: ignore[no-untyped-def]
+    """Call what `unpacker` has compiled."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 5)
+        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), code
+
+
+@cache
+def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
+    def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
+        _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
+
+    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(unpack_points)
+
+
+@njit(nogil=True, error_model="numpy")
+def places_in_step(index_bits, length, signs):
+    """Of a step: rows of indices, one for `length` codes along k; rows of their low bytes, and high bits of each; where high bits
+    and signs begin; bytes."""
+    rows, high_bits = STEP // length, max(0, index_bits - 8)
+    low_rows = index_bits if index_bits < 8 else rows
+    high_at = TILE * low_rows
+    signs_at = high_at + 8 * rows * high_bits
+    sign_bits = length if signs == SIGN_A_CODE else (0 if signs == NO_SIGNS else 1)
+    return rows, low_rows, high_bits, high_at, signs_at, signs_at + 8 * rows * sign_bits
+
+
+# ---- by vectors ----
+
+
+@intrinsic(prefer_literal=True)
+def _unpack_vectors(typing, index_bits, length, code_bits, signs, source, steps, to, ahead, table):
+    if not isinstance(index_bits, types.IntegerLiteral):
+        return None
+    shape = tuple(kind.literal_value for kind in (index_bits, length, code_bits, signs))
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _write_loop(b, *shape, *args[4:])
+        return context.get_dummy_value()
+
+    return types.void(index_bits, length, code_bits, signs, *[types.int64] * 5), code
+
+
+def _write_loop(
+    b: ir.IRBuilder, index_bits: int, length: int, code_bits: int, signs: int,
+    source: Any, steps: Any, target: Any, ahead: Any, table: Any,
+) -> None:  # fmt: skip
+    _, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step.py_func(index_bits, length, signs)
+    units = length // 4
+    planes = [b.add(table, I64(plane << index_bits)) for plane in range(length * code_bits // 8)]
+    behind = b.add(planes[-1], I64(1 << index_bits))
+    numbers = [_numbers(b, at_address(b, behind, I64(16 * sign), ir.VectorType(I32, 4)), code_bits) for sign in range(2)]
+    entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    step = b.phi(I64)
+    step.add_incoming(I64(0), entry)
+    advance = multiple(b, step, num_bytes)
+    read, write = b.add(source, advance), b.add(target, multiple(b, step, UNIT_BYTES * STEP_UNITS))
+    for line in range(0, num_bytes, _LINE):
+        prefetch(b, b.add(b.add(ahead, advance), I64(line)))
+
+    def word(place: int, kind: ir.Type) -> Any:
+        return b.load(at_address(b, read, I64(place), kind), align=1)
+
+    lows = [word(TILE * row, BYTES) for row in range(low_rows)]
+    if index_bits == 7:
+        tops = [b.and_(b.lshr(low, _bytes(7 - bit)), _bytes(1 << bit)) for bit, low in enumerate(lows)]
+        last = tops[0]
+        for top in tops[1:]:
+            last = b.or_(last, top)
+        lows.append(last)
+    for row, low in enumerate(lows):
+        words = [word(high_at + 8 * (row * high_bits + bit), I64) for bit in range(high_bits)]
+        choices = [b.icmp_signed("<", low, _bytes(0))] if index_bits >= 8 else []
+        choices += [b.bitcast(of_columns, _BITS) for of_columns in words]
+        found = [_look_up(b, plane, low, choices) for plane in planes]
+        turned = word(signs_at + 8 * row, I64) if signs > SIGN_A_CODE else None
+        for unit in range(row * units, (row + 1) * units):
+            for v in range(VECTORS):
+                codes = _spread(b, found, unit % units, v, code_bits)
+                plain, other = (_look_up_numbers(b, side, codes) for side in numbers)
+                if signs == SIGN_A_CODE:
+                    mask = b.bitcast(word(signs_at + 32 * unit + 8 * v, I64), _BITS)
+                    plain = b.select(mask, other, plain)
+                elif turned is not None:
+                    plain = b.select(_of_columns(b, turned, v), other, plain)
+                b.store(plain, at_address(b, write, I64(UNIT_BYTES * unit + 64 * v), BYTES), align=4)
+    following = b.add(step, I64(1))
+    step.add_incoming(following, b.block)
+    b.cbranch(b.icmp_signed("<", following, steps), loop, end)
+    b.position_at_end(end)
+
+
+def _bytes(value: int) -> ir.Constant:
+    return ir.Constant(BYTES, [value] * TILE)
+
+
+def _numbers(b: ir.IRBuilder, address: Any, code_bits: int) -> Any:
+    """64 bytes, of which the lowest bits of their place choose among the 16 (or the first 4) at an address."""
+    four = b.load(address, align=1)
+    sixteen = b.bitcast(b.shuffle_vector(four, four, ir.Constant(VI, list(range(4)) * 4)), BYTES)
+    return b.shuffle_vector(sixteen, sixteen, ir.Constant(_PLACES, [i % (1 << code_bits) for i in range(TILE)]))
+
+
+def _look_up(b: ir.IRBuilder, table: Any, low: Any, choices: list[Any]) -> Any:
+    """table[index] for 64 indices, whose lowest seven bits are those of `low`, the others masks."""
+    both = known_function(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, BYTES, BYTES, BYTES)
+    quarters = [b.load(at_address(b, table, I64(64 * i), BYTES), align=1) for i in range(2 << len(choices))]
+    found = [b.call(both, [quarters[i], low, quarters[i + 1]]) for i in range(0, len(quarters), 2)]
+    for choice in choices:
+        found = [b.select(choice, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+    return found[0]
+
+
+def _spread(b: ir.IRBuilder, found: list[Any], unit: int, v: int, code_bits: int) -> Any:
+    """Four codes of each of 16 columns, a byte each, under bits of others. found: the points' bytes, [64] each."""
+    both, of_column = (found[unit], found[unit]), range(1)
+    if code_bits == 4:
+        both, of_column = (found[0], found[1]), range(2)
+    places = []
+    for pair in range(8):
+        taken = [16 * v + 2 * pair + column + TILE * half for column in range(2) for half in of_column]
+        places += taken + taken[:1] * (8 - len(taken))
+    shifts = ir.Constant(BYTES, [code_bits * i for i in range(8)] * 8)
+    shift = known_function(b, "llvm.x86.avx512.pmultishift.qb.512", BYTES, BYTES, BYTES)
+    return b.call(shift, [shifts, b.shuffle_vector(*both, ir.Constant(_PLACES, places))])
+
+
+def _look_up_numbers(b: ir.IRBuilder, numbers: Any, codes: Any) -> Any:
+    return b.call(known_function(b, "llvm.x86.avx512.permvar.qi.512", BYTES, BYTES, BYTES), [numbers, codes])
+
+
+def _of_columns(b: ir.IRBuilder, bits: Any, v: int) -> Any:
+    """A bit a column as a mask of four bytes each, for columns 16 v and on."""
+    own = b.bitcast(b.trunc(b.lshr(bits, I64(LANES * v)), ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+    return b.icmp_signed("<", b.bitcast(b.sext(own, VI), BYTES), _bytes(0))
+
+
+# ---- elsewhere ----
+
+
+@njit(nogil=True, error_model="numpy")
+def _unpack_words(index_bits, length, code_bits, signs, source, steps, target, ahead, table):
+    rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs)
+    units = length // 4
+    words = carray(typed_pointer(table, np.uint32(0)), (2, units << index_bits))
+    plain, turned = words[0], words[1]
+    index, masks = np.empty(TILE, np.int64), np.zeros(TILE, np.uint32)
+    for step in range(steps):
+        read = source + step * num_bytes
+        for line in range(0, num_bytes, _LINE):
+            ask_for(ahead + step * num_bytes + line)
+        low = carray(typed_pointer(read, np.uint8(0)), (low_rows, TILE))
+        high = carray(typed_pointer(read + high_at, np.uint64(0)), (rows, high_bits))
+        bits = carray(typed_pointer(read + signs_at, np.uint64(0)), (4 * STEP_UNITS,))
+        out = carray(typed_pointer(target + step * STEP_UNITS * UNIT_BYTES, np.uint32(0)), (STEP_UNITS, TILE))
+        for row in range(rows):
+            if row < low_rows:
+                for c in range(TILE):
+                    index[c] = np.int64(low[row, c]) & ((1 << index_bits) - 1)
+            else:
+                for c in range(TILE):
+                    index[c] = 0
+                for bit in range(low_rows):
+                    for c in range(TILE):
+                        index[c] |= (np.int64(low[bit, c]) >> 7) << bit
+            for bit in range(high_bits):
+                for c in range(TILE):
+                    index[c] |= np.int64((high[row, bit] >> np.uint64(c)) & np.uint64(1)) << (8 + bit)
+            if signs > SIGN_A_CODE:
+                for c in range(TILE):
+                    masks[c] = np.uint32((bits[row] >> np.uint64(c)) & np.uint64(1)) * np.uint32(0xFFFFFFFF)
+            for unit in range(units):
+                place = row * units + unit
+                if signs == SIGN_A_CODE:
+                    for c in range(TILE):
+                        four = np.uint32(bits[4 * place + c // LANES] >> np.uint64(4 * (c % LANES))) & np.uint32(15)
+                        masks[c] = ((four * np.uint32(0x204081)) & np.uint32(0x01010101)) * np.uint32(255)
+                for c in range(TILE):
+                    at = index[c] * units + unit
+                    out[place, c] = (plain[at] & ~masks[c]) | (turned[at] & masks[c])
+
+
+_unpack = _unpack_vectors if _BY_VECTORS else _unpack_words
