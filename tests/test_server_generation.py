@@ -22,6 +22,7 @@ from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked
+from nanovllm_cli.text import tokenizer
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
@@ -272,6 +273,22 @@ def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch
         with pytest.raises(ApiError, match="at least") as caught:
             run(refused)
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_of_what_is_far_too_long_only_the_beginning_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    encode = tokenizer._run
+    monkeypatch.setattr(tokenizer, "_run", lambda backend, text: (read.append(len(text)), encode(backend, text))[1])
+    house, text = House([piece("a", finish="stop")]), "x" * 10_000
+    monkeypatch.setitem(house.models.model.tokenizer.__dict__, "longest_token", 100)
+    for refused in (
+        house.chat(ChatAsked([{"role": "user", "content": text}], SamplingParams())),
+        house.generator.complete("m", TextAsked(text, SamplingParams()), CALLER),
+    ):
+        with pytest.raises(ApiError, match="at least") as caught:
+            run(refused)
+        assert caught.value.code == "context_length_exceeded"
+    assert read == [16 * FACTS.context_len] * 2
 
 
 def test_a_model_without_a_template_does_not_chat(run: Any) -> None:

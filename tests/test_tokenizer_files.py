@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.text.sentencepiece import read_model
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_CONFIG_BYTES
@@ -268,6 +268,16 @@ def test_others_go_on_while_a_long_text_is_encoded(tmp_path: Path) -> None:
             assert count - before > 10
     finally:
         done.set()
+
+
+def test_what_fits_is_never_called_too_long(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level()))
+    for text in ("", "ab cd " * 50, " " * 3000, "ab" * 3000):
+        count = len(tokenizer.encode(text, add_special_tokens=False))
+        tokenizer.check_fits(text, max(count, 1))
+        if len(text) > 1000:
+            with pytest.raises(PromptTooLongError):
+                tokenizer.check_fits(text, count // 100)
 
 
 def test_the_longest_token_bounds_how_short_a_text_can_be(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol, Self, TypeVar
 
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
-from nanovllm_cli.errors import NanovllmError, TemplateError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -302,15 +302,22 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             tools=list(asked.tools) if asked.tools and asked.tool_choice != "none" else None,
             add_generation_prompt=not asked.continues,
             continue_final_message=asked.continues,
+            most_tokens=model.facts.context_len,
             variables=kwargs,
         )
     except TemplateError as error:
         raise ApiError(400, error.message, param="messages") from error
+    except PromptTooLongError as error:
+        raise too_long(error.prompt_len, error.limit, "messages", at_least=True) from error
 
 
 def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> list[int]:
     if isinstance(prompt, str):
         _check_length(len(prompt), model, param)
+        try:
+            model.tokenizer.check_fits(prompt, model.facts.context_len)
+        except PromptTooLongError as error:
+            raise too_long(error.prompt_len, error.limit, param, at_least=True) from error
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise ApiError(400, "the text is empty", param=param)

@@ -143,6 +143,7 @@ def prepare_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     now: datetime | None = None,
+    most_tokens: int | None = None,
     **kwargs: Any,
 ) -> ChatPrompt:
     """Renders and tokenizes. No string of the caller can become a control token, also not in pieces.
@@ -150,7 +151,7 @@ def prepare_chat(
     Every control token begins with one of few characters. In the caller's strings those are replaced, one for one, by
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
-    them.
+    them. most_tokens: a text that has far more is not read to its end, see `Tokenizer.check_fits`.
     """
     inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
@@ -165,6 +166,8 @@ def prepare_chat(
         **veiled["kwargs"],
     )
     text, plain_at = veil.lift(text)
+    if most_tokens is not None:
+        tokenizer.check_fits(text, most_tokens)
     return ChatPrompt(text, tokenizer.encode_guarded(text, plain_at))
 
 

@@ -17,8 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nanovllm_cli.errors import CheckpointError, UsageError
+from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UsageError
 from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, guard_library, looks_like_control
+
+_PROBED_CHARS = 16
+"""For each token that fits: few texts have so many characters a token."""
 
 
 class Tokenizer:
@@ -113,6 +116,13 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         pieces.append(text[start:])
         return [self._id_of_alias.get(token_id, token_id) for token_id in _run(self._plain, "".join(pieces))]
+
+    def check_fits(self, text: str, limit: int) -> None:
+        """Raises PromptTooLongError, with a lower bound, for a text whose beginning alone has twice as many tokens: reading it
+        all would be work for nothing. Others may be too long as well."""
+        beginning = limit * _PROBED_CHARS
+        if len(text) > beginning and (count := len(_run(self._backend, text[:beginning]))) >= 2 * limit:
+            raise PromptTooLongError(count, limit)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""
