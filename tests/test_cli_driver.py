@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from forked import HEAVY, LIGHT, prepare
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import (
@@ -37,8 +38,8 @@ SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 VOCABULARY = 0x110000
 CONTEXT = 2000
 SERVE = "--serve-tests"
-HEAVY = ("convert", "quantize", "verify", "plan")
-"""Commands that import torch, in the process that is forked."""
+WITH_TORCH = ("convert", "quantize", "verify", "plan")
+"""Commands that import it, in the process that is forked."""
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where compiled kernels are
 
 
@@ -219,7 +220,7 @@ def nanovllm(home: Path, *args: str | bytes, stdin: str | bytes | None = None, *
     """Runs the command in `home` with pipes at both ends; standard input is empty unless given. The process is a fork
     of one that has the imports behind it."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    heavy = bool(args) and args[0] in HEAVY
+    heavy = bool(args) and args[0] in WITH_TORCH
     if heavy:
         extra = {"XDG_CACHE_HOME": CACHE} | extra  # a new home would compile kernels again
     request = {
@@ -249,17 +250,9 @@ def _server(heavy: bool) -> subprocess.Popen[str]:
     return server
 
 
-def serve() -> None:
+def serve(modules: Sequence[str]) -> None:
     """For each request on standard input: a child that runs it, and a line with what became of it."""
-    import pydantic  # noqa: F401
-
-    import nanovllm_cli.chat.commands
-    import nanovllm_cli.chat.plain
-    import nanovllm_cli.chat.remote_model
-    import nanovllm_cli.cli.failures
-    import nanovllm_cli.cli.run
-    import nanovllm_cli.text.builtin_templates  # noqa: F401
-
+    prepare(modules)
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -288,13 +281,7 @@ def _all_of(file: IO[bytes]) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == [SERVE]:
-        if sys.argv[2:]:
-            import torch  # noqa: F401
-
-            import nanovllm_cli.quantization.pipeline
-            import nanovllm_cli.weights.convert
-            import nanovllm_cli.weights.gguf_writer  # noqa: F401
-        serve()
+        serve(HEAVY if sys.argv[2:] else LIGHT)
         return
     module = types.ModuleType("nanovllm_cli.llm")
     module.LLM = LLM  # type: ignore[attr-defined]
