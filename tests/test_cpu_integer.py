@@ -238,17 +238,18 @@ def test_every_block_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
-def test_every_block_type_in_float32(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_block_type_with_activations_as_they_are(name: str, dtype: torch.dtype) -> None:
     n, blocks = 70, 512 // BLOCKS[name].block_len
     data = block_bytes(name, n, blocks)
-    storage = CpuValues(Blocks(name), n, 512, torch.float32, rounds=False)
+    storage = CpuValues(Blocks(name), n, 512, dtype, rounds=False)
     storage.load_rows(0, BlockRows(data))
     values = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[name]))
-    x = randn(7, 512, dtype=torch.float32)
+    x = randn(7, 512, dtype=dtype)
     out = storage.matmul(x, None, torch.float32)
     assert error(out, x.double() @ values.double().T) < 1e-6
     assert torch.equal(storage.matmul(x[2:3].contiguous(), None, torch.float32), out[2:3])
-    assert torch.equal(storage.rows(torch.arange(n), None), values)
+    assert torch.equal(storage.rows(torch.arange(n), None), values.to(dtype))
 
 
 def test_parts_of_several_formats_write_one_result() -> None:

@@ -7,7 +7,8 @@ Weights lie in records (quant/cpu_records.py). What a code stands for is one of
     E4M3      an 8-bit float: sign, four bits of exponent, three of fraction
     TABLE     one of 16 numbers, in fp32
 
-In bf16 a panel holds these numbers, all of them exact, and a group's scale multiplies its fp32 sums. In fp32 it holds the weight
+In bf16 a panel holds these numbers, all of them exact, and a group's scale multiplies its fp32 sums; its low, if it has one,
+multiplies the sum of the group's activations. In fp32 it holds the weight
 itself: scale * number + low. Groups come in ascending order, and a row's bits depend on that row and the weights alone.
 """
 
@@ -20,7 +21,7 @@ from numba.extending import overload
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_panel, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
-from nanovllm_cli.kernels.record_kinds import CHUNK, STEP, TILE, ZERO
+from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
@@ -209,6 +210,14 @@ def value_matmul(arguments, thread, threads):
                         for c in range(TILE):
                             own = partial[r, c] * (scales[g * TILE + c] if scaled_after(tag) else np.float32(1.0))
                             line[c] = own * of_x + (np.float32(0.0) if new else line[c])
+                        if scaled_after(tag) and (low == MIN or low >= SUB_MIN):
+                            begins, total = at + r * x_stride + g * group * size, np.float32(0.0)
+                            numbers_of_x = carray(typed_pointer(begins, tag), (min(group, real - g * group),))
+                            for i in range(numbers_of_x.size):
+                                total += load(numbers_of_x, i)
+                            total *= of_x
+                            for c in range(TILE):
+                                line[c] += lows[g * TILE + c] * total
         first, columns = tile * TILE, min(TILE, n - tile * TILE)
         for r in range(end - begin):
             line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]
