@@ -1,7 +1,7 @@
 """The server under load, through real sockets: overload, clients that leave, a killed engine, and what HTTP costs.
 
     python benchmarks/serve_load.py --output benchmarks/results/serve_load.json [--only overload,latency]
-    python benchmarks/serve_load.py --model FILE.gguf --served model --only throughput --tokens 32 --rounds 2 [--kv-cache 2G]
+    python benchmarks/serve_load.py --model FILE.gguf --served model --only throughput --tokens 32 --rounds 2 --kv-cache 1024
 
 overload     256 streams, then 1,024: every one ends with 200, 400, 429 or 503; /health meanwhile; how soon a 429 comes
 disconnects  10,000 clients that leave at a random moment or piece: blocks, tasks, descriptors and memory as before
