@@ -25,6 +25,8 @@ from nanovllm_cli.quant import cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import TABLE, choose
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_packed import CudaPacked
+from nanovllm_cli.quant.cuda_stacked import CudaStacked
+from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format import NF4, Blocks, Fp8, Integer, Nf4
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_cuda_engine import engine_on
@@ -173,6 +175,23 @@ def test_each_format_has_its_storage() -> None:
     assert kind(Integer(4, 32)) == kind(Nf4()) == "CudaPacked"
     assert kind(Blocks("Q4_K")) == kind(Blocks("IQ2_XS")) == "CudaBlocks"
     assert kind(Blocks("TQ1_0")) == "CudaDequantized"
+
+
+def test_stacked_weights_are_one_with_all_their_rows() -> None:
+    launcher, half = EmulatedDevice().launcher, torch.float16
+    weight, bias, x = (random(*shape, dtype=half) for shape in ((48, 16), (48,), (9, 16)))
+    stacked = CudaStacked([CudaDense(rows, 16, half, launcher, False) for rows in (10, 30, 8)], half, launcher)
+    whole = CudaDense(48, 16, half, launcher, False)
+    for first, last in ((0, 10), (10, 27), (27, 40), (40, 48)):
+        stacked.load_rows(first, weight[first:last])
+        whole.load_rows(first, weight[first:last])
+    assert stacked.num_bytes == whole.num_bytes
+    assert torch.equal(stacked.matmul(x, bias, half), whole.matmul(x, bias, half))
+    assert torch.equal(stacked.gated_matmul(x, bias, "silu"), whole.gated_matmul(x, bias, "silu"))
+    residual = random(9, 48, dtype=half)
+    expected = residual.double() + x.double() @ weight.double().t() + bias.double()
+    stacked.add_matmul(x, bias, residual)
+    assert ((residual.double() - expected).abs() <= 2.0**-9 * (expected.abs() + 16)).all(), "two roundings"
 
 
 def test_ways_are_chosen_by_rows() -> None:

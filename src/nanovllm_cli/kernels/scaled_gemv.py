@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels.gemv import ACTIVATIONS, LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name
 from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled
 
 STRIP = 16
 """Weight rows that a warp multiplies at once."""
 STEP = 64
 """Columns of its loads, each of which has two rows of a strip."""
-CAPABILITIES = {torch.int8: 80, torch.float8_e4m3fn: 89}
+CAPABILITIES = {torch.int8: 75, torch.float8_e4m3fn: 89}
 """Oldest GPUs with matrix instructions of such codes."""
 CODE_NAMES = {torch.int8: ("int8_t", "int"), torch.float8_e4m3fn: ("fp8", "float")}
 """Of codes and their sums."""
@@ -69,7 +69,7 @@ def variant(
         ("CODE", code), ("SUM", total), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("GROUPED", int(grouped)),
         ("STRIPS", strips), ("ACTIVATION", ACTIVATIONS[activation]), ("NORM", 0), ("VECTOR", 8),
     )  # fmt: skip
-    return Kernel("scaled_gemv", "scaled_gemv", constants, CAPABILITIES[kind])
+    return Kernel("scaled_gemv", "scaled_gemv", constants, max(CAPABILITIES[kind], mma_capability(dtype)))
 
 
 def variants() -> list[Kernel]:
