@@ -22,12 +22,13 @@ from nanovllm_cli.kernels.simd import typed_pointer
 
 NUMBERS = {"f": np.float32, "B": np.uint8}
 CHILD = """
-import json, sys, time
+import json, sys
 import numba
 numba.config.CACHE_DIR = sys.argv[1]
 import test_kernel_entry
-time.sleep(max(0, float(sys.argv[2]) - time.time()))
-print(json.dumps([test_kernel_entry.negated(tag) for tag in sys.argv[3]]))
+print("ready", flush=True)
+sys.stdin.readline()
+print(json.dumps([test_kernel_entry.negated(tag) for tag in sys.argv[2]]))
 """
 
 
@@ -46,18 +47,22 @@ def negated(tag: str, negate: Kernel = negate) -> tuple[int, list[float]]:
     return negate._compiled[tag, 2, 0][0].cache_hits, values.tolist()
 
 
-def start(folder: Path, tags: str, when: float) -> Any:
-    command = [sys.executable, "-c", CHILD, str(folder), str(when), tags]
-    return forked.Forked(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+def together(folder: Path, *tags: str) -> list[Any]:
+    """What processes find that begin at the same time."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent}
+    children = [forked.Forked([sys.executable, "-c", CHILD, str(folder), each], **pipes) for each in tags]
+    assert all(child.stdout.readline() == "ready\n" for child in children)
+    for child in children:
+        child.stdin.write("\n")
+        child.stdin.flush()
+    return [json.loads(child.communicate(timeout=120)[0]) for child in children]
 
 
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     """The wrong number of a file would give one type's code to another."""
-    when = time.time() + 0.5
-    children = [start(tmp_path, tags, when) for tags in ("fB", "Bf")]
-    found = [json.loads(child.communicate(timeout=120)[0]) for child in children]
+    found = together(tmp_path, "fB", "fB")
     assert sum(hits for each in found for hits, _ in each) == 2
-    fresh = json.loads(start(tmp_path, "fB", 0).communicate(timeout=120)[0])
+    (fresh,) = together(tmp_path, "fB")
     assert fresh == [[1, [-1, -2, -100]], [1, [255, 254, 156]]]
 
 
