@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.gguf_blocks import BLOCKS
+from nanovllm_cli.quant.gguf_encode import ENCODED
 
 DEFAULT_GROUP = 128
 GROUPS = (32, 64, 128, 256)
@@ -59,7 +61,11 @@ def parse_format(spec: str) -> Format:
 
 def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
     """For a spec that none of `names` fits."""
-    near = difflib.get_close_matches(spec.lower().split(":")[0], names, n=1, cutoff=0.6)
+    name = spec.strip().lower().split(":")[0]
+    if name.upper() in BLOCKS and name.upper() not in ENCODED:
+        writer = "llama.cpp's llama-quantize writes it, with an importance matrix if it has 1 or 2 bits"
+        return UsageError(f"{name} can be read, not written", f"{writer}; known here: {', '.join(names)}")
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     suggestion = f"did you mean {near[0]}? " if near else ""
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")
 
