@@ -192,29 +192,36 @@ def main() -> None:
             compare(options, options.folder or Path(scratch) / "model")
 
 
-def compare(options: argparse.Namespace, folder: Path) -> None:
-    def run(side: str) -> str:
-        given = {"--side": side, "--shape": options.shape, "--folder": folder, "--threads": options.threads}
-        words = [str(word) for pair in given.items() for word in pair]
-        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{side} ended with {done.returncode}")
-        return done.stdout
+def run_side(side: str, options: argparse.Namespace, folder: Path) -> str:
+    """What a side prints, in a process of its own."""
+    given = {"--side": side, "--shape": options.shape, "--folder": folder, "--threads": options.threads}
+    words = [str(word) for pair in given.items() for word in pair]
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{side} ended with {done.returncode}")
+    return done.stdout
 
+
+def compare(
+    options: argparse.Namespace, folder: Path, peer: str = "transformers", measure_peer: Callable[[], str] | None = None
+) -> None:
+    """Rounds in turns; the table to stdout, everything to options.output. measure_peer: prints the peer's rates as JSON, where it
+    is not a side of this file."""
     if not (folder / "tokenizer.json").exists():
-        run("write")
-    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        run_side("write", options, folder)
+    rounds: dict[str, list[dict[str, float]]] = {"nanovllm": [], peer: []}
     for number in range(options.rounds):
-        for side in SIDES:
-            rounds[side].append(json.loads(run(side).splitlines()[-1]))
-            print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
+        for side, runs in rounds.items():
+            printed = measure_peer() if side == peer and measure_peer else run_side(side, options, folder)
+            runs.append(json.loads(printed.splitlines()[-1]))
+            print(f"round {number + 1}, {side}: {runs[-1]}", file=sys.stderr)
     medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
-    ratios = {k: ours / medians["transformers"][k] for k, ours in medians["nanovllm"].items()}
+    ratios = {k: ours / medians[peer][k] for k, ours in medians["nanovllm"].items()}
     title = f"{options.shape}, bf16, {options.threads} threads"
-    print(f"| {title} | nanovllm tok/s | transformers tok/s | ratio |\n|---|---|---|---|")
+    print(f"| {title} | nanovllm tok/s | {peer} tok/s | ratio |\n|---|---|---|---|")
     for k, ratio in ratios.items():
-        print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians['transformers'][k]:.1f} | {ratio:.2f} |")
+        print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians[peer][k]:.1f} | {ratio:.2f} |")
     if options.output:
         report = {
             "machine": machine(),

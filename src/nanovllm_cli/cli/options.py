@@ -56,8 +56,8 @@ ActivationsChoice = Annotated[
     Activations,
     option(
         "--activations",
-        help="What meets a quantized weight on a CPU: rounded to 8 bits where its format says so, or exact. "
-        "auto: rounded, but not in float32. [auto]",
+        help="What meets a quantized weight: rounded to 8 bits where its format says so, or exact. auto: rounded, but not "
+        "in float32. [auto]",
         panel=MODEL,
     ),
 ]
