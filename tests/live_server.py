@@ -41,6 +41,16 @@ class LiveServer:
         """What clients of OpenAI's API are given."""
         return self.url + "/v1"
 
+    def line(self, start: str) -> str:
+        """A line of the log that begins so; it may still be on its way."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            for line in list(self.log):
+                if line.startswith(start):
+                    return line
+            time.sleep(0.02)
+        raise AssertionError(f"no line began with {start!r}:\n" + "".join(self.log))
+
     def get(self, path: str) -> tuple[int, Any]:
         return self._ask(urllib.request.Request(self.url + path))
 

@@ -170,8 +170,8 @@ def test_it_says_where_it_listens_and_a_line_to_copy(live: LiveServer) -> None:
     said = "".join(live.log)
     assert f"listening at {live.url}" in said
     assert "context 512 tokens" in said
-    line = next(line for line in live.log if line.startswith("curl "))
-    done = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, timeout=60, check=True)
+    line = live.line("curl ").strip()
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
