@@ -131,7 +131,8 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
             texts = [(ids, list(answer.outputs[0].token_ids)) for ids, answer in zip(prompts, answers, strict=True)]
             done = ask(options.vllm_python, options.threads, folder=folder, kind="check", texts=texts)
             if done.returncode:
-                reasons = [line for line in done.stderr.splitlines() if "Error" in line or "cannot implement" in line]
+                causes = ("cannot implement", "ValueError", "NotImplementedError")
+                reasons = [line for line in done.stderr.splitlines() if any(cause in line for cause in causes)]
                 found[form] = {"refused": reasons[-1].split("] ")[-1].strip() if reasons else done.stderr[-300:]}
             else:
                 found[form] = json.loads(done.stdout)
