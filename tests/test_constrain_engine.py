@@ -188,7 +188,7 @@ def test_a_request_waits_for_its_constraint_and_nobody_else_does(llm: LLM, monke
         return compile_(constraint, vocabulary)
 
     monkeypatch.setattr(compilers, "compiled", slowly)
-    engine, ids = llm._engine, llm.tokenizer.encode("a")
+    engine, ids = llm.engine, llm.tokenizer.encode("a")
     waits = SamplingParams(constraint=Constraint("regex", "wait{3}"), max_tokens=20, n=2)
     engine.add("waits", ids, waits)
     engine.add("leaves", ids, waits)

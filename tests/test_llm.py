@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
     yield shared
     stats = shared.stats()
     assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
-    assert not shared._engine.has_unfinished()
+    assert not shared.engine.has_unfinished()
 
 
 def text_of(ids: list[int]) -> str:
@@ -261,7 +262,7 @@ def test_generate_iter_aborts_what_is_unfinished_when_it_is_left(llm: LLM) -> No
     next(endless)
     assert llm.stats().used_blocks > 0
     endless.close()  # type: ignore[attr-defined]
-    assert not llm._engine.has_unfinished()
+    assert not llm.engine.has_unfinished()
     refused = llm.generate_iter([("a", list(b"abc"), greedy(50)), ("b", [VOCAB], greedy(1))])
     with pytest.raises(UsageError, match="not in the vocabulary"):
         next(refused)
@@ -387,3 +388,25 @@ def test_nan_in_the_logits_of_one_request_ends_that_one_alone(
     assert "NaN" in (bad.outputs[0].error or "")
     assert [output.outputs[0].finish_reason for output in good] == ["length", "length"]
     assert ids_of(good[0]) == model.answer(list(b"beside it"), 9)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, [None], ["a", 7.5], {"a": 1}, b"bytes", [b"bytes"], {"a"}])
+def test_prompts_that_are_none_are_refused_by_name(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(UsageError, match=r"^(a prompt is|prompts are) .*, not \w+$"):
+        llm.generate(prompts, greedy(1))
+
+
+@pytest.mark.parametrize("params", [5, "x", {"temperature": 1}, [None, None], [greedy(1), {}]])
+def test_params_that_are_none_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(UsageError, match="params is a SamplingParams"):
+        llm.generate(["a", "b"], params)
+    with pytest.raises(UsageError, match="params is a SamplingParams"):
+        next(llm.stream("a", params))
+
+
+def test_outputs_survive_a_pickle(llm: LLM) -> None:
+    """What a pool of processes hands back."""
+    parts = list(llm.stream("Once", greedy(5, logprobs=1)))
+    for part in parts:
+        assert pickle.loads(pickle.dumps(part)) == part
+    assert len(pickle.loads(pickle.dumps(parts[1])).outputs[0].token_ids) == 2

@@ -9,7 +9,8 @@
         print(output.outputs[0].delta_text, end="")
     llm.chat([{"role": "user", "content": "hello"}])
 
-Not covered: which flags a person typed, how an answer is shown. Not thread-safe: one thread at a time.
+Threads may share one: their requests run together, each thread gets its own answers. What a stream yields is for one thread.
+Not covered: which flags a person typed, how an answer is shown.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, NanovllmError, RequestError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
@@ -71,6 +73,7 @@ class LLM:
     model: a path, a hub name or an alias (see weights/source.py). config: memory, context, batching, dtype. chat_template:
     the source of one, instead of the model's own; tool_format, reasoning_format: by name, instead of what it says. shows_calls:
     special tokens of tool calls stay in the text, for a parser of `answer_format`. progress: told about download and loading.
+    Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -104,7 +107,7 @@ class LLM:
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         self.default_params = SamplingParams.from_generation_config(generation_config)
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
-        self._engine = Engine(
+        self.engine = Engine(
             InProcessExecutor(self._worker),
             config,
             detokenizer_factory=detokenizers_of(self.tokenizer, visible),
@@ -117,7 +120,7 @@ class LLM:
         )
         self._max_num_seqs = config.max_num_seqs
         self._request_ids = itertools.count()
-        self._unread: dict[str, list[RequestOutput]] = {}
+        self._readers = Readers(self.engine)
 
     # ---- what it is ----
 
@@ -138,7 +141,7 @@ class LLM:
     @property
     def context_len(self) -> int:
         """The same, as far as the KV cache has room for it."""
-        return self._engine.context_len
+        return self.engine.context_len
 
     @property
     def num_parameters(self) -> int:
@@ -179,13 +182,8 @@ class LLM:
         """What keys and values are kept as."""
         return self._worker.model.backend.cache_dtypes
 
-    @property
-    def engine(self) -> Engine:
-        """For who has a loop of its own; nothing else of this object may generate meanwhile."""
-        return self._engine
-
     def stats(self) -> EngineStats:
-        return self._engine.stats()
+        return self.engine.stats()
 
     # ---- generating ----
 
@@ -217,17 +215,17 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request."""
-        params = params or self.default_params
+        (params,) = _params_for(params or self.default_params, 1)
         self.prepare([params])
         request_id = self._add(self._ids(prompt), params)
         try:
             finished = False
             while not finished:
-                for output in self._step((request_id,)):
+                for output in self._readers.step((request_id,)):
                     yield output
                     finished = output.finished
         finally:
-            self._abort(request_id)
+            self._readers.drop([request_id])
 
     def generate_iter(self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> Iterator[RequestOutput]:
         """Finished outputs as they finish, of (request id, token ids, params) taken from an iterable as room appears.
@@ -241,17 +239,16 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._engine.add(request_id, ids, params, cache_salt=self.cache_salt(len(ids)))
+                    self._add(ids, params, request_id)
                     running.add(request_id)
                 if not running:
                     return
-                for output in self._step(running):
+                for output in self._readers.step(running):
                     if output.finished:
                         running.remove(output.request_id)
                         yield output
         finally:
-            for request_id in running:
-                self._abort(request_id)
+            self._readers.drop(running)
 
     def embed(self, texts: Prompt | Sequence[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """[hidden] numbers for each text, behind the model's last norm and not normalised: the mean over its tokens, or the
@@ -261,14 +258,15 @@ class LLM:
         done: dict[str, list[float]] = {}
         try:
             for request_id, text in zip(ids, listed, strict=True):
-                self._engine.embed(request_id, self._ids(text), pooling)
+                prompt = self._ids(text)
+                self._readers.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling))
+            wanted = set(ids)
             while len(done) < len(ids):
-                for output in self._step(set(ids)):
+                for output in self._readers.step(wanted):
                     if output.finished:
                         done[output.request_id] = _embedding(output)
         finally:
-            for request_id in ids:
-                self._abort(request_id)
+            self._readers.drop(ids)
         return [done[request_id] for request_id in ids]
 
     def prepare(self, each: Sequence[SamplingParams]) -> None:
@@ -298,7 +296,8 @@ class LLM:
         Returns how many tokens that are: full blocks, up to the first that the cache lacks. 0 writes nothing. Raises OutputError
         and DoesNotFitError (the disk is full), and what opening the model's files raises.
         """
-        return self._engine.save_kv(Path(path), self._ids(ids), self.cache_salt(len(ids)), self._kv_identity)
+        args = Path(path), self._ids(ids), self.cache_salt(len(ids)), self._kv_identity
+        return self._readers.use(lambda engine: engine.save_kv(*args))
 
     def load_kv(self, path: Path) -> int:
         """Makes what `save_kv` wrote findable for the next prompts that begin with these tokens.
@@ -307,14 +306,15 @@ class LLM:
         another model, other settings, or by somebody else. Files are no reason to fail: the tokens can be computed.
         """
         try:
-            return self._engine.load_kv(Path(path), self._kv_identity, self.cache_salt)
+            identity = self._kv_identity
+            return self._readers.use(lambda engine: engine.load_kv(Path(path), identity, self.cache_salt))
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)
             return 0
 
     def close(self) -> None:
         """Lets go of model and cache."""
-        self._engine.close()
+        self._readers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -336,40 +336,20 @@ class LLM:
                 ids.append(self._add(prompt, wanted))
             mine = set(ids)
             while len(done) < len(ids):
-                for output in self._step(mine):
+                for output in self._readers.step(mine):
                     if output.finished:
                         done[output.request_id] = output
                         if progress is not None:
                             progress(len(done), len(ids))
         finally:
-            for request_id in ids:
-                if request_id not in done:
-                    self._abort(request_id)
+            self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
 
-    def _add(self, ids: Sequence[int], params: SamplingParams) -> str:
-        request_id = f"request-{next(self._request_ids)}"
-        self._engine.add(request_id, ids, params, cache_salt=self.cache_salt(len(ids)))
+    def _add(self, ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        request_id = request_id or f"request-{next(self._request_ids)}"
+        salt = self.cache_salt(len(ids))
+        self._readers.use(lambda engine: engine.add(request_id, ids, params, cache_salt=salt))
         return request_id
-
-    def _step(self, wanted: Collection[str]) -> list[RequestOutput]:
-        """What is new of the wanted requests, after a step if nothing is. Every step serves all requests: what it does for
-        others, such as a stream that is open meanwhile, is kept until they ask."""
-        unread = [request_id for request_id in self._unread if request_id in wanted]
-        found = [output for request_id in unread for output in self._unread.pop(request_id)]
-        if found:
-            return found
-        for output in self._engine.step():
-            if output.request_id in wanted:
-                found.append(output)
-            else:
-                self._unread.setdefault(output.request_id, []).append(output)
-        return found
-
-    def _abort(self, request_id: str) -> None:
-        """Also of one that is finished, whose last outputs nobody will read."""
-        self._engine.abort(request_id)
-        self._unread.pop(request_id, None)
 
     def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
         """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were
@@ -388,7 +368,10 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+            raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        return list(ids)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
@@ -437,6 +420,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, told apart by what is inside: a list of ints is one prompt. Arrays and tensors are lists, too."""
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise UsageError(f"prompts are a list of texts, or of lists of token ids, not {type(prompts).__name__}")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -445,6 +430,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise UsageError("params is a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
     return list(params)

@@ -109,11 +109,11 @@ class LocalAnswering:
         reasoning, content = self._split(output, ends)
         answer.reasoning += reasoning
         answer.content += content
-        answer.num_tokens = len(output.token_ids)
+        answer.num_tokens = output.num_tokens
         answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
         new = None
-        if output.logprobs is not None:
-            new = records.logprob_records(output.logprobs[len(output.logprobs) - len(output.delta_ids) :], self._llm)
+        if output.delta_logprobs is not None:
+            new = records.logprob_records(output.delta_logprobs, self._llm)
             answer.logprobs = answer.logprobs or []
             answer.logprobs += new
         return Piece(answer, reasoning, content, output.delta_ids, new)
@@ -262,7 +262,7 @@ class LocalAnswerer:
                 reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_ids)))
             logprobs = None if each.logprobs is None else records.logprob_records(each.logprobs, self._llm)
             reasons = each.finish_reason, each.stop_reason, each.error
-            answers.append(Answer(each.index, content, reasoning, len(each.token_ids), logprobs, *reasons))
-        total = sum(len(each.token_ids) for each in output.outputs)
+            answers.append(Answer(each.index, content, reasoning, each.num_tokens, logprobs, *reasons))
+        total = sum(each.num_tokens for each in output.outputs)
         usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)
         return Result(answers, usage, known is not None)

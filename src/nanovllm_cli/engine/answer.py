@@ -132,10 +132,10 @@ class Answer:
         return CompletionOutput(
             self._index,
             self._text,
-            tuple(self._ids),
+            self._ids,
             delta_text,
             delta_ids,
-            None if self._logprobs is None else tuple(self._logprobs),
+            self._logprobs,
             self.finish_reason,
             self._stop_reason,
             self._error,

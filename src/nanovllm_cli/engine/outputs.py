@@ -1,12 +1,15 @@
 """What the engine hands to its callers: the state of a request after a step.
 
 Texts and id lists are cumulative; `delta_text` and `delta_ids` are what the last step added, so that a stream costs
-what it prints. A caller that keeps an output keeps a snapshot: nothing here is changed after it was handed out.
+what it prints. A caller that keeps an output keeps a snapshot: nothing that it can read here changes after it was handed
+out. Ids and logprobs are copied when somebody reads them, so that a step's cost does not grow with the answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -14,10 +17,12 @@ from nanovllm_cli.engine.plan import TokenLogprobs
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CompletionOutput:
     """One of the `n` answers to a request.
 
+    ids, all_logprobs: the answer's own lists, which grow on; `token_ids` and `logprobs` are the first `num_tokens` of them,
+        by default as many as there are now.
     finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the
         context.
     stop_reason: the stop string or stop id that ended it; None for the model's own end.
@@ -26,13 +31,34 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    ids: Sequence[int] = field(repr=False)
     delta_text: str
     delta_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    all_logprobs: Sequence[TokenLogprobs] | None = field(default=None, repr=False)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    num_tokens: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            object.__setattr__(self, "num_tokens", len(self.ids))
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self.ids[: self.num_tokens])
+
+    @cached_property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """One for each token, where they were asked for."""
+        return None if self.all_logprobs is None else tuple(self.all_logprobs[: self.num_tokens])
+
+    @property
+    def delta_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Those of `delta_ids`."""
+        if self.all_logprobs is None:
+            return None
+        return tuple(self.all_logprobs[self.num_tokens - len(self.delta_ids) : self.num_tokens])
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,15 +92,15 @@ class _Told:
         num_ids, num_chars = before
         if answer.finish_reason is not None:
             self.answers[answer.index] = _ENDED
-        elif (len(answer.token_ids), len(answer.text)) == before:
+        elif (answer.num_tokens, len(answer.text)) == before:
             return None
         else:
-            self.answers[answer.index] = len(answer.token_ids), len(answer.text)
+            self.answers[answer.index] = answer.num_tokens, len(answer.text)
         return Piece(
             answer.index,
             answer.text[num_chars:],
-            list(answer.token_ids[num_ids:]),
-            None if answer.logprobs is None else list(answer.logprobs[num_ids:]),
+            list(answer.ids[num_ids : answer.num_tokens]),
+            None if answer.all_logprobs is None else list(answer.all_logprobs[num_ids : answer.num_tokens]),
             answer.finish_reason,
             answer.stop_reason,
             answer.error,

@@ -1,0 +1,107 @@
+"""Several readers of one engine, in any threads: every step serves all requests, and each reader gets what is its own.
+
+Threads take turns, one step each, so their requests run together. A stream that nobody holds any more is closed by the
+garbage collector, at any point of the program, even in the middle of a step: what it asked for then ends behind that step.
+A process that was forked from the one that loaded the model has neither its threads nor its device, and is told so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm_cli.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Readers:
+    """use() the engine to add requests, step() until they are finished, and drop() them in the end.
+
+    Each but drop raises UsageError in a forked process, and when the engine is closed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._process = os.getpid()
+        self._is_closed = False
+        self._turn = threading.Lock()
+        self._unread: dict[str, tuple[RequestOutput, RequestOutput]] = {}  # the first and the last of those not read
+        self._dropped: deque[str] = deque()
+
+    def use(self, action: Callable[[Engine], T]) -> T:
+        """Does something with the engine, in this thread's turn."""
+        self._check_process()
+        with self._turn:
+            if self._is_closed:
+                raise UsageError("this model is closed", "load it again")
+            self._end_dropped()
+            result = action(self._engine)
+            self._end_dropped()
+            return result
+
+    def step(self, wanted: Collection[str]) -> list[RequestOutput]:
+        """What is new of the wanted requests, after a step if nothing is. What the step does for others, such as a stream that
+        is open meanwhile, is kept until they ask: as one output, whose deltas are all that they have not read."""
+        return self.use(lambda engine: self._read(wanted) or self._step(engine, wanted))
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Ends requests, also those that are finished, whose last outputs nobody will read: now, or behind the step that is
+        under way."""
+        self._dropped.extend(request_ids)
+        if os.getpid() == self._process and self._turn.acquire(blocking=False):
+            try:
+                self._end_dropped()
+            finally:
+                self._turn.release()
+
+    def close(self) -> None:
+        """Closes the engine; a second time does nothing."""
+        self._check_process()
+        with self._turn:
+            if not self._is_closed:
+                self._is_closed = True
+                self._engine.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            hint = 'load it in the process that uses it; the start method of multiprocessing has to be "spawn"'
+            raise UsageError("this model was loaded before the process was forked", hint)
+
+    def _read(self, wanted: Collection[str]) -> list[RequestOutput]:
+        return [_joined(*self._unread.pop(request_id)) for request_id in list(self._unread) if request_id in wanted]
+
+    def _step(self, engine: Engine, wanted: Collection[str]) -> list[RequestOutput]:
+        found = []
+        for output in engine.step():
+            if output.request_id in wanted:
+                found.append(output)
+            else:
+                first, _ = self._unread.get(output.request_id, (output, output))
+                self._unread[output.request_id] = (first, output)
+        return found
+
+    def _end_dropped(self) -> None:
+        while self._dropped and not self._is_closed:
+            request_id = self._dropped.popleft()
+            self._engine.abort(request_id)
+            self._unread.pop(request_id, None)
+
+
+def _joined(first: RequestOutput, last: RequestOutput) -> RequestOutput:
+    """`last`, with deltas that begin where those of `first` do."""
+    if first is last:
+        return last
+    return dataclasses.replace(last, outputs=tuple(map(_joined_answer, first.outputs, last.outputs)))
+
+
+def _joined_answer(first: CompletionOutput, last: CompletionOutput) -> CompletionOutput:
+    num_ids = first.num_tokens - len(first.delta_ids)
+    num_chars = len(first.text) - len(first.delta_text)
+    return dataclasses.replace(last, delta_text=last.text[num_chars:], delta_ids=last.token_ids[num_ids:])
