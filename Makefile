@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Where this is set (images of containers like to), each of the suite's hundreds of Pythons compiles torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check lint kernels clean
 
 demo: $(VENV)/.installed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
+gc.disable()  # until everything is collected, for nothing of it goes away
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
 
 LONGEST = (
@@ -21,3 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     servers = len(LONGEST) // 2
     items.sort(key=lambda item: places.get(item.path.stem, servers if item.path.stem.startswith("test_server") else len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no later pass looks at its millions of objects again."""
+    gc.enable()
+    gc.freeze()

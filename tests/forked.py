@@ -69,7 +69,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def run(
-    command: Sequence[str], *, input: Any = None, timeout: float | None = 120, check: bool = False,
+    command: Sequence[str], *, input: Any = None, timeout: float | None = 240, check: bool = False,
     capture_output: bool = False, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
     """As subprocess.run does."""

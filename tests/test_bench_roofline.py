@@ -50,6 +50,14 @@ def test_a_measurement_has_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(found.read_gb_s, *found.gflops.values()) > 0
 
 
+def test_a_child_process_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels that are compiled already, and a cache of its own."""
+    monkeypatch.setattr(module, "_cache_path", lambda: tmp_path / "roofline.json")
+    found = roofline(threads=1, seconds=0.001)
+    assert set(found.gflops) == {"fp32", "bf16", "int8"}
+    assert roofline(threads=1) == found
+
+
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the child process was asked; it answers with the number of the call as the bandwidth."""

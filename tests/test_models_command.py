@@ -305,6 +305,15 @@ def test_memory_and_speed_by_hand(commands: Commands, home: Path, folders: dict[
     assert rows[None]["prefill"] == pytest.approx(512 / (work / 200e9))
 
 
+def test_the_machine_is_as_kept_measured_anew_or_left_out(commands: Commands, home: Path) -> None:
+    rooflines = [planned(commands, home, "tiny", "--roofline", how) for how in ("cached", "measure", "off")]
+    assert [made["roofline"] and made["roofline"]["read_gb_s"] for made in rooflines] == [20.0, 40.0, None]
+    assert [row["decode"] is None for made in rooflines for row in made["weights"][:1]] == [False, False, True]
+    table = commands.run("plan", "tiny", "--roofline", "off", "--device", "cpu")
+    assert "GB/s" not in table.out
+    assert "speeds are" not in table.out
+
+
 def test_what_does_not_fit_is_said(commands: Commands, home: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """A config of a large model, and a file as long as that; nobody could load its zeros."""
     large = tmp_path / "large"

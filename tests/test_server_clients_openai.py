@@ -18,8 +18,6 @@ from pydantic import BaseModel
 
 from live_server import LiveServer, live_server
 
-openai = pytest.importorskip("openai")
-
 ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 16, "temperature": 0}
 WEATHER = {
     "type": "function",
@@ -36,13 +34,19 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
+def openai() -> Any:
+    """Not imported by processes that run other files."""
+    return pytest.importorskip("openai", reason="the openai package is not installed")
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with live_server("tiny") as server:
         yield server
 
 
 @pytest.fixture
-def client(server: LiveServer) -> Iterator[Any]:
+def client(openai: Any, server: LiveServer) -> Iterator[Any]:
     with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -54,7 +58,7 @@ class Animal(BaseModel):
     legs: list[bool] | None
 
 
-def test_models(client: Any) -> None:
+def test_models(openai: Any, client: Any) -> None:
     [model] = client.models.list().data
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").object == "model"
@@ -169,7 +173,7 @@ def test_embeddings_as_numbers_and_as_base64(client: Any) -> None:
     assert answer.usage.total_tokens > 0
 
 
-def test_errors_are_the_packages_own(client: Any) -> None:
+def test_errors_are_the_packages_own(openai: Any, client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{**ASK, "temperature": -1})
     assert refused.value.param == "temperature"
@@ -189,7 +193,7 @@ def test_raw_answers_have_request_ids(client: Any) -> None:
         assert list(streaming.iter_lines())[-2:] == ["data: [DONE]", ""]
 
 
-def test_many_at_once_by_the_asynchronous_client(server: LiveServer) -> None:
+def test_many_at_once_by_the_asynchronous_client(openai: Any, server: LiveServer) -> None:
     async def scenario() -> None:
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as client:
 

@@ -13,9 +13,6 @@ from pydantic import BaseModel
 from live_server import LiveServer, live_server
 from responses_spec import check_event
 
-openai = pytest.importorskip("openai", reason="the openai package is not installed")
-anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
-
 STORY = "Tell me a story about a little girl"
 MESSAGES: Any = [{"role": "user", "content": STORY}]
 PARAMETERS = {
@@ -40,18 +37,30 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
+def openai() -> Any:
+    """Not imported by processes that run other files."""
+    return pytest.importorskip("openai", reason="the openai package is not installed")
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """Not imported by processes that run other files."""
+    return pytest.importorskip("anthropic", reason="the anthropic package is not installed")
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with live_server("tiny") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def oai(server: LiveServer) -> Any:
+def oai(openai: Any, server: LiveServer) -> Any:
     return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")
-def claude(server: LiveServer) -> Any:
+def claude(anthropic: Any, server: LiveServer) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
 
@@ -114,7 +123,7 @@ def test_a_named_tool_as_a_stream(oai: Any) -> None:
     assert "".join(pieces) == call.arguments
 
 
-def test_retrieve_delete_and_input_items(oai: Any) -> None:
+def test_retrieve_delete_and_input_items(openai: Any, oai: Any) -> None:
     response = oai.responses.create(model="tiny", input=STORY, max_output_tokens=4)
     assert oai.responses.retrieve(response.id).output_text == response.output_text
     assert [item.content[0].text for item in oai.responses.input_items.list(response.id)] == [STORY]
@@ -137,7 +146,7 @@ def test_logprobs(oai: Any) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
-def test_errors(oai: Any) -> None:
+def test_errors(openai: Any, oai: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         oai.responses.create(model="tiny", input="story " * 3000, max_output_tokens=4)
     assert refused.value.code == "context_length_exceeded"
@@ -148,7 +157,7 @@ def test_errors(oai: Any) -> None:
         oai.responses.create(model="tiny", input="hi", text=schema)
 
 
-def test_async_streams_side_by_side(server: LiveServer) -> None:
+def test_async_streams_side_by_side(openai: Any, server: LiveServer) -> None:
     async def one(client: Any) -> str:
         text = ""
         async for event in await client.responses.create(
@@ -252,7 +261,7 @@ def test_a_changing_billing_header_finds_the_prompt_in_the_cache(claude: Any) ->
     assert second.cache_read_input_tokens >= first.input_tokens - 32
 
 
-def test_models_for_anthropics_client(claude: Any) -> None:
+def test_models_for_anthropics_client(anthropic: Any, claude: Any) -> None:
     [model] = list(claude.models.list(limit=1))
     assert (model.id, model.type) == ("tiny", "model")
     assert claude.models.retrieve("tiny").created_at == model.created_at
@@ -260,7 +269,7 @@ def test_models_for_anthropics_client(claude: Any) -> None:
         claude.models.retrieve("nope")
 
 
-def test_errors_of_messages(claude: Any) -> None:
+def test_errors_of_messages(anthropic: Any, claude: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": "story " * 3000}])
     assert "prompt is too long" in str(refused.value)
@@ -271,7 +280,7 @@ def test_errors_of_messages(claude: Any) -> None:
         claude.messages.create(model="tiny", max_tokens=4, messages=[{"role": "user", "content": [image]}])
 
 
-def test_async_messages(server: LiveServer) -> None:
+def test_async_messages(anthropic: Any, server: LiveServer) -> None:
     async def several() -> list[str]:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
 

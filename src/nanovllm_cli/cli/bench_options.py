@@ -10,7 +10,16 @@ from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.bench_output import Plot, Report
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, option
-from nanovllm_cli.cli.options import ActivationsChoice, Deterministic, Device, DType, ModelNames, Offline, Revision
+from nanovllm_cli.cli.options import (
+    ActivationsChoice,
+    Deterministic,
+    Device,
+    DType,
+    ModelNames,
+    Offline,
+    Revision,
+    RooflineChoice,
+)
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 
@@ -149,14 +158,7 @@ class BenchOutputOptions:
     ] = False
     report: Report = None
     plot: Plot = False
-    roofline: Annotated[
-        Literal["cached", "measure", "off"],
-        option(
-            "--roofline",
-            help="This machine's limits, beside the results: as kept from an earlier run, measured anew, or not at all. [cached]",
-            panel=OUTPUT,
-        ),
-    ] = "cached"  # fmt: skip
+    roofline: RooflineChoice = "cached"
 
 
 def sweep_of(models: list[str], model: BenchModelOptions, tests: TestOptions, engine: BenchEngineOptions) -> sweep.Sweep:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, cast
 import typer
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, SAMPLING, option
+from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option
 from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType, Policy
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -69,6 +69,14 @@ Quant = Annotated[
         panel=MODEL, metavar="FORMAT",
     ),
 ]  # fmt: skip
+RooflineChoice = Annotated[
+    Literal["cached", "measure", "off"],
+    option(
+        "--roofline",
+        help="What this machine can do at most: as kept from an earlier run, measured anew, or nothing is said of it. [cached]",
+        panel=OUTPUT,
+    ),
+]
 ChatTemplateChoice = Annotated[
     str | None,
     option(

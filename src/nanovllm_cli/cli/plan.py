@@ -16,7 +16,7 @@ from nanovllm_cli.cli import log, parsers, signals
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, option
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.options import MessageOptions, RooflineChoice, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.records import peak_memory_bytes
@@ -62,6 +62,7 @@ class PlanOptions:
             "--check", help="Load the model (download it first), measure the machine anew, compare.", panel=OUTPUT, envvar=None
         ),
     ] = False
+    roofline: RooflineChoice = "cached"
     json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
 
     def config(self) -> EngineConfig:
@@ -150,12 +151,15 @@ def _files(found: ResolvedModel | RemoteModel, progress: ProgressLine) -> Iterat
 
 
 def _speed(device: str, options: PlanOptions, screen: Console) -> Speed | None:
-    """Of this machine, measured once, and anew to be compared with what happens now. None where it can't be measured."""
+    """Of this machine, measured once, and anew to be compared with what happens now. None where it can't or shall not be."""
+    if options.roofline == "off":
+        return None
     from nanovllm_cli.bench.roofline import roofline
     from nanovllm_cli.planning.estimate import Speed
 
+    fresh = options.check or options.roofline == "measure"
     try:
-        return Speed(*roofline(device, options.threads, fresh=options.check, progress=ProgressLine(screen)))
+        return Speed(*roofline(device, options.threads, fresh=fresh, progress=ProgressLine(screen)))
     except NanovllmError as error:
         screen.say(f"nothing is said of speed: {error.message}")
         return None
