@@ -131,7 +131,7 @@ def _exact_until(ids: Ints, weights: Ints, share: float) -> Ints:
 
 
 def exact_edits(logits: Floats32, edits: Sequence[NDArray[np.float32]]) -> Floats32:
-    """logits after what `kernels.cpu_sampling.adjust_rows` says of a row's edits."""
+    """logits after what `kernels.cpu_sampling.edit_rows` says of a row's edits."""
     logits = logits.copy()
     for token, scale, minus, then_minus in (edit for part in edits for edit in part):
         x = logits[int(token)]
@@ -140,7 +140,13 @@ def exact_edits(logits: Floats32, edits: Sequence[NDArray[np.float32]]) -> Float
 
 
 def adjusted_row(logits: Floats32, state: SequenceState) -> Floats32:
-    """What the kernel makes of a row by one sequence's parameters and history."""
+    """What the kernels make of a row by one sequence's parameters and history."""
     source, copy = logits[None].copy(), np.empty((1, len(logits)), dtype=np.float32)
-    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(source, [0]), [state.allowed], [state.edits()], copy)
-    return copy[0]
+    cpu_sampling.edit_rows(cpu_sampling.row_addresses(source, [0]), [state.edits()], copy)
+    return copy[0] if state.allowed is None else masked(copy[0], state.allowed)
+
+
+def masked(logits: Floats32, words: NDArray[np.uint32]) -> Floats32:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)] > 0
+    allowed = np.pad(bits, (0, len(logits) - len(bits)))
+    return np.where(allowed, logits, np.float32(-np.inf))

@@ -165,6 +165,32 @@ def test_what_a_schema_lets_through_is_valid(schema: dict[str, Any]) -> None:
     assert found >= 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_object", ""),
+        ("choice", '["yes", "yesterday", "ab{\\"x"]'),
+        ("lark", 'start: "a" <|stop|> "b" | /[a-c]+/ "thinking" ";"+'),
+        ("json_schema", '{"type": "object", "properties": {"think": {"enum": ["true", "yes"]}, "a": {"type": "integer"}}}'),
+        *(("regex", each) for each in REGEXES),
+    ],
+)
+def test_asking_for_one_token_says_what_the_mask_says(kind: str, text: str) -> None:
+    """Where texts are forced, too: a mask has only the beginning that the tokenizer would take."""
+    for seed in range(3):
+        followed, rng = guide(kind, text), random.Random(seed)
+        for _ in range(12):
+            asked = {i for i in range(-1, len(TOKENS) + 9) if followed.surely_allows(i)}
+            allowed = ids_of(followed.copy().allowed_mask())
+            if followed.is_complete or not followed.may_say:
+                assert not asked
+                break
+            assert asked == allowed - {STOP, OTHER_STOP}
+            if not asked:
+                break
+            followed.accept(rng.choice(sorted(asked)))
+
+
 @given(st.integers(0, 2**32), st.integers(0, MAX_ROLLBACK))
 @settings(max_examples=40, deadline=None)
 def test_rolling_back_leaves_no_trace(seed: int, taken_back: int) -> None:

@@ -19,7 +19,7 @@ from nanovllm_cli.kernels import cpu, cpu_sampling
 from nanovllm_cli.kernels.cpu_sampling import RowLogprobs
 from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, UNIFORM, XTC_THRESHOLD
 from nanovllm_cli.sampling_params import SamplingParams
-from sampler_reference import NearTie, distribution, exact_draw, exact_edits, exact_weights, softmax
+from sampler_reference import NearTie, distribution, exact_draw, exact_edits, exact_weights, masked, softmax
 
 Row = NDArray[np.float32]
 
@@ -36,7 +36,8 @@ def setting(params: SamplingParams, uniform: float, exclude_top: bool) -> list[f
 
 def draw_token(logits: Row, params: SamplingParams, uniform: float, exclude_top: bool) -> int:
     rows = cpu_sampling.row_addresses(logits[None], [0])
-    drawn: int = cpu_sampling.draw_tokens(rows, len(logits), np.array([setting(params, uniform, exclude_top)]))[0]
+    table = np.array([setting(params, uniform, exclude_top)])
+    drawn: int = cpu_sampling.draw_tokens(rows, len(logits), table, [None], rows)[0][0]
     return drawn
 
 
@@ -174,7 +175,7 @@ def test_rows_of_a_batch_are_drawn_each_by_its_own_settings(threads: int) -> Non
     asked = [(SamplingParams(**kinds[i % 6]), float(random.random()), i % 6 == 5) for i in range(len(which))]  # type: ignore[arg-type]
     cpu.set_num_threads(threads)
     rows, table = cpu_sampling.row_addresses(logits, which), np.array([setting(*each) for each in asked])
-    drawn = cpu_sampling.draw_tokens(rows, 3001, table).tolist()
+    drawn = cpu_sampling.draw_tokens(rows, 3001, table, [None] * len(which), rows)[0].tolist()
     for i, (found, (params, uniform, exclude_top)) in enumerate(zip(drawn, asked, strict=True)):
         if which[i] in (3, 6):
             assert found == (NOT_FINITE if which[i] == 3 else NOTHING_LEFT)
@@ -185,15 +186,11 @@ def test_rows_of_a_batch_are_drawn_each_by_its_own_settings(threads: int) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 95, 1000])
-def test_rows_are_masked_and_then_edited_in_order(size: int) -> None:
+def test_rows_are_edited_in_order(size: int) -> None:
     random, logits = np.random.default_rng(size), np.stack([row(size, seed) for seed in range(6)])
     before = logits.copy()
     logits[4, size // 2] = np.inf
     which = [5, 0, 0, 4, 2, 3]
-    allowed = random.random((6, size)) < 0.7
-    masks = [None, cpu_sampling.packed_bits(allowed[1]), None, *map(cpu_sampling.packed_bits, allowed[3:])]
-    masks[5] = masks[5][: size // 64]  # type: ignore[index]
-    allowed[[0, 2]], allowed[5, 32 * (size // 64) :] = True, False
     edits = []
     for i in range(6):
         edits.append([cpu_sampling.no_change(random.integers(0, size, count)) for count in (0, i, 40)])
@@ -201,23 +198,57 @@ def test_rows_are_masked_and_then_edited_in_order(size: int) -> None:
             part[:, 1:] = np.abs(random.standard_normal((len(part), 3))) + 0.1
             part[:1, 2] = np.inf
     copies = np.empty_like(logits)
-    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(logits, which), masks, edits, copies)
+    cpu_sampling.edit_rows(cpu_sampling.row_addresses(logits, which), edits, copies)
     for i, source in enumerate(which):
         if source == 4:
             assert np.isnan(copies[i, 0])
         else:
-            assert np.array_equal(
-                copies[i], exact_edits(np.where(allowed[i], before[source], -np.inf).astype(np.float32), edits[i])
-            )
+            assert np.array_equal(copies[i], exact_edits(before[source], edits[i]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    params=filters(), exclude_top=st.booleans(), size=st.sampled_from([1, 31, 33, 64, 65, 129, 700, 4097]),
+    share=st.sampled_from([0.0, 0.01, 0.1, 0.7, 1.0]), num_words=st.integers(0, 130), seed=st.integers(0, 999),
+    uniform=st.floats(0, 1 - 2**-53),
+)  # fmt: skip
+def test_a_draw_under_a_mask_is_that_of_what_it_allows(
+    params: SamplingParams, exclude_top: bool, size: int, share: float, num_words: int, seed: int, uniform: float
+) -> None:
+    """Also where the mask ends before the row, and where scratch is the row itself."""
+    logits, random = row(size, seed), np.random.default_rng(seed)
+    mask = cpu_sampling.packed_bits((random.random(size) < share) & np.repeat(random.random(size // 64 + 1) < 0.7, 64)[:size])
+    mask = mask[:num_words]
+    under = masked(logits, mask)
+    for asked in (params, SamplingParams(temperature=0)):
+        mine, others = logits[None].copy(), np.full((1, size), np.nan, np.float32)
+        rows = cpu_sampling.row_addresses(mine, [0])
+        for scratch in (cpu_sampling.row_addresses(others, [0]), rows):
+            table = np.array([setting(asked, uniform, exclude_top)])
+            (drawn,), (top,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
+            if (under == -np.inf).all():
+                assert drawn == NOTHING_LEFT
+            else:
+                assert drawn == (under.argmax() if asked.is_greedy else exact_draw(under, asked, uniform, exclude_top))
+            assert top == (under.max() == logits.max())
+
+
+def test_a_row_that_is_not_finite_says_so_under_any_mask() -> None:
+    for value in (np.nan, np.inf):
+        logits = row(200, 1)[None]
+        logits[0, 150] = value
+        for allowed in (range(10), [150], []):
+            mask = cpu_sampling.packed_bits(np.isin(np.arange(200), list(allowed)))
+            rows, table = cpu_sampling.row_addresses(logits, [0]), np.array([setting(SamplingParams(), 0.5, False)])
+            assert cpu_sampling.draw_tokens(rows, 200, table, [mask], rows)[0].tolist() == [NOT_FINITE]
 
 
 def test_an_edit_outside_the_row_is_refused() -> None:
     logits = np.zeros((1, 40), np.float32)
     for token in (-1, 40):
         with pytest.raises(AssertionError):
-            cpu_sampling.adjust_rows(
+            cpu_sampling.edit_rows(
                 cpu_sampling.row_addresses(logits, [0]),
-                [None],
                 [[cpu_sampling.no_change([token])]],
                 np.empty_like(logits),
             )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, DryBreakers, DryHistory
-from nanovllm_cli.kernels.cpu_sampling_rows import MINUS, SCALE, THEN_MINUS, TOKEN
+from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS, TOKEN
 from nanovllm_cli.sampling_params import SamplingParams
 
 VOCAB = 6

@@ -78,6 +78,24 @@ class Guide:
         return self.matcher is not None and place.part != "inside" and place.follows and not self.is_complete
 
     @property
+    def may_say(self) -> bool:
+        """Whether `surely_allows` is worth a question."""
+        place = self._place
+        if self.matcher is None or place.forced:
+            return False
+        return place.part == "inside" or (place.part == "answer" and self.asks_matcher)
+
+    def surely_allows(self, token_id: int) -> bool:
+        """Whether the next mask allows a token, in some microseconds. False is no answer: then the mask says."""
+        if self.matcher is None or not self.may_say or token_id in self._stop_ids:
+            return False
+        if not (0 <= token_id < self._vocabulary.end_id):
+            return False
+        if self._place.part == "inside":
+            return bool(self._vocabulary.tokens[token_id])
+        return token_id not in self._vocabulary.special_ids and self.matcher.allows(token_id)
+
+    @property
     def is_complete(self) -> bool:
         """The answer is what the constraint asks for, and nothing can follow."""
         if self.matcher is None or self._place.part != "answer":

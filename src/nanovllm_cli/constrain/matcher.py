@@ -33,6 +33,16 @@ class Matcher:
         self.check()
         return words
 
+    def allows(self, token_id: int) -> bool:
+        """Whether `allowed_mask` has this token, which is no special one's. Where a text is forced, that is the first token of
+        the text as the tokenizer writes it, and no other beginning of it."""
+        forced = self.inner.compute_ff_tokens()
+        if forced:
+            return token_id == forced[0]
+        is_allowed = self.inner.validate_tokens([token_id]) == 1
+        self.check()
+        return is_allowed
+
     def accept(self, token_id: int) -> None:
         if not self.inner.consume_token(token_id):
             self.check()

@@ -7,7 +7,7 @@ may end is a bit of every mask, and which of the model's tokens end an answer is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 
 import llguidance
@@ -19,6 +19,8 @@ Words = NDArray[np.uint32]
 
 _GUARD = "\n"
 _END_NAME = b"<end of the answer>"
+_MAX_KNOWN = 4096
+_MAX_KNOWN_CHARS = 200
 
 
 class Vocabulary:
@@ -94,10 +96,15 @@ class _Wrapped:
         self.tokens = [*vocabulary.tokens, _END_NAME]
         self.special_token_ids = [*sorted(vocabulary.special_ids), vocabulary.end_id]
         self._encode = vocabulary.encode
+        # llguidance asks in every place where a text is forced, and grammars force the same texts again and again.
+        self._known_ids = lru_cache(_MAX_KNOWN)(self._ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens that spell exactly this text: SentencePiece would put a space before it."""
         text = text.decode() if isinstance(text, bytes) else text
+        return list(self._known_ids(text) if len(text) <= _MAX_KNOWN_CHARS else self._ids(text))
+
+    def _ids(self, text: str) -> list[int]:
+        """Tokens that spell exactly this text: SentencePiece would put a space before it."""
         data, ids = text.encode(), self._encode(text)
         if self._spelt(ids) != data:
             ids = self._encode(_GUARD + text)

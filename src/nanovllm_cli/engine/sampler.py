@@ -17,6 +17,12 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
     typical_p, top_p, XTC    in llama.cpp's order, each on what is left, renormalized
     draw
 
+**A constraint is asked afterwards** where its answer is most likely yes: where it allowed the last draw's largest logit. What is
+drawn without a mask and turns out to be allowed is kept; if it is not, the mask is computed, and the draw repeated under it with
+another random number. For a greedy request that is the same token. For one that filters nothing it is the same distribution: p of
+a token, and its share of what is refused, p + (1 - A) * p / A = p / A, where A is what is allowed. Requests with filters, which
+choose among what is allowed, get their masks first. Which way a draw goes depends on the sequence's own past alone.
+
 vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
 top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
 cannot matter. All rows of a step are changed and drawn from together, in compiled code; a sequence by itself only keeps the
@@ -29,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,7 +45,7 @@ from nanovllm_cli.constrain.compiler import Compiler
 from nanovllm_cli.constrain.masks import MaskThread
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
-from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
+from nanovllm_cli.engine.sampling_random import DRAW_AGAIN, DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
 from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import (
@@ -47,15 +54,16 @@ from nanovllm_cli.kernels.cpu_sampling import (
     Ids,
     RowLogprobs,
     Words,
-    adjust_rows,
     as_rows,
     draw_tokens,
+    edit_rows,
+    has_bit,
     largest,
     logprobs,
     mask_words,
     row_addresses,
 )
-from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, TEMPERATURE, UNIFORM, XTC_THRESHOLD
+from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, TEMPERATURE, UNIFORM, XTC_THRESHOLD
 
 Mask = torch.Tensor | Words | None
 
@@ -136,8 +144,10 @@ class Sampler:
         self._refused.pop(seq_id, None)
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
-        """Begins to compute what constraints allow these sequences; before the model runs, so that it costs no time."""
-        guides = {seq_id: state.guide for seq_id in seq_ids if (state := self._states.get(seq_id)) and state.guide}
+        """Begins to compute what constraints allow these sequences; before the model runs, so that it costs no time. Those that
+        draw first are asked about afterwards."""
+        states = ((seq_id, self._states.get(seq_id)) for seq_id in seq_ids)
+        guides = {seq_id: state.guide for seq_id, state in states if state and state.guide and not state.draws_first}
         if guides:
             self._mask_thread.start(guides)
 
@@ -155,58 +165,103 @@ class Sampler:
         (`kernels.cpu_sampling.mask_words`), or None for all of them; by default what its constraint allows.
         """
         rows = range(len(seq_ids)) if rows is None else rows
-        settled = {seq_id: Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids if seq_id in self._refused}
+        draws = [
+            _Draw(seq_id, self._states[seq_id], row)
+            for seq_id, row in zip(seq_ids, rows, strict=True)
+            if seq_id not in self._refused
+        ]
         if masks is None:
-            masks = self._masks(seq_ids, settled)
-        if settled:
-            wanted = [index for index, seq_id in enumerate(seq_ids) if seq_id not in settled]
-            drawn = self.sample(
-                [seq_ids[i] for i in wanted], logits, [rows[i] for i in wanted], [masks[i] for i in wanted]
-            )
-            settled |= {entry.seq_id: entry for entry in drawn}
-            return [settled[seq_id] for seq_id in seq_ids]
-        states = [self._states[seq_id] for seq_id in seq_ids]
-        if all(state.takes_the_largest for state in states) and all(mask is None for mask in masks):
-            ids, values = largest(logits)
-            return [
-                self._take_largest(seq_id, state, ids[row], values[row])
-                for seq_id, state, row in zip(seq_ids, states, rows, strict=True)
-            ]
-        if not seq_ids:
-            return []
+            guided = [draw for draw in draws if draw.state.guide is not None]
+            first = [draw for draw in guided if draw.state.draws_first]
+            self._put_masks([draw for draw in guided if not draw.state.draws_first])
+            self._draw(draws, logits, DRAW_TOKEN)
+            self._ask_constraints(first, logits)
+        else:
+            given = dict(zip(seq_ids, masks, strict=True))
+            for draw in draws:
+                draw.mask = given[draw.seq_id]
+            self._draw(draws, logits, DRAW_TOKEN)
+        self._put_logprobs(draws, logits)
+        drawn = {draw.seq_id: draw.taken() for draw in draws}
+        return [drawn.get(seq_id) or Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids]
+
+    def _put_masks(self, draws: Sequence[_Draw]) -> None:
+        """What constraints allow. Whoever draws nothing, being at its end or in error, is settled."""
+        for draw in draws:
+            guide = draw.state.guide
+            assert guide is not None
+            try:
+                draw.mask = self._mask_thread.mask(draw.seq_id, guide)
+                draw.ends = guide.is_complete
+            except Exception as error:  # whatever it is, the other sequences go on
+                draw.error = _reason(error)
+
+    def _ask_constraints(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
+        """Of what was drawn without a mask, keeps what is allowed; the rest is drawn again under its mask."""
+        unknown = [draw for draw in draws if draw.is_open and not draw.is_known_allowed()]
+        if not unknown:
+            return
+        self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.is_open and draw.state.guide})
+        self._put_masks([draw for draw in unknown if draw.is_open])
+        self._draw([draw for draw in unknown if draw.is_open and not draw.is_in_mask], logits, DRAW_AGAIN)
+
+    def _draw(self, draws: Sequence[_Draw], logits: torch.Tensor, purpose: int) -> None:
+        """A token for each that is not settled, by the random numbers of this purpose."""
+        draws = [draw for draw in draws if draw.is_open]
+        if all(draw.state.takes_the_largest and draw.mask is None for draw in draws):
+            best, values = largest(logits) if draws else ([], [])
+            for draw in draws:
+                value = values[draw.row]
+                draw.found(best[draw.row] if math.isfinite(value) else NOTHING_LEFT if value == -math.inf else NOT_FINITE)
+            return
+        states = [draw.state for draw in draws]
+        allowed: list[Words | None] = [None] * len(draws)
+        edits: list[list[Edits]] = [[] for _ in draws]
+        for index, draw in enumerate(draws):
+            try:
+                allowed[index] = _allowed(draw.state, draw.mask)
+                with np.errstate(all="ignore"):
+                    edits[index] = draw.state.edits()
+            except Exception as error:  # whatever it is, the other sequences go on
+                draw.error = _reason(error)
         matrix = as_rows(logits)
         assert matrix.shape[1] == self._vocab_size
-        originals = row_addresses(matrix, rows)
-        sources, errors = self._adjusted(states, originals, masks)
-        ids = draw_tokens(sources, self._vocab_size, _settings(states)).tolist()
-        for index, token_id in enumerate(ids):
-            if token_id < 0:
-                errors.setdefault(index, _NOT_FINITE if token_id == NOT_FINITE else _NOTHING_LEFT)
-        asking = [i for i, state in enumerate(states) if state.params.logprobs is not None and i not in errors]
-        found = dict(zip(asking, self._logprobs(originals, asking, ids, states), strict=True))
-        drawn = []
-        for index, (seq_id, state, token_id) in enumerate(zip(seq_ids, states, ids, strict=True)):
-            if index in errors:
-                drawn.append(Drawn(seq_id, [], error=errors[index]))
-                continue
-            drawn.append(_taken(seq_id, state, token_id, found.get(index)))
-        return drawn
+        sources, scratch = self._edited(row_addresses(matrix, [draw.row for draw in draws]), edits, allowed)
+        ids, tops = draw_tokens(sources, self._vocab_size, _settings(states, purpose), allowed, scratch)
+        for draw, token_id, top in zip(draws, ids.tolist(), tops.tolist(), strict=True):
+            draw.found(token_id)
+            if draw.mask is not None:
+                draw.state.expects_allowed = top
 
-    def _masks(self, seq_ids: Sequence[int], settled: dict[int, Drawn]) -> list[Mask]:
-        """What constraints allow, in order of seq_ids. Who draws nothing, being at its end or in error, goes into `settled`."""
-        masks: list[Mask] = [None] * len(seq_ids)
-        for index, seq_id in enumerate(seq_ids):
-            state = self._states.get(seq_id)
-            if state is None or state.guide is None:
-                continue
-            try:
-                masks[index] = self._mask_thread.mask(seq_id, state.guide)
-            except Exception as error:  # whatever it is, the other sequences go on
-                settled[seq_id] = Drawn(seq_id, [], error=_reason(error))
-                continue
-            if state.guide.is_complete:
-                settled[seq_id] = Drawn(seq_id, [], ends=True)
-        return masks
+    def _edited(
+        self, rows: Ids, edits: Sequence[Sequence[Edits]], allowed: Sequence[Words | None]
+    ) -> tuple[Ids, Ids]:
+        """Where rows are drawn from, which is at their own addresses where nothing edits them, and where a masked one may be
+        written: copies in this sampler's scratch."""
+        edited = [index for index, parts in enumerate(edits) if any(map(len, parts))]
+        masked = [index for index, words in enumerate(allowed) if words is not None and index not in edited]
+        places = edited + masked
+        if not places:
+            return rows, rows
+        if len(self._scratch) < len(places):
+            self._scratch = np.empty((len(places), self._vocab_size), dtype=np.float32)
+        if edited:
+            edit_rows(rows[edited], [edits[index] for index in edited], self._scratch[: len(edited)])
+        sources, scratch = rows.copy(), rows.copy()
+        scratch[places] = row_addresses(self._scratch, range(len(places)))
+        sources[edited] = scratch[edited]
+        return sources, scratch
+
+    def _put_logprobs(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
+        """Of the token drawn by each of those asking, in the model's own logits."""
+        asking = [draw for draw in draws if draw.is_open and draw.state.params.logprobs is not None]
+        if not asking:
+            return
+        rows = row_addresses(matrix := as_rows(logits), [draw.row for draw in asking])
+        num_top = [draw.state.params.logprobs or 0 for draw in asking]
+        found = logprobs(rows, matrix.shape[1], [draw.token_id for draw in asking], num_top)
+        for draw, entry in zip(asking, found, strict=True):
+            draw.logprobs = [_token_logprobs(draw.token_id, entry)]
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
@@ -220,55 +275,56 @@ class Sampler:
         found = logprobs(row_addresses(matrix, range(len(targets))), matrix.shape[1], targets, [num] * len(targets))
         return [_token_logprobs(target, entry) for target, entry in zip(targets, found, strict=True)]
 
-    def _take_largest(self, seq_id: int, state: SequenceState, token_id: int, logit: float) -> Drawn:
-        if not np.isfinite(logit):
-            return Drawn(seq_id, [], error=_NOTHING_LEFT if logit == -np.inf else _NOT_FINITE)
-        return _taken(seq_id, state, token_id)
 
-    def _adjusted(
-        self, states: Sequence[SequenceState], rows: Ids, masks: Sequence[Mask]
-    ) -> tuple[Ids, dict[int, str]]:
-        """The rows as they are drawn from: at their own addresses where nothing changes them, else copies in this sampler's
-        scratch; and by index in the batch what went wrong."""
-        changed = [i for i, state in enumerate(states) if masks[i] is not None or state.adjusts]
-        errors: dict[int, str] = {}
-        if not changed:
-            return rows, errors
-        if len(self._scratch) < len(changed):
-            self._scratch = np.empty((len(changed), self._vocab_size), dtype=np.float32)
-        copies = self._scratch[: len(changed)]
-        allowed: list[Words | None] = [None] * len(changed)
-        edits: list[list[Edits]] = [[] for _ in changed]
-        for place, index in enumerate(changed):
+@dataclass(slots=True, eq=False)
+class _Draw:
+    """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. ends: it draws nothing,
+    its constraint being fulfilled."""
+
+    seq_id: int
+    state: SequenceState
+    row: int
+    mask: Mask = None
+    token_id: int = -1
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    ends: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.error is None and not self.ends
+
+    @property
+    def is_in_mask(self) -> bool:
+        return isinstance(self.mask, np.ndarray) and has_bit(self.mask, self.token_id)
+
+    def is_known_allowed(self) -> bool:
+        """What its constraint says of the token, as far as it can without its mask."""
+        assert self.state.guide is not None
+        try:
+            return self.state.guide.surely_allows(self.token_id)
+        except Exception as error:  # whatever it is, the other sequences go on
+            self.error = _reason(error)
+            return False
+
+    def found(self, token_id: int) -> None:
+        self.token_id = token_id
+        if token_id < 0 and self.error is None:
+            self.error = _NOT_FINITE if token_id == NOT_FINITE else _NOTHING_LEFT
+
+    def taken(self) -> Drawn:
+        """Moves the sequence on."""
+        if self.error is None and not self.ends:
             try:
-                allowed[place] = _allowed(states[index], masks[index])
-                with np.errstate(all="ignore"):
-                    edits[place] = states[index].edits()
-            except Exception as error:  # whatever it is, the other sequences go on
-                errors[index] = _reason(error)
-        adjust_rows(rows[changed], allowed, edits, copies)
-        sources = rows.copy()
-        sources[changed] = row_addresses(copies, range(len(changed)))
-        return sources, errors
-
-    def _logprobs(
-        self, rows: Ids, asking: Sequence[int], ids: Sequence[int], states: Sequence[SequenceState]
-    ) -> list[list[TokenLogprobs]]:
-        """Of the token drawn by each of those asking, in the model's own logits."""
-        if not asking:
-            return []
-        num_top = [states[i].params.logprobs or 0 for i in asking]
-        token_ids = [ids[i] for i in asking]
-        found = logprobs(rows[asking], self._vocab_size, token_ids, num_top)
-        return [[_token_logprobs(token_id, entry)] for token_id, entry in zip(token_ids, found, strict=True)]
-
-
-def _taken(seq_id: int, state: SequenceState, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> Drawn:
-    try:
-        state.append(token_id)
-    except RequestError as error:
-        return Drawn(seq_id, [], error=error.message)
-    return Drawn(seq_id, [token_id], logprobs, ends=state.guide is not None and state.guide.is_complete)
+                self.state.append(self.token_id)
+            except RequestError as error:
+                self.error = error.message
+        if self.error is not None:
+            return Drawn(self.seq_id, [], error=self.error)
+        if self.ends:
+            return Drawn(self.seq_id, [], ends=True)
+        guide = self.state.guide
+        return Drawn(self.seq_id, [self.token_id], self.logprobs, ends=guide is not None and guide.is_complete)
 
 
 def _reason(error: Exception) -> str:
@@ -288,11 +344,11 @@ def _allowed(state: SequenceState, mask: Mask) -> Words | None:
     return words[:both] & state.allowed[:both]
 
 
-def _settings(states: Sequence[SequenceState]) -> NDArray[np.float64]:
+def _settings(states: Sequence[SequenceState], purpose: int) -> NDArray[np.float64]:
     """What each draw needs of its request, with its random number, and without XTC where its chance does not come up."""
     settings = np.array([state.draw_settings for state in states])
     if settings[:, TEMPERATURE].any():
-        settings[:, UNIFORM] = _uniforms(states, DRAW_TOKEN)
+        settings[:, UNIFORM] = _uniforms(states, purpose)
     if settings[:, XTC_THRESHOLD].any():
         chances = np.array([state.params.xtc_probability for state in states])
         settings[_uniforms(states, EXCLUDE_TOP_CHOICES) >= chances, XTC_THRESHOLD] = 0.0

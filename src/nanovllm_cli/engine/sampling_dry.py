@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_cli.kernels.cpu_sampling import Edits, no_change
-from nanovllm_cli.kernels.cpu_sampling_rows import MINUS
+from nanovllm_cli.kernels.cpu_sampling_edits import MINUS
 from nanovllm_cli.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]

@@ -16,6 +16,7 @@ from nanovllm_cli.kernels import cpu_sampling_random
 
 DRAW_TOKEN = 0
 EXCLUDE_TOP_CHOICES = 1
+DRAW_AGAIN = 2
 
 _32 = np.uint64(32)
 

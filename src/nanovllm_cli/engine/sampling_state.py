@@ -1,6 +1,6 @@
 """What one sequence's next draw depends on beside the model's logits: its parameters, and the tokens so far.
 
-Both as data that the whole step's rows are changed by together (`kernels.cpu_sampling.adjust_rows`): the ids it allows, and edits
+Both as data that the whole step's rows are changed by together (`kernels.cpu_sampling`): the ids it allows, and edits
 of single logits, in vLLM's order: bad words, min_tokens, logit_bias, penalties; DRY comes last, as behind llama.cpp's penalties.
 What they cost grows with what a request asks for and with its length, not with the vocabulary.
 """
@@ -14,8 +14,8 @@ import numpy as np
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_dry import DryBreakers, DryHistory
-from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, no_change, packed_bits
-from nanovllm_cli.kernels.cpu_sampling_rows import MINUS, SCALE, THEN_MINUS
+from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, is_filtered, no_change, packed_bits
+from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
 from nanovllm_cli.sampling_params import SamplingParams
 
 BadWord = tuple[int, ...]
@@ -25,6 +25,7 @@ class SequenceState:
     """One registered sequence.
 
     bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
+    expects_allowed: whether the last mask that was drawn under allowed the largest logit.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class SequenceState:
         guide: Guide | None,
     ) -> None:
         params = new.params
+        self.draw_settings = draw_settings(params)
         self.guide = guide
+        self.expects_allowed = False
+        self._may_draw_first = params.is_greedy or not is_filtered(self.draw_settings)
         self.params = params
         self.seed = new.seed
-        self.draw_settings = draw_settings(params)
         self.output_ids: list[int] = []
         self.allowed: Words | None = None
         if params.allowed_token_ids is not None:
@@ -70,6 +73,11 @@ class SequenceState:
             or self._counts
             or self._dry
         )
+
+    @property
+    def draws_first(self) -> bool:
+        """Whether the next draw is made without a mask, and its constraint asked afterwards."""
+        return self.expects_allowed and self._may_draw_first and self.guide is not None and self.guide.may_say
 
     @property
     def takes_the_largest(self) -> bool:

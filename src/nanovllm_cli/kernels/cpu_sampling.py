@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm_cli.kernels import cpu, cpu_sampling_rows
-from nanovllm_cli.kernels.cpu_sampling_rows import EDIT, SCALE, SETTINGS, TOKEN
+from nanovllm_cli.kernels import cpu, cpu_sampling_edits, cpu_sampling_rows
+from nanovllm_cli.kernels.cpu_sampling_edits import EDIT, SCALE, TOKEN
+from nanovllm_cli.kernels.cpu_sampling_rows import MIN_P_GAP, SETTINGS, UNIFORM
 from nanovllm_cli.sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
@@ -99,13 +100,19 @@ def packed_bits(allowed: NDArray[np.bool_]) -> Words:
     return words
 
 
-def adjust_rows(rows: Ids, masks: Sequence[Words | None], edits: Sequence[Sequence[Edits]], copies: Logits) -> None:
-    """The logits [V] at addresses [B] to copies [B, V]: banned but for what a row's mask allows, then its edits in order.
+def has_bit(words: Words, token_id: int) -> bool:
+    """Whether a mask allows a token."""
+    index, bit = divmod(token_id, 32)
+    return index < len(words) and bool(words[index] >> np.uint32(bit) & np.uint32(1))
+
+
+def edit_rows(rows: Ids, edits: Sequence[Sequence[Edits]], copies: Logits) -> None:
+    """The logits [V] at addresses [B] to copies [B, V], with a row's edits in order.
 
     A row that holds NaN or +inf is given NaN and nothing else, so that its draw says so.
     """
     count, vocab_size = copies.shape
-    assert len(rows) == len(masks) == len(edits) == count
+    assert len(rows) == len(edits) == count
     assert copies.dtype == np.float32
     assert copies.flags.c_contiguous
     listed = np.concatenate([np.empty((0, EDIT), np.float32), *(part for parts in edits for part in parts)])
@@ -114,14 +121,8 @@ def adjust_rows(rows: Ids, masks: Sequence[Words | None], edits: Sequence[Sequen
     assert 0 <= listed[:, TOKEN].min(initial=0) <= listed[:, TOKEN].max(initial=0) < vocab_size
     starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum([sum(map(len, parts)) for parts in edits], out=starts[1:])
-    assert all(mask is None or (mask.dtype == np.uint32 and mask.flags.c_contiguous) for mask in masks)
-    words = np.array([0 if mask is None else mask.ctypes.data for mask in masks], dtype=np.int64)
-    sizes = np.array([0 if mask is None else len(mask) for mask in masks], dtype=np.int64)
-    ints = (
-        rows.ctypes.data, count, vocab_size, words.ctypes.data, sizes.ctypes.data, listed.ctypes.data, starts.ctypes.data,
-        copies.ctypes.data,
-    )  # fmt: skip
-    cpu.launch(cpu_sampling_rows.adjust_rows, copies.size, "", ints)
+    ints = (rows.ctypes.data, count, vocab_size, listed.ctypes.data, starts.ctypes.data, copies.ctypes.data)
+    cpu.launch(cpu_sampling_edits.edit_rows, copies.size, "", ints)
 
 
 # ---- the draw ----
@@ -138,20 +139,37 @@ def draw_settings(params: SamplingParams) -> list[float]:
     ]  # fmt: skip
 
 
-def draw_tokens(rows: Ids, vocab_size: int, settings: NDArray[np.float64]) -> Ids:
-    """An id for each row of logits [V] at addresses [B], by its settings [B, SETTINGS]; NOT_FINITE or NOTHING_LEFT in its place.
+def is_filtered(settings: Sequence[float]) -> bool:
+    """Whether these `draw_settings` leave anything out."""
+    unfiltered = draw_settings(SamplingParams())
+    return list(settings[MIN_P_GAP:UNIFORM]) != unfiltered[MIN_P_GAP:UNIFORM]
 
-    Of XTC's threshold, 0 says that its chance did not come up.
+
+def draw_tokens(
+    rows: Ids, vocab_size: int, settings: NDArray[np.float64], masks: Sequence[Words | None], scratch: Ids
+) -> tuple[Ids, NDArray[np.bool_]]:
+    """An id for each row of logits [V] at addresses [B], by its settings [B, SETTINGS]; NOT_FINITE or NOTHING_LEFT in its place.
+    And whether its mask allows the largest logit.
+
+    Of XTC's threshold, 0 says that its chance did not come up. masks: what may be drawn, None for everything. scratch: addresses
+    [B] of float32 [V] that a row with a mask writes to; its own address is as good.
     """
     assert settings.shape == (len(rows), SETTINGS)
     assert settings.dtype == np.float64
     assert settings.flags.c_contiguous
-    drawn = np.empty(len(rows), dtype=np.int64)
+    assert len(rows) == len(masks) == len(scratch)
+    assert all(mask is None or (mask.dtype == np.uint32 and mask.flags.c_contiguous) for mask in masks)
+    words = np.array([0 if mask is None else mask.ctypes.data for mask in masks], dtype=np.int64)
+    sizes = np.array([-1 if mask is None else len(mask) for mask in masks], dtype=np.int64)
+    drawn, tops = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.uint8)
     work = _DRAW_WORK if settings[:, cpu_sampling_rows.TEMPERATURE].any() else _GREEDY_WORK
     work = len(rows) * vocab_size * work if len(rows) > 1 else 0
-    ints = (rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, drawn.ctypes.data)
+    ints = (
+        rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, words.ctypes.data, sizes.ctypes.data, scratch.ctypes.data,
+        drawn.ctypes.data, tops.ctypes.data,
+    )  # fmt: skip
     cpu.launch(cpu_sampling_rows.draw_rows, work, "", ints)
-    return drawn
+    return drawn, tops.view(np.bool_)
 
 
 def largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:

@@ -28,10 +28,6 @@ TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTING
 """Columns of a row's settings, float64. MIN_P_GAP: temperature * log(min_p). Off is temperature 0 (the largest wins), MIN_P_GAP
 -inf, TOP_K 0, TYPICAL_P and TOP_P 1, XTC_THRESHOLD 0."""
 
-TOKEN, SCALE, MINUS, THEN_MINUS, EDIT = range(5)
-"""Columns of an edit of one logit, float32 (exact for any id that `cpu_sampling.MAX_VOCABULARY` lets through). A positive logit
-is divided by SCALE, another multiplied; then the other two are subtracted. A ban subtracts infinity."""
-
 NOTHING_LEFT, NOT_FINITE = -1, -2
 """In place of an id: every logit is -inf; NaN or +inf among them."""
 
@@ -40,6 +36,7 @@ _DIGIT = 11
 _LOWEST = np.float32(np.finfo(np.float32).min)
 _ONE = np.float32(2.0**40)
 _NEGLIGIBLE = np.float32(-40.0)
+_WEIGHTLESS = np.float32(-28.0)
 _NEG_INF = np.float32(-np.inf)
 
 _inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -128,15 +125,6 @@ def _first_largest(logits, peaks, peak):
     while logits[i] != peak:
         i += 1
     return i
-
-
-@_inner
-def _total(logits, peak, temperature):
-    """Weight of a whole stretch of logits."""
-    total = np.int64(0)
-    for i in range(len(logits)):
-        total += weight(np.float32(np.float32(logits[i] - peak) / temperature))
-    return total
 
 
 @_inner
@@ -268,18 +256,39 @@ def _without_top_choices(ids, gaps, weights, count, threshold):
 
 
 @_inner
-def _hit_in_row(logits, peak, temperature, uniform):
-    """The draw over all tokens: by stretches first, then in the one that is hit."""
-    stretch = 4096
-    totals = np.empty((len(logits) + stretch - 1) // stretch, np.int64)
+def _total(logits, peaks, first, last, peak, temperature):
+    """Weight of blocks from first to before last. What weighs nothing, by its block's largest, is not read."""
+    total, block = np.int64(0), first
+    while block < last:
+        begin = block
+        while block < last and np.float32(np.float32(peaks[block] - peak) / temperature) >= _WEIGHTLESS:
+            block += 1
+        stretch = logits[begin * _BLOCK : block * _BLOCK]
+        for i in range(len(stretch)):
+            total += weight(np.float32(np.float32(stretch[i] - peak) / temperature))
+        block += 1
+    return total
+
+
+@_inner
+def _hit_in_row(logits, peaks, peak, temperature, uniform):
+    """The draw over all tokens: by stretches of blocks first, then by blocks, then in the one that is hit."""
+    stretch, num_blocks = 64, len(peaks)
+    totals = np.empty((num_blocks + stretch - 1) // stretch, np.int64)
     for s in range(len(totals)):
-        totals[s] = _total(logits[s * stretch : (s + 1) * stretch], peak, temperature)
+        totals[s] = _total(logits, peaks, s * stretch, min((s + 1) * stretch, num_blocks), peak, temperature)
     aim = np.int64(uniform * np.float64(_sum(totals, len(totals))))
     s = 0
     while aim >= totals[s]:
         aim -= totals[s]
         s += 1
-    i = s * stretch
+    block = s * stretch
+    held = _total(logits, peaks, block, block + 1, peak, temperature)
+    while aim >= held:
+        aim -= held
+        block += 1
+        held = _total(logits, peaks, block, block + 1, peak, temperature)
+    i = block * _BLOCK
     aim -= weight(np.float32(np.float32(logits[i] - peak) / temperature))
     while aim >= 0:
         i += 1
@@ -288,13 +297,44 @@ def _hit_in_row(logits, peak, temperature, uniform):
 
 
 @_inner
-def _draw(logits, setting):
-    """The id drawn from logits [V] by settings [SETTINGS], or why there is none."""
+def _keep_allowed(logits, peaks, words, copy):
+    """A row under its mask to copy [V], and the largest of each block to peaks again. Blocks where nothing is allowed have -inf
+    there and are not written: nobody reads them. The largest of all."""
+    size, highest = len(logits), _NEG_INF
+    for block in range(len(peaks)):
+        start, first = block * _BLOCK, block * (_BLOCK // 32)
+        low = words[first] if first < len(words) else np.uint32(0)
+        high = words[first + 1] if first + 1 < len(words) else np.uint32(0)
+        if low == 0 and high == 0:
+            peaks[block] = _NEG_INF
+            continue
+        if start + _BLOCK <= size:
+            for j in range(32):
+                copy[start + j] = logits[start + j] if (low >> np.uint32(j)) & np.uint32(1) else _NEG_INF
+            for j in range(32):
+                copy[start + 32 + j] = logits[start + 32 + j] if (high >> np.uint32(j)) & np.uint32(1) else _NEG_INF
+        else:
+            for i in range(start, size):
+                word = low if i - start < 32 else high
+                copy[i] = logits[i] if (word >> np.uint32(i % 32)) & np.uint32(1) else _NEG_INF
+        highest = max(highest, _block_peaks(copy[start : start + _BLOCK], peaks[block : block + 1]))
+    return highest
+
+
+@_inner
+def _draw(logits, mask, num_words, copy, setting, top):
+    """The id drawn from logits [V] by settings [SETTINGS], or why there is none. num_words: -1 without a mask; otherwise copy [V]
+    is written to, and top [1] says whether the largest logit is allowed."""
+    top[0] = 1
     size = len(logits)
     peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
     peak = _block_peaks(logits, peaks)
     if peak == np.inf:
         return NOT_FINITE
+    if num_words >= 0:
+        words = carray(typed_pointer(mask, np.uint32(0)), (num_words,))
+        before, peak = peak, _keep_allowed(logits, peaks, words, copy)
+        logits, top[0] = copy, peak == before
     if peak == -np.inf:
         return NOTHING_LEFT
     if setting[TEMPERATURE] == 0.0:
@@ -304,11 +344,11 @@ def _draw(logits, setting):
     whole = setting[MIN_P_GAP] == -np.inf and limit == 0
     typical_p, top_p, threshold = setting[TYPICAL_P], setting[TOP_P], setting[XTC_THRESHOLD]
     if whole and typical_p == 1.0 and top_p == 1.0 and threshold == 0.0:
-        return _hit_in_row(logits, peak, temperature, setting[UNIFORM])
+        return _hit_in_row(logits, peaks, peak, temperature, setting[UNIFORM])
     ids, gaps, weights = np.empty(size, np.int64), np.empty(size, np.float32), np.empty(size, np.int64)
     if whole and typical_p == 1.0 and top_p < 1.0:
         # Tokens further below than `widest` cannot hold what top_p leaves out; a nearer floor mostly does.
-        total = _total(logits, peak, temperature)
+        total = _total(logits, peaks, 0, len(peaks), peak, temperature)
         target = max(np.int64(1), np.int64(math.ceil(top_p * np.float64(total))))
         widest = math.log(np.float64(size) * 2.0**40 / max(1.0, np.float64(total - target)))
         held, count, part = np.int64(0), 0, 0.5
@@ -342,64 +382,23 @@ def _draw(logits, setting):
 
 @kernel()
 def draw_rows(arguments, thread, threads):
-    """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64."""
-    rows, num_rows, size, settings, drawn = fields(arguments)
+    """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64.
+
+    masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is not drawn. -1: no mask.
+    scratch [B]: addresses of float32 [V] for rows that have a mask. tops [B] uint8: whether the largest logit is allowed.
+    """
+    rows, num_rows, size, settings, masks, mask_sizes, scratch, drawn, tops = fields(arguments)
     addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     table = carray(typed_pointer(settings, np.float64(0)), (num_rows, SETTINGS))
-    out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
-    for r in share(num_rows, thread, threads):
-        out[r] = _draw(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[r])
-
-
-@kernel()
-def adjust_rows(arguments, thread, threads):
-    """The logits at the addresses rows [B], changed, to copies [B, V]; a row that holds NaN or +inf starts with NaN there.
-
-    masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is banned. 0: none.
-    edits [E, EDIT] float32, of row r from edit_starts[r] to edit_starts[r + 1], one after another.
-    """
-    rows, num_rows, size, masks, mask_sizes, edits, edit_starts, copies = fields(arguments)
-    addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     words = carray(typed_pointer(masks, np.int64(0)), (num_rows,))
     num_words = carray(typed_pointer(mask_sizes, np.int64(0)), (num_rows,))
-    starts = carray(typed_pointer(edit_starts, np.int64(0)), (num_rows + 1,))
-    table = carray(typed_pointer(edits, np.float32(0)), (starts[num_rows], EDIT))
-    out = carray(typed_pointer(copies, np.float32(0)), (num_rows, size))
+    copies = carray(typed_pointer(scratch, np.int64(0)), (num_rows,))
+    out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
+    allowed = carray(typed_pointer(tops, np.uint8(0)), (num_rows,))
     for r in share(num_rows, thread, threads):
-        _adjust(addresses[r], words[r], num_words[r], table[starts[r] : starts[r + 1]], out[r])
-
-
-@_inner
-def _adjust(row, mask, num_words, edits, out):
-    source = carray(typed_pointer(row, np.float32(0)), (len(out),))
-    num_bad = 0
-    for i in range(len(out)):
-        num_bad += not source[i] < np.inf
-        out[i] = source[i]
-    if num_bad:  # said by the logits as they came: a ban would hide it
-        out[0] = np.nan
-        return
-    if mask != 0:
-        _ban_all_but(carray(typed_pointer(mask, np.uint32(0)), (num_words,)), out)
-    for e in range(len(edits)):
-        token, scale = np.int64(edits[e, TOKEN]), edits[e, SCALE]
-        x = out[token]
-        x = x / scale if x > 0 else x * scale
-        out[token] = x - edits[e, MINUS] - edits[e, THEN_MINUS]
-
-
-@_inner
-def _ban_all_but(words, out):
-    whole = min(len(out) // 32, len(words))
-    for w in range(whole):
-        word = words[w]
-        if word != np.uint32(0xFFFFFFFF):
-            for j in range(32):
-                i = 32 * w + j
-                out[i] = out[i] if (word >> np.uint32(j)) & np.uint32(1) else _NEG_INF
-    for i in range(32 * whole, len(out)):
-        if i >= 32 * len(words) or not (words[whole] >> np.uint32(i % 32)) & np.uint32(1):
-            out[i] = _NEG_INF
+        logits = carray(typed_pointer(addresses[r], np.float32(0)), (size,))
+        copy = carray(typed_pointer(copies[r], np.float32(0)), (size,))
+        out[r] = _draw(logits, words[r], num_words[r], copy, table[r], allowed[r : r + 1])
 
 
 @kernel()
@@ -442,5 +441,5 @@ def _logprob_row(logits, token, limit, ints, floats):
                 ints[3 + place], floats[2 + place] = ints[2 + place], floats[1 + place]
                 place -= 1
             ints[3 + place], floats[2 + place] = likely[i], logits[likely[i]]
-    ints[0], ints[1], ints[2] = _total(logits, peak, np.float32(1.0)), rank, count
+    ints[0], ints[1], ints[2] = _total(logits, peaks, 0, len(peaks), peak, np.float32(1.0)), rank, count
     floats[0], floats[1] = peak, value

@@ -73,9 +73,9 @@ def _draw(logits: cpu_sampling.Logits) -> None:
     vocab_size, copies = logits.shape[1], np.empty_like(logits)
     counter, key = np.zeros((4, 1), dtype=np.uint64), np.zeros((2, 1), dtype=np.uint64)
     cpu_sampling_random.philox4x32(counter.ctypes.data, key.ctypes.data, 1)
-    cpu_sampling.adjust_rows(cpu_sampling.row_addresses(logits, [0]), [None], [[]], copies)
+    cpu_sampling.edit_rows(cpu_sampling.row_addresses(logits, [0]), [[]], copies)
     rows = cpu_sampling.row_addresses(copies, [0])
-    cpu_sampling.draw_tokens(rows, vocab_size, np.array([cpu_sampling.draw_settings(SamplingParams())]))
+    cpu_sampling.draw_tokens(rows, vocab_size, np.array([cpu_sampling.draw_settings(SamplingParams())]), [None], rows)
     cpu_sampling.logprobs(rows, vocab_size, [0], [1])
 
 
