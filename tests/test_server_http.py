@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import hmac
 import json
 import logging
@@ -233,6 +234,43 @@ def test_a_preflight_needs_no_key_and_errors_can_be_read() -> None:
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://good.example")
 
 
+def test_pages_that_were_named_may_reach_this_machine_from_the_network(server: Running) -> None:
+    asks = {"access_control_request_method": "POST", "access_control_request_private_network": "true"}
+    allowed = server.ask("OPTIONS", "/v1/models", origin="https://good.example", **asks)
+    assert (allowed.status, allowed.headers["access-control-allow-private-network"]) == (200, "true")
+    assert server.ask("OPTIONS", "/v1/models", origin="https://evil.example", **asks).status == 400
+
+
+# ---- methods and versions ----
+
+
+def test_head_says_what_get_would(server: Running, guarded: Running) -> None:
+    for path in ("/v1/models", "/v1/models/org/name", "/metrics", "/health", "/", "/openapi.json", "/nope"):
+        head, get = server.ask("HEAD", path), server.ask("GET", path)
+        assert (head.status, head.body, head.headers["content-type"]) == (get.status, b"", get.headers["content-type"]), path
+    refused = server.ask("HEAD", "/tokenize")
+    assert (refused.status, refused.headers["allow"]) == (405, "POST")
+    assert guarded.ask("HEAD", "/health").status == guarded.ask("HEAD", "/").status == 200
+    assert guarded.ask("HEAD", "/v1/models").status == 401
+
+
+def test_to_http_1_0_an_answer_ends_with_its_connection(server: Running) -> None:
+    """RFC 9112, 6.1: no transfer coding where the request was not HTTP/1.1."""
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    with server.connect() as sock:
+        head = f"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        said = sock.makefile("rb").read()
+    head, _, content = said.partition(b"\r\n\r\n")  # type: ignore[assignment]
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    events = content.split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events[:-1])
+    assert events[-2:] == [b"data: [DONE]", b""]
+    whole = server.say(b"GET /version HTTP/1.0\r\n\r\n")
+    assert (whole.json.keys(), whole.closed) == ({"version"}, True)
+
+
 # ---- errors ----
 
 
@@ -302,6 +340,12 @@ def test_what_is_not_called_json_is_not_read(server: Running, kind: str) -> None
 )
 def test_json_by_its_names(server: Running, kind: str) -> None:
     assert server.ask("POST", "/tokenize", {"content": "a"}, content_type=kind).status == 200
+
+
+def test_a_compressed_body_is_refused_by_name(server: Running) -> None:
+    answer = server.ask("POST", "/tokenize", gzip.compress(b'{"content": "a"}'), content_encoding="gzip")
+    assert "Content-Encoding" in error_of(answer, 415)["message"]
+    assert server.ask("POST", "/tokenize", {"content": "a"}, content_encoding="identity").status == 200
 
 
 def test_a_body_is_bounded_announced_or_not(server: Running) -> None:
@@ -577,7 +621,7 @@ def test_the_description_tells_what_is_sent(guarded: Running) -> None:
 
 
 def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
-    own = {"/v1/responses/input_tokens": "POST", "/v1/responses/resp_1": "DELETE, GET", "/health": "GET, HEAD"}
+    own = {"/v1/responses/input_tokens": "POST", "/v1/responses/resp_1": "DELETE, GET, HEAD", "/health": "GET, HEAD"}
     for path, methods in own.items():
         answer = server.ask("OPTIONS", path)
         assert (answer.status, answer.headers["allow"]) == (405, methods), path

@@ -104,7 +104,8 @@ def _methods(request: Request) -> list[str]:
     those alone."""
     fitting = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
     own = [route for route in fitting if route.path == request.url.path] or fitting
-    return sorted({method for route in own for method in getattr(route, "methods", None) or ()})
+    methods = {method for route in own for method in getattr(route, "methods", None) or ()}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def _cors(origins: tuple[str, ...]) -> Middleware:
@@ -113,6 +114,7 @@ def _cors(origins: tuple[str, ...]) -> Middleware:
         allow_origins=list(origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
+        allow_private_network=True,  # pages of the network that were named may reach this machine
         expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         max_age=600,
     )

@@ -28,7 +28,7 @@ from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.settings import ServeSettings
 
 PUBLIC = {"/health", "/", "/status"}
-"""Answered without a key, to GET and HEAD: the health of the server, and pages that hold no secret and ask for the key."""
+"""Answered to GET without a key: the health of the server, and pages that hold no secret and ask for the key."""
 
 UNCOUNTED = {"/health", "/metrics", "/", "/status", "/status.json"}
 """Answered however much is under way."""
@@ -56,6 +56,8 @@ class Exchanges:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(_request_id(scope), scope["method"], _shown_path(scope))
+        if scope["method"] == "HEAD":  # a GET to everybody but the protocol, which leaves the body out
+            scope = {**scope, "method": "GET"}
         exchange.traceparent, exchange.tracestate = _header(scope, b"traceparent"), _header(scope, b"tracestate")
         scope[SCOPE_KEY] = exchange
         request_id = exchange.request_id.encode()
@@ -165,7 +167,7 @@ class Doors:
 
     def _tenant_of(self, scope: Scope) -> str | None:
         """Whose key it is. Raises ApiError 401, for paths that do not exist as well."""
-        if not self._tenants or (scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")):
+        if not self._tenants or (scope["path"] in PUBLIC and scope["method"] == "GET"):
             return None
         given = _key(scope)
         tenant = None

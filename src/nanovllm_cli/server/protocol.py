@@ -2,7 +2,8 @@
 
     the head        its bytes (431) and how long it takes (408), on new and on idle connections
     the body        what chunks cost beside their content, trailers, and what still comes when the answer is already out
-    the answer      a client that stops reading the end of it; its head and what comes with it are one packet
+    the answer      a client that stops reading the end of it; its head and what comes with it are one packet; to HTTP/1.0, whose
+                    clients know no chunks, its end is the connection's
 
 How long a body may take and how large it may be is known where it is read (routing.py).
 """
@@ -85,6 +86,8 @@ class GuardedProtocol(HttpToolsProtocol):
         cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, Together(self.transport, self.loop))
+        if self.scope["http_version"] == "1.0":
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UntilClosed()
 
     def on_body(self, body: bytes) -> None:
         self._overhead -= len(body) + _CHUNK_ALLOWANCE
@@ -154,6 +157,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, then)
+
+
+class UntilClosed(int):
+    """How many bytes of an answer are still to come, where nobody says: never too few, and at the end none."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> UntilClosed:
+        return self
 
 
 class Together:

@@ -53,7 +53,6 @@ def router(context: ServerContext) -> APIRouter:
 
     unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": Unhealthy}}
 
-    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses=answers(Healthy) | unhealthy)
     async def health(request: Request) -> Response:
         gate: Gate = request.app.state.gate

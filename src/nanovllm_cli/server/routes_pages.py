@@ -25,11 +25,11 @@ def router(context: ServerContext) -> APIRouter:
     routes = api_router()
     chat, status = Page("chat.html"), Page("status.html")
 
-    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @routes.get("/", include_in_schema=False)
     async def chat_page() -> Response:
         return chat.response()
 
-    @routes.api_route("/status", methods=["GET", "HEAD"], include_in_schema=False)
+    @routes.get("/status", include_in_schema=False)
     async def status_page() -> Response:
         return status.response()
 

@@ -79,10 +79,12 @@ class ApiRoute(APIRoute):
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """The body. Raises ApiError: 415 where it is not called JSON, 413, 408."""
+    """The body. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "compressed bodies are not read: send the JSON as it is, without Content-Encoding")
     too_large = ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
@@ -130,7 +132,7 @@ def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
         405: "Other methods",
         408: "The body did not come",
         413: "The body is too large",
-        415: "The body is not called JSON",
+        415: "The body is not called JSON, or compressed",
         429: "Too many requests under way",
         431: "The headers are too large",
         500: "A failure of the server",
