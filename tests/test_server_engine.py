@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -236,7 +238,17 @@ def test_a_slow_reader_gets_everything_in_one_piece(runner: asyncio.Runner, engi
 # ---- deaths ----
 
 
-def test_killed_under_load_it_comes_back_and_leaves_nothing(runner: asyncio.Runner, engine: EngineClient) -> None:
+def test_killed_under_load_it_comes_back_and_leaves_nothing(
+    runner: asyncio.Runner, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where there is no room for it at first: each connection of an overloaded server is an open file."""
+    start, failures = asyncio.create_subprocess_exec, [OSError(errno.EMFILE, "Too many open files")]
+
+    async def fails_at_first(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(*args, **kwargs)
+
     async def one(seed: int) -> Output | ApiError:
         try:
             return await collect(engine.generate([*PROMPT, seed], SamplingParams(max_tokens=1500, ignore_eos=True)))
@@ -249,6 +261,7 @@ def test_killed_under_load_it_comes_back_and_leaves_nothing(runner: asyncio.Runn
         assert old is not None
         tasks = [asyncio.create_task(one(seed)) for seed in range(8)]
         await until(lambda: engine.stats is not None and engine.stats.running == 8)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fails_at_first)
         os.kill(old, signal.SIGKILL)
         for outcome in await asyncio.gather(*tasks):
             assert isinstance(outcome, ApiError)
@@ -259,7 +272,7 @@ def test_killed_under_load_it_comes_back_and_leaves_nothing(runner: asyncio.Runn
             engine.generate(PROMPT, SamplingParams())
         assert caught.value.status == 503
         await until(lambda: engine.state is EngineState.READY)
-        assert engine.num_restarts == 1
+        assert (engine.num_restarts, failures) == (2, [])
         assert (await collect(engine.generate(PROMPT, SamplingParams(max_tokens=3)))).finished
         assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
         assert num_sockets() == before
@@ -341,6 +354,23 @@ def test_a_model_that_cannot_be_loaded_says_so_as_in_process(runner: asyncio.Run
         return caught.value
 
     assert isinstance(runner.run(scenario(tmp_path)), CheckpointError)
+
+
+def test_where_no_process_can_be_started_loading_says_why(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fails)
+
+    async def scenario() -> None:
+        engine, sockets = EngineClient("tiny", Start(str(TINY), CONFIG)), num_sockets()
+        with pytest.raises(NanovllmError, match="Too many open files"):
+            await engine.load()
+        assert (engine.state, num_sockets()) == (EngineState.FAILED, sockets)
+
+    runner.run(scenario())
 
 
 def silent_for(engine: EngineClient, seconds: float) -> Sequence[EngineState]:

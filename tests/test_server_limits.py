@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -271,8 +272,13 @@ def test_one_that_reads_slowly_gets_it_all(server: Running) -> None:
         assert len(end_of(sock)) > 64 << 20
 
 
-def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServeSettings, "max_connections", 3)
+@pytest.mark.parametrize("limit", ["settings", "open files"])
+def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """Connections never take the last open files of the process: an engine that is started needs some."""
+    if limit == "settings":
+        monkeypatch.setattr(ServeSettings, "max_connections", 3)
+    else:
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (35, 35))
     with running(ServeSettings(port=0)) as server, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(server.connect()) for _ in range(3)]
         for sock in socks:

@@ -154,6 +154,8 @@ class EngineClient:
                     ready.set_exception(error)
                     return
                 reason = error.message
+            except OSError as error:  # no files, memory or processes left for it, or it does not end: that may pass
+                reason = error.strerror or "it did not end"
             if not ready.done():
                 self._state = EngineState.FAILED
                 ready.set_exception(NanovllmError(f"the engine of {self.name} ended while it loaded: {reason}"))

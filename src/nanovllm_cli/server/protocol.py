@@ -11,6 +11,7 @@ How long a body may take and how large it may be is known where it is read (rout
 from __future__ import annotations
 
 import asyncio
+import resource
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -27,14 +28,21 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 20
 """How long, and how far, a refused client is listened to, so that it reads why before its connection is reset."""
 
 _CHUNK_ALLOWANCE = 16
+_OTHER_FILES = 32
+"""Open files that are no connections: to start an engine takes some, too."""
 
 
 def protocol_for(settings: ServeSettings) -> type[GuardedProtocol]:
-    return type("Protocol", (GuardedProtocol,), {"settings": settings})
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = settings.max_connections
+    if files != resource.RLIM_INFINITY:
+        most = min(most, max(1, files - _OTHER_FILES))
+    return type("Protocol", (GuardedProtocol,), {"settings": settings, "max_connections": most})
 
 
 class GuardedProtocol(HttpToolsProtocol):
     settings: ServeSettings
+    max_connections: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +56,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_timer(self.settings.header_seconds, self._head_is_late)
-        if len(self.connections) > self.settings.max_connections:
+        if len(self.connections) > self.max_connections:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
