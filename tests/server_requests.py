@@ -51,6 +51,10 @@ class Door:
     def __init__(self, generates: FakeGenerates, pool: FakePool | None = None) -> None:
         self._behind = (generates.models, generates, pool or FakePool())
 
+    def get(self, path: str) -> Answer:
+        answer = _application()[0].get(path)
+        return Answer(answer.status_code, answer.headers, answer.text)
+
     def post(self, path: str, body: Any) -> Answer:
         """body: JSON, or bytes as they are."""
         client, stages = _application()

@@ -18,10 +18,12 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+import jsonschema
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from http_server import Answer, Running, read_answer, running
+from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server import errors, middleware
 from nanovllm_cli.server.api_error import ApiError
@@ -32,7 +34,9 @@ from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.routing import MAX_VALUES, api_router, parse_json
 from nanovllm_cli.server.settings import ServeSettings
-from server_fakes import FakeGenerates, FakeModels, FakePool
+from nanovllm_cli.text.tool_calls import ToolCallDelta
+from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
+from server_requests import Door
 
 KEY, OTHER = "first-secret-key", "second-secret-key"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -625,6 +629,50 @@ def test_a_path_of_its_own_takes_its_own_methods(server: Running) -> None:
     for path, methods in own.items():
         answer = server.ask("OPTIONS", path)
         assert (answer.status, answer.headers["allow"]) == (405, methods), path
+
+
+def test_paths_of_llama_server_and_vllm_lead_to_the_same(server: Running, guarded: Running) -> None:
+    for path, same in {"/models": "/v1/models", "/v1/health": "/health"}.items():
+        assert server.ask("GET", path).json == server.ask("GET", same).json
+    assert guarded.ask("GET", "/v1/health").status == 200
+    assert guarded.ask("GET", "/models").status == 401
+    assert server.ask("POST", "/chat/completions", CHAT).json["object"] == "chat.completion"
+    ranked = {"query": "a", "documents": ["b"]}
+    for path in ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"):
+        assert server.ask("POST", path, ranked).json["results"] == server.ask("POST", "/v1/rerank", ranked).json["results"]
+
+
+STREAMS = {
+    "/v1/chat/completions": CHAT | {"stream_options": {"include_usage": True}, "logprobs": True, "return_token_ids": True},
+    "/v1/completions": {"prompt": "a", "logprobs": 0, "echo": True, "return_token_ids": True},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"model": "fake", "max_tokens": 9} | CHAT,
+    "/completion": {"prompt": "a"},
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("path", STREAMS)
+def test_events_of_streams_are_as_they_are_described(path: str, fails: bool) -> None:
+    call = (ToolCallDelta(0, "call_1", "f", "{}"),)
+    ends = event(finish="tool_calls", calls=call) if "chat" in path else event(finish="stop")
+    steps = [[event(reasoning="hm")], [event("He", logprobs=[TokenLogprobs(72, -0.5, 1, ((72, -0.5),))])], [ends]]
+    script = Script(steps[:2], error=ApiError(503, "gone")) if fails else Script(steps)
+    door = Door(FakeGenerates(script))
+    operation = door.get("/openapi.json").json["paths"][path]["post"]
+    described = jsonschema.Draft202012Validator(operation["responses"]["200"]["content"]["text/event-stream"]["schema"])
+    answer = door.post(path, STREAMS[path] | {"stream": True})
+    assert answer.status == 200, answer.text
+    seen = []
+    for frame in answer.text.removesuffix("\n\n").split("\n\n"):
+        seen.append(dict(line.split(": ", 1) for line in frame.split("\n")))
+        described.validate(seen[-1])
+        *_, brings = (each for each in described.schema["properties"]["data"]["anyOf"] if "contentSchema" in each)
+        if seen[-1]["data"] != "[DONE]":
+            told = {"additionalProperties": False}
+            schemas = [each | told for each in brings["contentSchema"]["anyOf"]]
+            jsonschema.validate(json.loads(seen[-1]["data"]), {"anyOf": schemas})
+    assert len(seen) >= 3
 
 
 def test_an_open_server_does_not_say_that_it_wants_a_key(server: Running) -> None:

@@ -302,6 +302,7 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
         ("xtc_probability", 0.5, "xtc_probability", 0.5),
         ("xtc_threshold", 0.2, "xtc_threshold", 0.2),
         ("logit_bias", {"5": -100, "7": 1.5}, "logit_bias", {5: -100.0, 7: 1.5}),
+        ("logit_bias", [[5, False], [7, 1.5]], "logit_bias", {5: -100.0, 7: 1.5}),
         ("bad_words", ["no"], "bad_words", ("no",)),
         ("allowed_token_ids", [1, 2], "allowed_token_ids", (1, 2)),
         ("seed", 7, "seed", 7),
@@ -309,6 +310,12 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
         ("seed", 2**64 - 1, "seed", 2**64 - 1),
         ("min_tokens", 4, "min_tokens", 4),
         ("max_tokens", 5, "max_tokens", 5),
+        ("max_tokens", -1, "max_tokens", None),
+        ("n_predict", 5, "max_tokens", 5),
+        ("n_predict", -1, "max_tokens", None),
+        ("grammar", "", "constraint", None),
+        ("dynatemp_range", 0.0, "temperature", 1.0),
+        ("top_n_sigma", -1.0, "temperature", 1.0),
         ("max_completion_tokens", 6, "max_tokens", 6),
         ("stop", "END", "stop", ("END",)),
         ("stop", ["a", "b"], "stop", ("a", "b")),
@@ -484,6 +491,33 @@ def test_a_form_that_cannot_be_had_is_refused(fields: dict[str, Any], param: str
     assert refused(**fields)["param"].startswith(param)
 
 
+# ---- what of several answers and of ids is told ----
+
+
+def test_each_answer_tells_how_many_tokens_it_has() -> None:
+    steps = [[event("ab"), event("c", index=1)], [event("d", finish="stop"), event("", index=1, finish="length")]]
+    whole, _ = ask(Script(steps), n=2)
+    message_of(whole)
+    assert [choice["completion_tokens"] for choice in whole.json["choices"]] == [3, 1]
+    streamed = chunks_of(ask(Script(steps), n=2, stream=True)[0])
+    ends = [choice for chunk in streamed for choice in chunk["choices"] if choice["finish_reason"] is not None]
+    assert [(choice["index"], choice["completion_tokens"]) for choice in ends] == [(0, 3), (1, 1)]
+
+
+def test_token_ids_are_shown_where_they_are_asked_for() -> None:
+    """As vLLM shows them: those of a step without text, too."""
+    steps = [[event("", token_ids=[7])], [event("ab", token_ids=[8, 9])], [event("", token_ids=[2], finish="stop")]]
+    whole, generates = ask(Script(steps), return_token_ids=True)
+    prompt_ids = generates.generations[0].prompt_ids
+    assert message_of(whole)["content"] == "ab"
+    assert (whole.json["prompt_token_ids"], whole.json["choices"][0]["token_ids"]) == (prompt_ids, [7, 8, 9, 2])
+    chunks = chunks_of(ask(Script(steps), return_token_ids=True, stream=True)[0])
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt_ids] + [None] * (len(chunks) - 1)
+    assert [each for chunk in chunks for choice in chunk["choices"] for each in choice.get("token_ids", [])] == [7, 8, 9, 2]
+    plain, _ = ask(Script(steps), stream=True)
+    assert "token_ids" not in plain.text
+
+
 # ---- bounds ----
 
 
@@ -492,10 +526,15 @@ def test_a_form_that_cannot_be_had_is_refused(fields: dict[str, Any], param: str
     [
         ("n", 0), ("n", 129), ("n", 2**63), ("n", "1"), ("n", True), ("n", 1.5),
         ("temperature", -0.1), ("temperature", 1e9), ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", 2),
-        ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**63),
+        ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0), ("max_tokens", -2), ("max_tokens", 2**63),
+        ("n_predict", 0), ("n_probs", 3),
         ("max_completion_tokens", 0), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 65), ("stop", ["x" * 1025]),
         ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [2**40]), ("stop_token_ids", [0] * 1025),
-        ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [[1, 2]]),
+        ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [[1, 2, 3]]),
+        ("logit_bias", [["hello", 1]]), ("logit_bias", [[1, True]]), ("logit_bias", [[True, 1]]), ("logit_bias", [[1.0, 1.5]]),
+        ("logit_bias", [[1, 101]]), ("logit_bias", [[1, 1]] * 1025), ("echo", True), ("add_special_tokens", True),
+        ("return_tokens_as_token_ids", True), ("structured_outputs", {"regex": "a", "disable_any_whitespace": True}),
+        ("top_n_sigma", 1.5), ("dynatemp_range", 0.5), ("vllm_xargs", {"a": 1}), ("kv_transfer_params", {}),
         ("logit_bias", {str(i): 1 for i in range(1025)}), ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1),
         ("prompt_logprobs", 101), ("priority", 2**40), ("cache_salt", "x" * 5000), ("messages", []), ("messages", "hi"),
         ("messages", [{"role": "user", "content": 5}]), ("messages", [{"content": "x"}]), ("messages", [{"role": "alien"}]),
@@ -521,7 +560,7 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["audio", "web_search_options", "functions", "function_call", "chat_template", "documents", "dynatemp_range", "lora"]
+    "name", ["audio", "web_search_options", "functions", "function_call", "chat_template", "documents", "vllm_xargs", "lora"]
 )
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
     assert refused(**{name: {"a": 1}}) == {

@@ -85,7 +85,8 @@ def entries(text: str) -> list[TokenLogprobs]:
 def test_a_text_goes_on() -> None:
     answer, generates = ask(Script.of(" upon", " a", cached_tokens=2))
     [choice] = choices_of(answer)
-    assert choice == {"index": 0, "text": " upon a", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ended = {"finish_reason": "stop", "stop_reason": None, "completion_tokens": 7}
+    assert choice == {"index": 0, "text": " upon a", "logprobs": None, **ended}
     assert answer.json["object"] == "text_completion"
     assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert generates.asked[0].prompt == "Once"
@@ -224,6 +225,22 @@ def test_nonsense_is_refused(param: str, fields: dict[str, Any]) -> None:
     refused(param, **fields)
 
 
+# ---- ids ----
+
+
+def test_token_ids_and_numbers_of_tokens_are_told_of_each_text() -> None:
+    prompt_ids = IDS.encode("Once")
+    script = Script([[event("ab"), event("c", index=1)], [event("d", finish="stop"), event("", index=1, finish="stop")]])
+    whole, _ = ask(script, n=2, return_token_ids=True)
+    told = [(each["token_ids"], each["prompt_token_ids"], each["completion_tokens"]) for each in choices_of(whole)]
+    assert told == [(list(b"abd"), prompt_ids, 3), (list(b"c"), prompt_ids, 1)]
+    streamed = chunks_of(ask(script, n=2, return_token_ids=True, stream=True)[0])
+    choices = [choice for chunk in streamed for choice in chunk["choices"]]
+    assert [each["prompt_token_ids"] for each in choices if "prompt_token_ids" in each] == [prompt_ids] * 2
+    assert [each for choice in choices for each in choice["token_ids"] if choice["index"] == 0] == list(b"abd")
+    assert [each["completion_tokens"] for each in choices if each["finish_reason"]] == [3, 1]
+
+
 # ---- filling in ----
 
 
@@ -272,6 +289,34 @@ def test_infill_is_what_llama_server_answers() -> None:
     streamed, _ = ask(Script.of("mid", "dle"), fakes, "/infill", stream=True, **fields)
     pieces = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.removesuffix("\n\n").split("\n\n")]
     assert [(piece["content"], piece["stop"]) for piece in pieces] == [("mid", False), ("dle", False), ("", True)]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+def test_completion_is_what_llama_server_answers(path: str) -> None:
+    script = Script([[event("mid")], [event("dle", finish="stop", stop_reason="END")]])
+    answer, generates = ask(script, path=path, prompt="Once", n_predict=7, stop=["END"], cache_prompt=True, return_tokens=True)
+    assert answer.status == 200, answer.text
+    asked = generates.asked[0]
+    assert (asked.prompt, asked.params.max_tokens, asked.params.stop) == ("Once", 7, ("END",))
+    body = answer.json
+    assert (body["content"], body["stop"], body["stop_type"], body["stopping_word"]) == ("middle", True, "word", "END")
+    assert (body["tokens_predicted"], body["tokens_evaluated"], body["tokens"]) == (6, 4, list(b"middle"))
+    streamed, generates = ask(Script.of("mid", "dle"), path=path, prompt=[79, 110], stream=True, max_tokens=-1)
+    pieces = [json.loads(frame.removeprefix("data: ")) for frame in streamed.text.removesuffix("\n\n").split("\n\n")]
+    assert [(piece["content"], piece["stop"]) for piece in pieces] == [("mid", False), ("dle", False), ("", True)]
+    assert (generates.asked[0].prompt, generates.asked[0].params.max_tokens) == ([79, 110], None)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("prompt", {}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", "b"]}), ("prompt", {"prompt": {"a": "b"}}),
+        ("n_predict", {"prompt": "a", "n_predict": 0}), ("n_probs", {"prompt": "a", "n_probs": 2}),
+        ("n", {"prompt": "a", "n": 2}),
+    ],
+)  # fmt: skip
+def test_completion_refuses(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/completion", **fields)
 
 
 def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:

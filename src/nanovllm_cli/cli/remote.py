@@ -187,7 +187,9 @@ def _grown(answers: Answers, delta: Delta) -> Piece:
     answer = answers.at(delta.index)
     answer.reasoning += delta.reasoning
     answer.content += delta.content
-    if delta.token_ids is not None:
+    if delta.num_tokens is not None:
+        answer.num_tokens = delta.num_tokens
+    elif delta.token_ids is not None:
         answer.num_tokens = (answer.num_tokens or 0) + len(delta.token_ids)
     answer.finish_reason = delta.finish_reason or answer.finish_reason
     answer.stop_reason = answer.stop_reason if delta.stop_reason is None else delta.stop_reason

@@ -89,7 +89,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an event adds to one answer."""
+    """What an event adds to one answer. num_tokens: of the whole answer, where the server counts its answers one by one."""
 
     index: int
     reasoning: str
@@ -98,6 +98,7 @@ class Delta:
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    num_tokens: int | None = None
 
 
 class AnswerStream:
@@ -160,6 +161,7 @@ def _delta(choice: dict[str, Any]) -> Delta:
         _logprobs(choice.get("logprobs")),
         reason if isinstance(reason, str) and reason else None,
         stop if isinstance(stop, str | int) else None,
+        token_count(choice.get("completion_tokens")),
     )
 
 

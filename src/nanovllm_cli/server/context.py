@@ -5,7 +5,7 @@ Each `routes_x.py` offers `def router(context: ServerContext) -> APIRouter`, and
     def router(context: ServerContext) -> APIRouter:
         routes = api_router()                                  # routing.py: bodies parsed once, with bounds
 
-        @routes.post("/v1/things", responses=answers(Thing))   # what /openapi.json says; `streams=True` for event streams
+        @routes.post("/v1/things", responses=answers(Thing))   # what /openapi.json says; `streams=Event` for event streams
         async def make_thing(body: ThingRequest, exchange: CurrentExchange) -> Response:
             async with await context.generates.chat(body.model, asked, exchange.caller) as generation:
                 exchange.follow(generation)                    # its tokens stand in the log line

@@ -27,10 +27,10 @@ from nanovllm_cli.server.gate import Gate, Turnstile
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.settings import ServeSettings
 
-PUBLIC = {"/health", "/", "/status"}
+PUBLIC = {"/health", "/v1/health", "/", "/status"}
 """Answered to GET without a key: the health of the server, and pages that hold no secret and ask for the key."""
 
-UNCOUNTED = {"/health", "/metrics", "/", "/status", "/status.json"}
+UNCOUNTED = PUBLIC | {"/metrics", "/status.json"}
 """Answered however much is under way."""
 
 CLIENT_LEFT = 499

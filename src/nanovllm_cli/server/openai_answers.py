@@ -80,11 +80,12 @@ def total(usages: Sequence[Usage]) -> Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """What an answer shows besides its text. params.logprobs: None for no log-probabilities at all. usage: behind a stream;
-    usage_everywhere: on each of its frames."""
+    usage_everywhere: on each of its frames. token_ids: of prompt and answer, as vLLM names them."""
 
     params: SamplingParams
     usage: bool = False
     usage_everywhere: bool = False
+    token_ids: bool = False
 
     def tail(self, generation: Generation) -> bytes:
         """The end of a frame, behind its choices."""
@@ -110,7 +111,7 @@ class ChatFrames:
         self._head = head = Head.new("chatcmpl-", "chat.completion.chunk", generation.model)
         self._generation, self._style = generation, style
         self._start = head.frame_start()
-        self._begun: set[int] = set()
+        self._counts: dict[int, int] = {}
         self._tokens: dict[int, TextTokens] = {}
 
     def frames(self, events: Sequence[Event]) -> bytes:
@@ -118,17 +119,21 @@ class ChatFrames:
         tail = self._style.tail(self._generation)
         for event in events:
             start = self._start + b"%d" % event.index
-            if event.index not in self._begun:
-                self._begun.add(event.index)
-                out += [start, b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]', tail]
+            if event.index not in self._counts:
+                out += [start, b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]']
+                if self._style.token_ids and not self._counts:
+                    out += [b',"prompt_token_ids":', encode(list(self._generation.prompt_ids))]
+                out.append(tail)
+            self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
+            ids = b',"token_ids":' + encode(event.token_ids) if self._style.token_ids and event.token_ids else b""
             logprobs = b"null" if self._style.params.logprobs is None else self._logprobs(event)
             delta = self._delta(event)
-            if delta or logprobs != b"null":
-                middle = (b',"delta":', delta or b"{}", b',"logprobs":', logprobs, b',"finish_reason":null}]')
+            if delta or logprobs != b"null" or ids:
+                middle = (b',"delta":', delta or b"{}", b',"logprobs":', logprobs, b',"finish_reason":null', ids, b"}]")
                 out += [start, *middle, tail]
             if event.finish_reason is not None:
-                reason, stop = encode(event.finish_reason), encode(event.stop_reason)
-                out += [start, b',"delta":{},"logprobs":null,"finish_reason":', reason, b',"stop_reason":', stop, b"}]", tail]
+                reason, end = encode(event.finish_reason), end_fields(event.stop_reason, self._counts[event.index])
+                out += [start, b',"delta":{},"logprobs":null,"finish_reason":', reason, end, b"}]", tail]
         return b"".join(out)
 
     def end(self) -> bytes:
@@ -154,6 +159,11 @@ class ChatFrames:
         if not entries:
             return b"null"
         return encode({"content": chat_form(tokenizer, entries, style.params.logprobs or 0), "refusal": None})
+
+
+def end_fields(stop_reason: str | int | None, num_tokens: int) -> bytes:
+    """Of a choice's last frame, behind its finish reason: what OpenAI does not tell of each choice."""
+    return b',"stop_reason":%b,"completion_tokens":%d' % (encode(stop_reason), num_tokens)
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -212,6 +222,8 @@ async def chat_answer(generation: Generation, style: ChatStyle) -> dict[str, Any
         "choices": [_chat_choice(head, style, index, answer) for index, answer in enumerate(answers)],
         "usage": usage_fields(generation.usage),
     }
+    if style.token_ids:
+        answer["prompt_token_ids"] = list(generation.prompt_ids)
     if generation.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_form(generation.model.tokenizer, generation.prompt_logprobs)
     return answer
@@ -235,10 +247,12 @@ def _chat_choice(head: Head, style: ChatStyle, index: int, answer: Answer) -> di
     logprobs = None
     if style.params.logprobs is not None:
         logprobs = {"content": chat_form(head.model.tokenizer, answer.entries, style.params.logprobs), "refusal": None}
-    return {
+    choice = {
         "index": index,
         "message": message,
         "logprobs": logprobs,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
+        "completion_tokens": len(answer.token_ids),
     }
+    return {**choice, "token_ids": answer.token_ids} if style.token_ids else choice

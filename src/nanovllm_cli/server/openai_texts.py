@@ -11,7 +11,7 @@ import msgspec
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.logprobs import TextTokens, prompt_form, text_form
-from nanovllm_cli.server.openai_answers import Answer, Head, Style
+from nanovllm_cli.server.openai_answers import Answer, Head, Style, end_fields
 from nanovllm_cli.server.ports import Event, Generation
 
 encode = msgspec.json.Encoder().encode
@@ -55,25 +55,34 @@ class TextFrames:
         self._start = head.frame_start()
         self._tokens: dict[int, TextTokens] = {}
         self._num_chars: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
         for event in events:
             if event.index not in self._num_chars:
                 self._num_chars[event.index] = len(self._echo.text)
-                if self._style.echo:
+                if self._style.echo or self._style.token_ids:
                     out.append(self._frame(event.index, self._echo.text, self._echo_logprobs(), None))
+            self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
             text = event.text if self._style.draws else ""
             logprobs = self._logprobs(event) if self._style.draws else None
-            if text or logprobs is not None or event.finish_reason is not None:
+            shows_ids = self._style.token_ids and self._style.draws and event.token_ids
+            if text or logprobs is not None or shows_ids or event.finish_reason is not None:
                 out.append(self._frame(event.index, text, logprobs, event))
             self._num_chars[event.index] += len(text)
         return b"".join(out)
 
     def _frame(self, index: int, text: str, logprobs: Any, event: Event | None) -> bytes:
         reason = None if event is None else event.finish_reason
-        stop = b"" if reason is None or event is None else b',"stop_reason":' + encode(event.stop_reason)
-        parts = (b',"text":', encode(text), b',"logprobs":', encode(logprobs), b',"finish_reason":', encode(reason), stop)
+        more = b""
+        if event is not None and reason is not None:
+            more = end_fields(event.stop_reason, self._counts[index] if self._style.draws else 0)
+        if self._style.token_ids:
+            drawn = event.token_ids if event is not None and self._style.draws else []
+            more += b',"token_ids":' + encode(drawn)
+            more += b"" if event is not None else b',"prompt_token_ids":' + encode(list(self._generation.prompt_ids))
+        parts = (b',"text":', encode(text), b',"logprobs":', encode(logprobs), b',"finish_reason":', encode(reason), more)
         return b"".join((self._start, b"%d" % (self._base + index), *parts, b"}]", self._style.tail(self._generation)))
 
     def _echo_logprobs(self) -> dict[str, Any] | None:
@@ -93,20 +102,27 @@ class TextFrames:
         return text_form(tokenizer, entries, ids, params.logprobs, self._num_chars[event.index])
 
 
-def text_choice(head: Head, style: TextStyle, echo: Echo, index: int, answer: Answer) -> dict[str, Any]:
+def text_choice(
+    head: Head, style: TextStyle, echo: Echo, index: int, answer: Answer, generation: Generation
+) -> dict[str, Any]:
     """One choice of a whole answer."""
     logprobs = None
     if style.params.logprobs is not None:
         drawn = answer.entries if style.draws else []
         ids = [*echo.token_ids, *(entry.token_id for entry in drawn)]
         logprobs = text_form(head.model.tokenizer, [*echo.entries, *drawn], ids, style.params.logprobs, 0)
-    return {
+    drawn_ids = answer.token_ids if style.draws else []
+    choice = {
         "index": index,
         "text": echo.text + ("".join(answer.text) if style.draws else ""),
         "logprobs": logprobs,
         "finish_reason": answer.finish_reason if style.draws else "length",
         "stop_reason": answer.stop_reason,
+        "completion_tokens": len(drawn_ids),
     }
+    if style.token_ids:
+        choice |= {"token_ids": drawn_ids, "prompt_token_ids": list(generation.prompt_ids)}
+    return choice
 
 
 def with_prompt_logprobs(choice: dict[str, Any], generation: Generation) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from nanovllm_cli.server.schemas_anthropic import (
     MessageAnswer,
     MessagesRequest,
 )
+from nanovllm_cli.server.schemas_streams import MessageEvent
 from nanovllm_cli.server.sse import named_frame, while_connected
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -40,7 +41,7 @@ _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "n
 def router(context: ServerContext) -> APIRouter:
     routes = api_router(AnthropicErrorAnswer)
 
-    @routes.post("/v1/messages", responses=answers(MessageAnswer, streams=True))
+    @routes.post("/v1/messages", responses=answers(MessageAnswer, streams=MessageEvent, error=AnthropicErrorAnswer))
     async def create_message(body: MessagesRequest, request: Request, exchange: CurrentExchange) -> Response:
         _check_edits(body)
         form = _form(body)

@@ -21,14 +21,16 @@ from nanovllm_cli.server.reasoning_effort import effort_of
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
 from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
-from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.server.schemas_sampling import SamplingFields, first_given
+from nanovllm_cli.server.schemas_streams import ChatChunk
 from nanovllm_cli.server.sse import while_connected
 
 
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
 
-    @routes.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=True))
+    @routes.post("/chat/completions", include_in_schema=False)
+    @routes.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=ChatChunk))
     async def chat_completions(body: ChatRequest, request: Request, exchange: CurrentExchange) -> Response:
         """The next turn of a conversation."""
         check_streaming(body)
@@ -62,7 +64,7 @@ async def _generation(
         generation = await context.generates.chat(body.model, asked, exchange.caller)
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
-            yield generation, ChatStyle(params=asked.params, reasoning=body.include_reasoning is not False, **usage_wanted(body))
+            yield generation, ChatStyle(params=asked.params, reasoning=body.include_reasoning is not False, **shown_by(body))
 
 
 async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:
@@ -73,13 +75,12 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
     tools, choice = _tools(body)
     thinking, variables = effort_of(body.reasoning_effort, body.enable_thinking, model, "reasoning_effort")
-    budgets = (body.thinking_budget, body.reasoning_budget, body.thinking_token_budget)
-    budget = next((budget for budget in budgets if budget is not None), -1)
+    budget = first_given(body.thinking_budget, body.reasoning_budget, body.thinking_token_budget)
     return ChatAsked(
         messages=body.messages,
         params=body.sampling(
             model.default_params,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            max_tokens=first_given(body.max_completion_tokens, body.n_predict, body.max_tokens),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
         tools=tools,
@@ -89,7 +90,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
         form=await checked_form(body, context),
         template_kwargs={**variables, **(body.chat_template_kwargs or {})},
         thinking=thinking,
-        reasoning_budget=None if budget < 0 else budget,
+        reasoning_budget=None if budget is None or budget < 0 else budget,
         continues=_continues(body),
         splits_reasoning=body.reasoning_format != "none",
         priority=body.priority or 0,
@@ -126,12 +127,13 @@ def _continues(body: ChatRequest) -> bool:
 # ---- shared with other routes ----
 
 
-def usage_wanted(body: StreamFields) -> dict[str, bool]:
-    """Of a stream: `Style`'s fields."""
+def shown_by(body: StreamFields) -> dict[str, bool]:
+    """`Style`'s fields."""
     options = body.stream_options
     return {
         "usage": bool(options and options.include_usage),
         "usage_everywhere": bool(options and options.continuous_usage_stats),
+        "token_ids": bool(body.return_token_ids),
     }
 
 

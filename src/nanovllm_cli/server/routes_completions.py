@@ -21,10 +21,12 @@ from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.openai_answers import Answer, Head, gather, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
-from nanovllm_cli.server.routes_chat import check_streaming, checked_form, usage_wanted
+from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import CompletionRequest
 from nanovllm_cli.server.schemas_openai_answers import TextAnswer
+from nanovllm_cli.server.schemas_sampling import first_given
+from nanovllm_cli.server.schemas_streams import TextChunk
 from nanovllm_cli.server.sse import DONE, while_connected
 
 MAX_ANSWERS = 4096
@@ -43,7 +45,7 @@ class Begun(NamedTuple):
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
 
-    @routes.post("/v1/completions", responses=answers(TextAnswer, streams=True))
+    @routes.post("/v1/completions", responses=answers(TextAnswer, streams=TextChunk))
     async def completions(body: CompletionRequest, request: Request, exchange: CurrentExchange) -> Response:
         """What follows a text, or several."""
         _check(body)
@@ -59,7 +61,7 @@ def _check(body: CompletionRequest) -> None:
     num_answers = len(_prompts(body)) * max(body.n or 1, body.best_of or 1)
     if num_answers > MAX_ANSWERS:
         raise _bad(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
-    if body.max_tokens == 0 and not body.echo:
+    if first_given(body.n_predict, body.max_tokens) == 0 and not body.echo:
         raise _bad("max_tokens 0 without echo would answer nothing", "max_tokens")
     if body.best_of is not None:
         if body.stream:
@@ -81,7 +83,7 @@ async def _whole(context: ServerContext, body: CompletionRequest, exchange: Exch
         for (prompt, _, generation), found in zip(begun, drawn, strict=True):
             echo = Echo.of(prompt, generation, style)
             for answer in _best(found, num_choices):
-                choice = text_choice(head, style, echo, len(choices), answer)
+                choice = text_choice(head, style, echo, len(choices), answer, generation)
                 asked = body.prompt_logprobs is not None
                 choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
         return JsonResponse({**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style))})
@@ -173,10 +175,11 @@ async def _with_suffix(model: ServedModel, prompt: str | list[int], suffix: str 
 
 def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, SamplingParams]:
     """What to show, and what to draw for it."""
-    draws = body.max_tokens != 0
-    max_tokens = body.max_tokens if draws else 1
+    limit = first_given(body.n_predict, body.max_tokens)
+    draws = limit != 0
+    max_tokens = limit if draws else 1
     params = body.sampling(model.default_params, max_tokens=max_tokens, logprobs=body.logprobs)
-    style = TextStyle(params=params, echo=bool(body.echo), draws=draws, **usage_wanted(body))
+    style = TextStyle(params=params, echo=bool(body.echo), draws=draws, **shown_by(body))
     if body.echo and body.logprobs is not None:
         most = max(body.logprobs, body.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)

@@ -36,8 +36,11 @@ def router(context: ServerContext) -> APIRouter:
         """A vector for each text."""
         return await while_connected(request, _embed(context, body, exchange))
 
+    @routes.post("/v1/reranking", include_in_schema=False)
+    @routes.post("/reranking", include_in_schema=False)
+    @routes.post("/v2/rerank", include_in_schema=False)
+    @routes.post("/rerank", include_in_schema=False)
     @routes.post("/v1/rerank", responses=answers(RerankAnswer))
-    @routes.post("/rerank", responses=answers(RerankAnswer))
     async def rerank(body: RerankRequest, request: Request, exchange: CurrentExchange) -> Response:
         """Documents, the nearest to the query first."""
         return await while_connected(request, _rerank(context, body, exchange))

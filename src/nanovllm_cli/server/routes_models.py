@@ -23,6 +23,7 @@ AnthropicVersion = Annotated[str | None, Header(description="Where it is there, 
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
 
+    @routes.get("/models", include_in_schema=False)
     @routes.get("/v1/models", responses=answers(AnyModelsAnswer))
     async def models(
         anthropic_version: AnthropicVersion = None,

@@ -53,6 +53,7 @@ def router(context: ServerContext) -> APIRouter:
 
     unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": Unhealthy}}
 
+    @routes.get("/v1/health", include_in_schema=False)
     @routes.get("/health", responses=answers(Healthy) | unhealthy)
     async def health(request: Request) -> Response:
         gate: Gate = request.app.state.gate

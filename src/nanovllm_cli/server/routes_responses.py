@@ -38,6 +38,7 @@ from nanovllm_cli.server.schemas_responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
+from nanovllm_cli.server.schemas_streams import ResponseErrorEvent, ResponseEvent
 from nanovllm_cli.server.sse import named_frame, while_connected
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def router(context: ServerContext) -> APIRouter:
             raise ApiError(404, "no such response is kept", code="response_not_found", param="response_id")
         return response
 
-    @routes.post("/v1/responses", responses=answers(ResponseAnswer, streams=True))
+    @routes.post("/v1/responses", responses=answers(ResponseAnswer, streams=ResponseEvent, error=ResponseErrorEvent))
     async def create_response(body: ResponsesRequest, request: Request, exchange: CurrentExchange) -> Response:
         """An answer, as items."""
         before, items = await _items(body, request, store, exchange.tenant)

@@ -47,9 +47,16 @@ def api_router(error: type[BaseModel] = ErrorAnswer) -> APIRouter:
     return APIRouter(route_class=ApiRoute, default_response_class=Response, responses=_errors(error))
 
 
-def answers(model: type[BaseModel] | None = None, *, streams: bool = False, status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """`responses=` of a route: what a success looks like. Errors are known from the router."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"description": "Server-sent events"}}} if streams else {}
+def answers(
+    model: type[BaseModel] | None = None,
+    *,
+    streams: type[BaseModel] | None = None,
+    error: type[BaseModel] = ErrorAnswer,
+    status: int = 200,
+) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route: what a success looks like. Errors are known from the router. streams: what the events of its
+    stream bring; error: what one brings that ends it in the middle."""
+    content = {} if streams is None else {"text/event-stream": {"schema": _event(streams, error)}}
     described: dict[str, Any] = {"description": "Success", "content": content}
     if model is not None:
         described["model"] = model
@@ -121,6 +128,36 @@ def _closes_within(body: bytes, max_depth: int) -> bool:
             return True
         brackets = brackets.replace(b"[]", b"")
     return not brackets
+
+
+def _event(*brings: type[BaseModel]) -> dict[str, Any]:
+    """One event, as OpenAPI 3.1 has no words for a stream of them."""
+    json = {"type": "string", "contentMediaType": "application/json"}
+    data = [{**json, "contentSchema": {"anyOf": [inline_schema(model.model_json_schema()) for model in brings]}}]
+    return {
+        "description": "An event of a stream; comments between them are signs of life",
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [*data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
+
+
+def inline_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema that refers to no other place: FastAPI makes no components of what it does not know. No part may contain
+    itself."""
+    parts = schema.get("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inline(parts[value["$ref"].rpartition("/")[2]])
+        return {key: inline(item) for key, item in value.items() if key not in ("$defs", "title")}
+
+    inlined: dict[str, Any] = inline(schema)
+    return inlined
 
 
 def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

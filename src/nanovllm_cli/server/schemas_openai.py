@@ -1,4 +1,4 @@
-"""What OpenAI's routes take: chat completions, completions, embeddings, and llama-server's and Jina's rerank and infill.
+"""What OpenAI's routes take: chat completions, completions, embeddings, llama-server's completion and infill, and Jina's rerank.
 
 Only shapes and bounds; what the fields mean is the routes' and `schemas_sampling`'s.
 """
@@ -34,6 +34,10 @@ MAX_INPUTS = 2048
 MAX_ID_LIST = 1 << 22
 
 SomeText = Annotated[str, StringConstraints(min_length=1)]
+TokenLimit = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)],
+    explained("a number of tokens, more than 0, or -1 until the context is full"),
+]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
 
@@ -118,17 +122,22 @@ class StreamOptions(StrictModel):
 
 
 class StreamFields(StrictModel):
+    """return_token_ids: shows the ids of prompt and answer (vLLM's)."""
+
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
 
 
 class ChatRequest(StreamFields, SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: TokenLimit | None = None
+    max_tokens: TokenLimit | None = None
+    n_predict: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -161,6 +170,8 @@ class ChatRequest(StreamFields, SamplingFields):
     function_call: Unsupported = None
     chat_template: Unsupported = None
     documents: Unsupported = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     mm_processor_kwargs: Unsupported = None
 
 
@@ -174,7 +185,8 @@ class CompletionRequest(StreamFields, SamplingFields):
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
         explained(f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of one of these"),
     ]
-    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    max_tokens: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_predict: TokenLimit | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
@@ -190,23 +202,34 @@ class InputFile(TypedDict, total=False):
     text: Required[str]
 
 
-class InfillRequest(SamplingFields):
-    """POST /infill, as llama-server has it. What lies between prefix and suffix begins with `prompt`."""
+class NativeRequest(SamplingFields):
+    """What llama-server's own endpoints take. t_max_predict_ms: ends the answer at the end of a line, once it took so long."""
 
     model: ModelName | None = None
     stream: bool | None = None
-    input_prefix: str = ""
-    input_suffix: str = ""
-    input_extra: list[InputFile] | None = Field(default=None, max_length=256)
-    prompt: str | None = None
-    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
-    n_probs: Literal[0] | None = None
+    n_predict: TokenLimit | None = None
+    max_tokens: TokenLimit | None = None
     t_max_predict_ms: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     return_tokens: bool | None = None
     response_fields: Tolerated = None
     samplers: Tolerated = None
     n_indent: Tolerated = None
     t_max_prompt_ms: Tolerated = None
+
+
+class InfillRequest(NativeRequest):
+    """POST /infill. What lies between prefix and suffix begins with `prompt`."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[InputFile] | None = Field(default=None, max_length=256)
+    prompt: str | None = None
+
+
+class ContinueRequest(NativeRequest):
+    """POST /completion."""
+
+    prompt: Annotated[str | TokenIds, explained("a text, or a list of token ids")]
 
 
 class EmbeddingRequest(StrictModel):

@@ -59,14 +59,20 @@ class ChatMessageAnswer(BaseModel):
     tool_calls: list[CallAnswer] | None = None
 
 
-class ChatChoice(BaseModel):
-    """stop_reason: the stop string or id that ended it, if one did."""
+class Ended(BaseModel):
+    """How an answer ended. stop_reason: the stop string or id that did it, if one did. completion_tokens: of this one, where
+    `usage` counts all. token_ids: where they were asked for."""
 
+    stop_reason: str | int | None
+    completion_tokens: int
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(Ended):
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | int | None
 
 
 class OpenAIAnswer(BaseModel):
@@ -81,6 +87,7 @@ class ChatAnswer(OpenAIAnswer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextLogprobs(BaseModel):
@@ -92,13 +99,13 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class TextChoice(BaseModel):
+class TextChoice(Ended):
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextAnswer(OpenAIAnswer):
@@ -153,7 +160,7 @@ class Timings(BaseModel):
     predicted_per_second: float | None
 
 
-class InfillAnswer(BaseModel):
+class NativeAnswer(BaseModel):
     """tokens: their ids, where they were asked for. stop_type: what ended it; none while a stream goes on."""
 
     index: int

@@ -31,15 +31,21 @@ from nanovllm_cli.server.schemas_common import (
     JsonObject,
     Priority,
     StrictModel,
+    TokenId,
     Tolerated,
     Unsupported,
     explained,
 )
 
 
+def first_given(*values: int | None) -> int | None:
+    """Of several names for one thing, the first that is there."""
+    return next((value for value in values if value is not None), None)
+
+
 def _few_biases(value: Any) -> Any:
-    """A mapping is judged by its size, before millions of wrong entries are told one by one."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+    """Judged by their number, before millions of wrong ones are told one by one."""
+    if isinstance(value, dict | list) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {MAX_LOGIT_BIASES} are taken")
     return value
 
@@ -48,6 +54,9 @@ def _bounded(name: str) -> Any:
     """A field with SamplingParams' bounds for it."""
     bounds = FLOAT_BOUNDS.get(name) or INT_BOUNDS.get(name) or OPTIONAL_INT_BOUNDS[name]
     return Field(default=None, ge=bounds[0], le=bounds[1])
+
+
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 
 def _strings(name: str) -> Any:
@@ -64,6 +73,8 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
     structural_tag: Unsupported = None
     whitespace_pattern: Unsupported = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class NamedSchema(TypedDict, total=False):
@@ -110,8 +121,9 @@ class SamplingFields(StrictModel):
         Annotated[
             dict[
                 Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")],
-                Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)],
-            ],
+                Bias,
+            ]
+            | Annotated[list[Annotated[list[TokenId | Bias | Literal[False]], Field(min_length=2, max_length=2)]], FIRST_ERROR],
             BeforeValidator(_few_biases),
         ]
         | None
@@ -159,11 +171,14 @@ class SamplingFields(StrictModel):
     use_beam_search: Literal[False] | None = None
     length_penalty: Unsupported = None
     mirostat: Literal[0] | None = None
-    dynatemp_range: Unsupported = None
-    top_n_sigma: Unsupported = None
+    dynatemp_range: Literal[0] | None = None
+    top_n_sigma: Literal[-1, 0] | None = None
+    n_probs: Literal[0] | None = None
     truncate_prompt_tokens: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     logits_processors: Unsupported = None
+    vllm_xargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
     lora: Unsupported = None
 
     # Our name -> the fields that say it, the first that is there wins.
@@ -181,17 +196,20 @@ class SamplingFields(StrictModel):
     }
 
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """These fields over a model's defaults. more: what a route names in its own way; None leaves the default.
+        """These fields over a model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens of
+        -1 is no limit, whatever the default is.
 
-        Raises UsageError.
+        Raises UsageError and ApiError.
         """
         given = {name: value for name, value in more.items() if value is not None}
+        if given.get("max_tokens") == -1:
+            given["max_tokens"] = None
         for name, fields in self._NAMES.items():
             value = next((found for found in (getattr(self, field) for field in fields) if found is not None), None)
             if value is not None:
                 given[name] = value
         if self.logit_bias is not None:
-            given["logit_bias"] = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+            given["logit_bias"] = _biases(self.logit_bias)
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
         return replace(defaults, **given)
@@ -211,13 +229,23 @@ class SamplingFields(StrictModel):
             ("guided_choice", _choice(self.guided_choice)),
             ("guided_grammar", _grammar(self.guided_grammar)),
             ("json_schema", _schema(self.json_schema)),
-            ("grammar", _grammar(self.grammar)),
+            ("grammar", _grammar(self.grammar or None)),  # llama.cpp's clients say none by an empty one
         ]
         forms = [(form, name) for name, form in said if form is not None]
         if len(forms) > 1:
             both = " and ".join(name for _, name in forms[:2])
             raise ApiError(400, f"{both}: an answer has one form", code="invalid_value", param=forms[1][1])
         return forms[0] if forms else (None, None)
+
+
+def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
+    """By OpenAI's object, or by llama.cpp's pairs of an id and a bias, where false is never."""
+    if isinstance(given, dict):
+        return {int(token_id): bias for token_id, bias in given.items()}
+    for token_id, _ in given:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ApiError(400, "logit_bias: a pair begins with a token's id", code="invalid_value", param="logit_bias")
+    return {token_id: -MAX_LOGIT_BIAS if bias is False else bias for token_id, bias in given}
 
 
 def _of_format(wanted: ResponseFormat | None) -> Constraint | None:

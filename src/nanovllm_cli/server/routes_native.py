@@ -1,11 +1,11 @@
-"""POST /infill, as llama-server has it: what an editor asks for at the cursor."""
+"""POST /infill and /completion, as llama-server has them: what an editor asks for at the cursor, and a text to go on with."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,41 +17,49 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
-from nanovllm_cli.server.ports import Event, Generation, TextAsked
+from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import InfillRequest
-from nanovllm_cli.server.schemas_openai_answers import InfillAnswer
+from nanovllm_cli.server.schemas_openai import ContinueRequest, InfillRequest, NativeRequest
+from nanovllm_cli.server.schemas_openai_answers import NativeAnswer
 from nanovllm_cli.server.sse import data_frame, while_connected
 
 
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
 
-    @routes.post("/infill", responses=answers(InfillAnswer, streams=True))
+    @routes.post("/infill", responses=answers(NativeAnswer, streams=NativeAnswer))
     async def infill(body: InfillRequest, request: Request, exchange: CurrentExchange) -> Response:
         """What lies between two texts."""
-        if (body.n or 1) != 1:
-            raise ApiError(400, "infill gives one answer", code="unsupported", param="n")
-        if body.n_predict == 0:
-            raise ApiError(400, "n_predict must be -1, or more than 0", code="invalid_value", param="n_predict")
-        if body.prompt_logprobs is not None:
-            raise ApiError(400, "infill gives no log-probabilities", code="unsupported", param="prompt_logprobs")
-        if body.stream:
-            return context.stream(_frames(context, body, exchange))
-        return await while_connected(request, _whole(context, body, exchange))
+        return await _answer(context, body, request, exchange)
+
+    @routes.post("/completions", include_in_schema=False)
+    @routes.post("/completion", responses=answers(NativeAnswer, streams=NativeAnswer))
+    async def completion(body: ContinueRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """What follows a text. /v1/completions is OpenAI's form of it."""
+        return await _answer(context, body, request, exchange)
 
     return routes
 
 
-async def _whole(context: ServerContext, body: InfillRequest, exchange: Exchange) -> Response:
+async def _answer(context: ServerContext, body: NativeRequest, request: Request, exchange: Exchange) -> Response:
+    if (body.n or 1) != 1:
+        raise ApiError(400, "there is one answer; /v1/completions gives several", code="unsupported", param="n")
+    if body.prompt_logprobs is not None:
+        raise ApiError(400, "/v1/completions gives log-probabilities", code="unsupported", param="prompt_logprobs")
+    if body.stream:
+        return context.stream(_frames(context, body, exchange))
+    return await while_connected(request, _whole(context, body, exchange))
+
+
+async def _whole(context: ServerContext, body: NativeRequest, exchange: Exchange) -> Response:
     async with _generation(context, body, exchange) as generation:
         progress = _Progress(body)
         pieces = [progress.take(event) async for event in _until_late(generation, progress)]
         return JsonResponse(progress.answer(generation, "".join(pieces), progress.token_ids, stops=True))
 
 
-async def _frames(context: ServerContext, body: InfillRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
     async with _generation(context, body, exchange) as generation:
         progress = _Progress(body)
         async for event in _until_late(generation, progress):
@@ -61,21 +69,26 @@ async def _frames(context: ServerContext, body: InfillRequest, exchange: Exchang
 
 
 @contextlib.asynccontextmanager
-async def _generation(context: ServerContext, body: InfillRequest, exchange: Exchange) -> AsyncIterator[Generation]:
+async def _generation(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncIterator[Generation]:
     async with context.models.use(body.model) as model:
-        limit = None if body.n_predict == -1 else body.n_predict
-        params = body.sampling(model.default_params, max_tokens=limit)
-        files = [(extra["filename"], extra["text"]) for extra in body.input_extra or ()]
-        begun = body.prompt or ""
-        prompt = await asyncio.to_thread(
-            fill_in_the_middle, model.tokenizer, body.input_prefix, body.input_suffix, files, begun
-        )
+        params = body.sampling(model.default_params, max_tokens=body.max_tokens if body.n_predict is None else body.n_predict)
+        prompt = await _prompt(model, body)
         form = await checked_form(body, context)
         asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
         generation = await context.generates.complete(body.model, asked, exchange.caller)
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
             yield generation
+
+
+async def _prompt(model: ServedModel, body: NativeRequest) -> str | Sequence[int]:
+    if isinstance(body, ContinueRequest):
+        return body.prompt
+    assert isinstance(body, InfillRequest)
+    files = [(extra["filename"], extra["text"]) for extra in body.input_extra or ()]
+    return await asyncio.to_thread(
+        fill_in_the_middle, model.tokenizer, body.input_prefix, body.input_suffix, files, body.prompt or ""
+    )
 
 
 async def _until_late(generation: Generation, progress: _Progress) -> AsyncIterator[Event]:
@@ -90,7 +103,7 @@ async def _until_late(generation: Generation, progress: _Progress) -> AsyncItera
 class _Progress:
     """How far an answer is. llama-server's time limit counts from the first token, and waits for the end of a line."""
 
-    body: InfillRequest
+    body: NativeRequest
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
     token_ids: list[int] = field(default_factory=list)
