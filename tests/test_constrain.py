@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -9,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_cli.constrain.grammar import compiled
+from nanovllm_cli.constrain.grammar import compiled, grammars_of
 from nanovllm_cli.constrain.guide import MAX_ROLLBACK, Guide
 from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary
@@ -101,6 +103,90 @@ def test_what_a_regex_lets_through_matches(regex: str, seed: int) -> None:
     text = sample(guide("regex", regex), random.Random(seed).choice)
     if text is not None:
         assert re.fullmatch(regex, text.decode()) is not None
+
+
+class Gbnf:
+    """A random grammar, and what it says, as far as four letters: read off its parts while they are written."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.rules: list[tuple[str, str, set[str]]] = []
+        text, self.words = self._ways(3)
+        self.text = f"root ::= {text}\n" + "".join(f"{name} ::= {text}\n" for name, text, _ in self.rules)
+
+    def _ways(self, depth: int) -> tuple[str, set[str]]:
+        parts = [self._sequence(depth) for _ in range(self.rng.choice([1, 1, 2, 3]))]
+        return " | ".join(text for text, _ in parts), set().union(*(words for _, words in parts))
+
+    def _sequence(self, depth: int) -> tuple[str, set[str]]:
+        texts, words = [], {""}
+        for _ in range(self.rng.randrange(4)):
+            text, more = self._repeated(depth)
+            texts.append(text)
+            words = joined(words, more)
+        return " ".join(texts) or '""', words
+
+    def _repeated(self, depth: int) -> tuple[str, set[str]]:
+        text, words = self._part(depth)
+        often = [("*", 0, 5), ("+", 1, 5), ("?", 0, 1), ("{2}", 2, 2), ("{1,3}", 1, 3), ("{0,1}", 0, 1), ("{2,}", 2, 6)]
+        sign, low, high = self.rng.choice([("", 1, 1)] * 4 + often)
+        power, found = {""}, set()
+        for times in range(high + 1):
+            found |= power if times >= low else set()
+            power = joined(power, words)
+        return text + sign, found
+
+    def _part(self, depth: int) -> tuple[str, set[str]]:
+        kind = self.rng.randrange(6 if depth else 3)
+        if kind < 3:
+            letters = [("[ab]", {"a", "b"}), ("[^a]", {"b", "c"}), (".", {"a", "b", "c"}), ("[]", set())]
+            return self.rng.choice([('"a"', {"a"}), ('"ab"', {"ab"}), ('""', {""}), *letters])
+        if kind < 5 or len(self.rules) > 3:
+            text, words = self._ways(depth - 1)
+            return f"({text})", words
+        if not self.rules or self.rng.random() < 0.6:
+            text, words = self._ways(depth - 1)
+            self.rules.append((f"r-{len(self.rules)}", text, words))
+        name, _, words = self.rng.choice(self.rules)
+        return name, words
+
+
+def joined(first: set[str], second: set[str]) -> set[str]:
+    return {a + b for a in first for b in second if len(a + b) <= 4}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_gbnf_allows_what_it_says_as_an_expression_and_letter_by_letter(seed: int) -> None:
+    grammar = Gbnf(seed)
+    texts = grammars_of(Constraint("gbnf", grammar.text))
+    assert len(texts) == 2
+    every = ["".join(letters) for count in range(5) for letters in itertools.product("abc", repeat=count)]
+    for text in texts:
+        base = llguidance.LLMatcher(VOCABULARY.tokenizer, text, log_level=0)
+        if base.is_error():
+            assert not grammar.words
+            continue
+        found = set()
+        for word in every:
+            matcher = base.deep_copy()
+            if matcher.try_consume_tokens(list(word.encode())) == len(word) and matcher.is_accepting():
+                found.add(word)
+        assert found == grammar.words, grammar.text
+
+
+def test_rules_that_refer_to_themselves_or_grow_too_large_are_read_letter_by_letter() -> None:
+    doubled = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(12))
+    deep = "".join(f"r{i} ::= r{i + 1}\n" for i in range(300))
+    for text, count in [
+        ('root ::= "" | "a" root "b"', 1),
+        ('root ::= x\nx ::= "(" y ")"\ny ::= x | "a"', 1),
+        (f'root ::= r0\n{doubled}r12 ::= "a" | [b-d]', 1),
+        (f'root ::= r0\n{deep}r300 ::= "a"', 1),
+        ('root ::= x\nx ::= "a"{3,2000}\nunused ::= unused "b"', 2),
+    ]:
+        texts = grammars_of(Constraint("gbnf", text))
+        assert len(texts) == count, text
+        assert not llguidance.LLMatcher(VOCABULARY.tokenizer, texts[0], log_level=0).is_error()
 
 
 def test_choices_are_taken_letter_by_letter() -> None:

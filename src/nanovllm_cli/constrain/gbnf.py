@@ -1,7 +1,8 @@
-"""llama.cpp's grammars (GBNF) in llguidance's Lark.
+"""llama.cpp's grammars (GBNF) as llguidance reads them.
 
-Every character of GBNF becomes a lexeme of its own. llguidance would take longer lexemes as long as they can be, as lexers do;
-GBNF reads a text in every way that its rules allow, and a rule such as `ws ::= [ \\t\\n]*` in front of "\\n" needs that.
+A grammar in which no rule refers to itself becomes one regular expression. In any other, every character becomes a lexeme of its
+own: llguidance would take longer lexemes as long as they can be, as lexers do; GBNF reads a text in every way that its rules
+allow, and a rule such as `ws ::= [ \\t\\n]*` in front of "\\n" needs that.
 Repetitions become left recursions, which an Earley parser reads in linear time.
 
 Format: llama.cpp's grammars/README.md.
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llguidance import LLMatcher
 
 from nanovllm_cli.errors import UsageError
 
@@ -24,38 +28,167 @@ _SPACE_AND_LINES = re.compile(r"(?:\s|#[^\r\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _COUNTS = re.compile(r"\{\s*(\d{0,9})\s*(,?)\s*(\d{0,9})\s*\}")
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_ANYTHING = "(?s:.)"
+_NOTHING = '""'
+_MAX_EXPRESSION = 20_000
 _SIMPLE_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 
 
-def lark_of_gbnf(text: str) -> str:
-    """The grammar for llguidance; its start is `root`. Raises UsageError, with the line, for what is no GBNF."""
-    return _Reader(text).lark()
+def grammars_of_gbnf(text: str) -> list[str]:
+    """The grammar, which starts with `root`, for llguidance; of several texts that say the same, the quickest first. Raises
+    UsageError, with the line, for what is no GBNF."""
+    rules = _Reader(text).rules_from_root()
+    expression = _Expressions(rules).of_root()
+    return ([] if expression is None else [LLMatcher.grammar_from_regex(expression)]) + [_Lark(rules).text()]
+
+
+class _Char(NamedTuple):
+    """One character. expression: which, as a regular expression."""
+
+    expression: str
+
+
+class _Name(NamedTuple):
+    rule: str
+
+
+class _Sequence(NamedTuple):
+    parts: tuple[_Node, ...]
+
+
+class _Choice(NamedTuple):
+    ways: tuple[_Node, ...]
+
+
+class _Repeat(NamedTuple):
+    part: _Node
+    low: int
+    high: int | None
+
+
+_Node = _Char | _Name | _Sequence | _Choice | _Repeat
+_Rules = dict[str, _Node]
+
+
+@dataclass
+class _Expressions:
+    """Rules that do not refer to themselves, written into each other as one regular expression. It reads a text in every way, as
+    GBNF does, and its masks cost a fraction of those of a lexeme for each character."""
+
+    rules: _Rules
+    known: dict[str, str] = field(default_factory=dict)
+
+    def of_root(self) -> str | None:
+        """None if a rule refers to itself, or the expression grows too large."""
+        try:
+            return self._rule("root", 0)
+        except _NoExpression:
+            return None
+
+    def _rule(self, name: str, depth: int) -> str:
+        if name not in self.known:
+            self.known[name] = self._node(self.rules[name], depth + 1)
+        return self.known[name]
+
+    def _node(self, node: _Node, depth: int) -> str:
+        if depth > MAX_NESTING:  # which is where recursion ends, too
+            raise _NoExpression
+        match node:
+            case _Char(expression):
+                text = expression
+            case _Name(rule):
+                text = self._rule(rule, depth)
+            case _Sequence(parts):
+                text = self._bounded(parts, depth, "")
+            case _Choice(ways):
+                text = f"(?:{self._bounded(ways, depth, '|')})"
+            case _Repeat(part, low, high):
+                text = f"(?:{self._node(part, depth + 1)}){{{low},{'' if high is None else high}}}"
+        if len(text) > _MAX_EXPRESSION:
+            raise _NoExpression
+        return text
+
+    def _bounded(self, nodes: tuple[_Node, ...], depth: int, between: str) -> str:
+        texts, size = [], 0
+        for node in nodes:
+            texts.append(self._node(node, depth + 1))
+            size += len(texts[-1])
+            if size > _MAX_EXPRESSION:
+                raise _NoExpression
+        return between.join(texts)
+
+
+class _NoExpression(Exception):
+    pass
+
+
+@dataclass
+class _Lark:
+    """A rule is r0, r1, … in order of first sight; what repeats gets rules of its own, x1, x2, …"""
+
+    rules: _Rules
+    lines: list[str] = field(default_factory=list)
+    num_own: int = 0
+
+    def text(self) -> str:
+        self.names = {name: f"r{number}" for number, name in enumerate(self.rules)}
+        for name, node in self.rules.items():
+            self.lines.append(f"{self.names[name]}: {self._node(node)}")
+        return "\n".join(["%llguidance {}", f"start: {self.names['root']}", *self.lines]) + "\n"
+
+    def _node(self, node: _Node) -> str:
+        match node:
+            case _Char(expression):
+                return f"/{expression}/"
+            case _Name(rule):
+                return self.names[rule]
+            case _Sequence(parts):
+                return f"({' '.join(map(self._node, parts))})" if parts else _NOTHING
+            case _Choice(ways):
+                return f"({' | '.join(map(self._node, ways))})"
+            case _Repeat(part, 0, 1):
+                return f"({self._node(part)} | {_NOTHING})"
+            case _Repeat(part, low, high):
+                return self._repeated(self._own(self._node(part)), low, high)
+
+    def _repeated(self, item: str, low: int, high: int | None) -> str:
+        if high is None:  # at least low
+            name = f"x{self.num_own + 1}"
+            return self._own(f"{' '.join([item] * low) or _NOTHING} | {name} {item}")
+        # at most high - low more: each rule is one item longer than the last
+        more = ""
+        for _ in range(high - low):
+            more = self._own(f"{_NOTHING} | {item} {more}")
+        return "(" + (" ".join([item] * low + [more] * (high > low)) or _NOTHING) + ")"
+
+    def _own(self, body: str) -> str:
+        self.num_own += 1
+        self.lines.append(f"x{self.num_own}: {body}")
+        return f"x{self.num_own}"
 
 
 @dataclass
 class _Reader:
-    """Reads rule by rule, and writes Lark. A rule is r0, r1, … in order of first sight; what repeats gets a rule, too."""
+    """Reads rule by rule."""
 
     text: str
     at: int = 0
     depth: int = 0
     num_parts: int = 0
-    names: dict[str, str] = field(default_factory=dict)
-    rules: dict[str, str] = field(default_factory=dict)
-    num_own: int = 0
+    rules: _Rules = field(default_factory=dict)
+    referred: dict[str, None] = field(default_factory=dict)
 
-    def lark(self) -> str:
+    def rules_from_root(self) -> _Rules:
         self._skip(_SPACE_AND_LINES)
         while self.at < len(self.text):
             self._rule()
             self._skip(_SPACE_AND_LINES)
-        for name, rule in self.names.items():
-            if rule not in self.rules:
+        for name in self.referred:
+            if name not in self.rules:
                 raise UsageError(f"the grammar has no rule {name!r}")
-        if "root" not in self.names:
+        if "root" not in self.rules:
             raise UsageError('the grammar has no rule "root"', "an answer is what root describes")
-        lines = [f"{rule}: {body}" for rule, body in self.rules.items()]
-        return "\n".join(["%llguidance {}", f"start: {self.names['root']}", *lines]) + "\n"
+        return self.rules
 
     def _rule(self) -> None:
         name = self._match(_NAME)
@@ -67,43 +200,44 @@ class _Reader:
         body = self._alternatives(nested=False)
         if self.at < len(self.text) and self.text[self.at] not in "\r\n":
             raise self._refused("this belongs to no rule")
-        rule = self._named(name)
-        if rule in self.rules:
+        if name in self.rules:
             raise self._refused(f"a second rule {name!r}")
-        self.rules[rule] = body
+        self.rules[name] = body
 
-    def _alternatives(self, nested: bool) -> str:
+    def _alternatives(self, nested: bool) -> _Node:
         found = [self._sequence(nested)]
         while self._peek() == "|":
             self.at += 1
             self._skip(_SPACE_AND_LINES)
             found.append(self._sequence(nested))
-        return " | ".join(found)
+        return _Choice(tuple(found)) if len(found) > 1 else found[0]
 
-    def _sequence(self, nested: bool) -> str:
+    def _sequence(self, nested: bool) -> _Node:
         space = _SPACE_AND_LINES if nested else _SPACE
-        parts: list[str] = []
+        parts: list[_Node] = []
         while (char := self._peek()) and char not in "|)\r\n":
             parts.append(self._repeated(self._part(char)))
             self._skip(space)
-        return " ".join(parts) or '""'
+        return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
 
-    def _part(self, char: str) -> str:
+    def _part(self, char: str) -> _Node:
         if char == '"':
             return self._literal()
         if char == "[":
             return self._class()
         if char == ".":
             self.at += 1
-            return self._counted(r"/(?s:.)/")
+            return self._character(_ANYTHING)
         if char == "(":
             return self._group()
         name = self._match(_NAME)
         if not name:
             raise self._refused(f"{char!r} has no meaning here")
-        return self._counted(self._named(name))
+        self.referred[name] = None
+        self._count(1)
+        return _Name(name)
 
-    def _group(self) -> str:
+    def _group(self) -> _Node:
         self.at, self.depth = self.at + 1, self.depth + 1
         if self.depth > MAX_NESTING:
             raise self._refused(f"groups are nested more than {MAX_NESTING} deep")
@@ -112,9 +246,9 @@ class _Reader:
         if self._peek() != ")":
             raise self._refused("a group is not closed")
         self.at, self.depth = self.at + 1, self.depth - 1
-        return f"({body})"
+        return body
 
-    def _repeated(self, part: str) -> str:
+    def _repeated(self, part: _Node) -> _Node:
         char = self._peek()
         if char in ("*", "+", "?"):
             self.at += 1
@@ -123,21 +257,9 @@ class _Reader:
             low, high = self._counts()
         else:
             return part
-        if (low, high) == (0, 1):
-            return f"({part} | \"\")"
-        item, loop = self._own(), self._own()
-        self.rules[item] = part
-        self._counted(low + (high or 0))
-        if high is None:  # at least low
-            self.rules[loop] = f'{" ".join([item] * low) or chr(34) * 2} | {loop} {item}'
-            return loop
-        # at most high - low more: each rule is one item longer than the last
-        more = [item] * low
-        for _ in range(high - low):
-            longer = self._own()
-            self.rules[longer] = f'"" | {item} {loop}' if loop in self.rules else f'"" | {item}'
-            loop = longer
-        return "(" + " ".join([*more, *([loop] if high > low else [])] or ['""']) + ")"
+        if (low, high) != (0, 1):
+            self._count(low + (high or 0))
+        return _Repeat(part, low, high)
 
     def _counts(self) -> tuple[int, int | None]:
         match = _COUNTS.match(self.text, self.at)
@@ -152,19 +274,18 @@ class _Reader:
         self.at = match.end()
         return low, high
 
-    def _literal(self) -> str:
+    def _literal(self) -> _Node:
         start, self.at = self.at, self.at + 1
-        chars: list[str] = []
+        chars: list[_Node] = []
         while self._peek() != '"':
             if not self._peek():
                 self.at = start
                 raise self._refused("a string is not closed")
-            chars.append(f"/{_escaped(self._char())}/")
+            chars.append(self._character(_escaped(self._char())))
         self.at += 1
-        self._counted(len(chars))
-        return f"({' '.join(chars)})" if len(chars) > 1 else "".join(chars) or '""'
+        return chars[0] if len(chars) == 1 else _Sequence(tuple(chars))
 
-    def _class(self) -> str:
+    def _class(self) -> _Node:
         start, self.at = self.at, self.at + 1
         negated = self._peek() == "^"
         self.at += negated
@@ -182,8 +303,8 @@ class _Reader:
             ranges.append(_escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}")
         self.at += 1
         if not ranges:
-            return self._counted(r"/(?s:.)/") if negated else self._counted("/[^\\x{0}-\\x{10FFFF}]/")
-        return self._counted(f"/[{'^' if negated else ''}{''.join(ranges)}]/")
+            return self._character(_ANYTHING if negated else "[^\\x{0}-\\x{10FFFF}]")
+        return self._character(f"[{'^' if negated else ''}{''.join(ranges)}]")
 
     def _char(self) -> str:
         """One character of a string or a set, escapes undone."""
@@ -201,18 +322,14 @@ class _Reader:
             raise self._refused("an escape that is no character")
         return chr(code)
 
-    def _named(self, name: str) -> str:
-        return self.names.setdefault(name, f"r{len(self.names)}")
+    def _character(self, expression: str) -> _Char:
+        self._count(1)
+        return _Char(expression)
 
-    def _own(self) -> str:
-        self.num_own += 1
-        return f"x{self.num_own}"
-
-    def _counted(self, part: str | int) -> str:
-        self.num_parts += part if isinstance(part, int) else 1
+    def _count(self, num: int) -> None:
+        self.num_parts += num
         if self.num_parts > MAX_PARTS:
             raise self._refused(f"the grammar has more than {MAX_PARTS} parts")
-        return str(part)
 
     def _peek(self) -> str:
         return self.text[self.at : self.at + 1]

@@ -15,7 +15,7 @@ from typing import Any
 
 import llguidance
 
-from nanovllm_cli.constrain.gbnf import lark_of_gbnf
+from nanovllm_cli.constrain.gbnf import grammars_of_gbnf
 from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -53,7 +53,10 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     Raises UsageError for what is malformed, too large, cannot be enforced, or can never be met.
     """
     name = _NAMES[constraint.kind]
-    matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS)
+    for text in grammars_of(constraint):
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            break
     if not matcher.is_error():
         first = matcher.deep_copy()
         mask = first.compute_bitmask()
@@ -77,8 +80,9 @@ def check(constraint: Constraint) -> None:
 _byte_vocabulary = functools.cache(byte_vocabulary)
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """llguidance's text for it. Raises UsageError for what is malformed or too large."""
+def grammars_of(constraint: Constraint) -> list[str]:
+    """llguidance's texts for it, of which the first that compiles is to be taken. Raises UsageError for what is malformed or too
+    large."""
     text, name = constraint.text, _NAMES[constraint.kind]
     try:
         text.encode()
@@ -87,17 +91,17 @@ def grammar_of(constraint: Constraint) -> str:
     _check_depth(text, name, _REGEX_BRACKETS if constraint.kind == "regex" else _BRACKETS)
     match constraint.kind:
         case "json_object":
-            return _json_grammar({"type": "object"})
+            return [_json_grammar({"type": "object"})]
         case "json_schema":
-            return _json_grammar(_schema(text))
+            return [_json_grammar(_schema(text))]
         case "choice":
-            return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, choices_of(text))))
+            return [llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, choices_of(text))))]
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            return [llguidance.LLMatcher.grammar_from_regex(text)]
         case "gbnf":
-            return lark_of_gbnf(text)
+            return grammars_of_gbnf(text)
         case "lark":
-            return llguidance.LLMatcher.grammar_from_lark(text)
+            return [llguidance.LLMatcher.grammar_from_lark(text)]
 
 
 def choices_of(text: str) -> list[str]:
