@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import Pooling
@@ -305,6 +306,21 @@ def test_a_call_that_must_be_made_is_a_grammar(run: Any, choice: str) -> None:
     assert constraint is not None
     assert constraint.kind == "lark"
     assert house.checks.seen == [constraint]
+
+
+def test_beside_calls_gbnf_becomes_a_part_of_their_grammar(run: Any) -> None:
+    house, gbnf = House([piece("a", finish="stop")]), Constraint("gbnf", 'root ::= "yes" | "no"')
+    with pytest.raises(ApiError, match="ordinary text"):
+        run(house.chat(asked(tools=[TOOL], form=gbnf)))
+    known = answer_format(TEMPLATE, special_tokens={"<tool_call>": 300})
+    house.models.model = dataclasses.replace(house.models.model, format=known)
+    run(house.chat(asked(tools=[TOOL], form=gbnf)))
+    run(house.chat(asked(form=gbnf)))
+    beside, alone = (params.constraint for _, params, *_ in house.engine.asked)
+    assert beside is not None
+    assert beside.kind == "lark"
+    assert lark_of_gbnf(gbnf.text) in beside.text
+    assert alone == gbnf
 
 
 def test_an_answer_that_fails_is_an_error_and_everything_is_let_go(run: Any) -> None:

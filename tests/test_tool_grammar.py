@@ -131,8 +131,6 @@ def test_an_answer_that_is_no_call_has_the_form_that_was_asked_for(name: str, to
     assert not allows(known(name), before + "It is raining.", "auto", tools, form=form)
     assert known(name).constraint(tools, "none", form=form) == known(name).constraint((), "auto", form=form) == form
     assert known(name).constraint(tools, "required", form=form) == known(name).constraint(tools, "required")
-    with pytest.raises(UnsupportedError):
-        known(name).constraint(tools, "auto", form=Constraint("lark", "start: /a+/"))
 
 
 MARKED = [name for name in ONE if name not in ("llama", "json", "pythonic")]
@@ -147,6 +145,34 @@ def test_beside_calls_an_expression_is_held_to(name: str) -> None:
     ]:
         assert allows(known(name), ONE[name], "auto", form=form)
         assert [text for text in (*good, *bad) if allows(known(name), before + text, "auto", form=form)] == list(good)
+
+
+def followed(name: str, special: tuple[str, ...], form: Constraint, answer: str) -> bool:
+    """Beside strict tools that may be called, where these tags are special tokens."""
+    vocabulary = Bytes(special)
+    constraint = AnswerFormat(None, known(name).tools, vocabulary.ids).constraint(STRICT, "auto", form=form)
+    assert constraint is not None
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
+    return follows(constraint.text, tokenizer, vocabulary.encode(answer))
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_beside_calls_a_grammar_is_held_to_where_a_token_begins_them(name: str) -> None:
+    """The grammar takes any line, and has names and white space of its own."""
+    lark = Constraint("lark", '%llguidance {}\nstart: r0 ";" T0\nr0: "a" "b"\nT0: /[^\\n]*/\n%ignore / +/')
+    before = "<|channel|>final<|message|>" if name == "harmony" else ""
+    tags = HARMONY_TAGS if name == "harmony" else tuple(tag for tag in known(name).tools.tags if tag[-1] in ">]")
+    if name != "harmony":
+        with pytest.raises(UnsupportedError, match="ordinary text"):
+            followed(name, (), lark, "ab;")
+    if name == "phi":  # no token of its vocabulary begins a call
+        return
+    for good in ("ab;x", "a b ; }", "ab;" + "<" * 9, "ab;"):
+        assert followed(name, tags, lark, before + good), good
+    for bad in ("", "abx", "ab", "ab;\n", "It is raining."):
+        assert not followed(name, tags, lark, before + bad), bad
+    assert followed(name, tags, lark, ONE[name])
+    assert not followed(name, tags, lark, ONE[name].replace("3", "few"))
 
 
 def test_an_expression_lets_no_call_by_that_is_none_of_the_tools() -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
@@ -69,6 +70,7 @@ class Generator:
             prompt_ids = await self._in_thread(partial(chat_ids, work.model, asked))
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
+            asked = await self._with_lark(asked, tools)
             constraint = _constraint(work.model, asked, tools)
             phase = _reasoning(work.model, asked, constraint, tail)
             params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase)
@@ -115,6 +117,12 @@ class Generator:
             if told is not None:
                 raise told
             return [_unit(task.result()) for task in tasks], sum(map(len, each))
+
+    async def _with_lark(self, asked: ChatAsked, tools: Sequence[Tool]) -> ChatAsked:
+        """Beside calls a grammar is a part of a greater one, which is Lark."""
+        if asked.form is None or asked.form.kind != "gbnf" or not tools or asked.tool_choice != "auto":
+            return asked
+        return dataclasses.replace(asked, form=Constraint("lark", await self._in_thread(partial(lark_of_gbnf, asked.form.text))))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)

@@ -122,7 +122,7 @@ class AnswerFormat:
         required: calls, and nothing else; a name: one call of that tool; auto with a strict tool: any text, in which a call that
         has begun is one of the tools', and a strict tool's arguments match its schema. form: of an answer that is no call, where
         it may be none. Raises UsageError where no tool can answer the choice, UnsupportedError for a strict tool that this format
-        can't be held to, and for a grammar beside tools that may be called.
+        can't be held to, and for forms that calls of this model can't be told from: see tool_grammar.
         """
         return calls_constraint(
             self.tools.grammar,

@@ -181,8 +181,8 @@ def calls_constraint(
     """What an answer has to match, or None where anything will do.
 
     openers: what begins a call in this format. reasons: reasoning may come before the answer. form: of an answer that is no
-    call. Raises UsageError where a call is demanded that no tool can answer, UnsupportedError for a strict tool whose schema
-    this format can't hold to, and for forms that don't go with calls.
+    call; a grammar as Lark. Raises UsageError where a call is demanded that no tool can answer, UnsupportedError for a strict
+    tool whose schema this format can't hold to, and for forms that don't go with calls.
     """
     if choice == "none" or (choice == "auto" and not tools):
         return form
@@ -206,10 +206,16 @@ def calls_constraint(
 
 
 def _content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:
-    """An answer that is no call, in the form that was asked for."""
-    if form.kind in ("lark", "gbnf"):
-        message = "a grammar does not go with tools that may be called"
-        raise UnsupportedError(message, "set tool_choice to none or required")
+    """An answer that is no call, in the form that was asked for. A grammar is one of its own inside of this one: it must be known
+    to be one, and what it is made of cannot be kept from beginning a call as terminals are."""
+    assert form.kind != "gbnf", "it comes as Lark"
+    if form.kind == "lark":
+        if grammar.no_call(writer):
+            raise UnsupportedError(
+                "this model's calls begin with ordinary text, so a grammar does not go with tools that may be called",
+                "set tool_choice to none or required",
+            )
+        return grammar.content(writer, writer.rule(f"%lark {{\n{form.text}\n}}"))
     if form.kind in ("regex", "choice"):
         chosen = form.kind == "choice"
         text = " | ".join(map(_quoted, json.loads(form.text))) if chosen else f"/{_between_slashes(form.text)}/"
