@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.guide import Guide
-from nanovllm_cli.constrain.masks import MaskThread
 from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary
 from nanovllm_cli.constraint import Constraint
@@ -205,63 +205,80 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
     )  # fmt: skip
     ids = range(tokenizer.vocab_size)
 
-    def decode(form: Constraint | None, steps: int) -> list[float]:
-        """Seconds of each step after the one that ended the prompts."""
+    def decode(form: Constraint | None, steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each step after the one that ended the prompts, and seconds of processor time."""
         for i in range(BATCH):
             params = SamplingParams(temperature=1.0, seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form)
             engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)
         begun: set[str] = set()
         while len(begun) < BATCH:
             begun |= {each.request_id for each in engine.step() if each.outputs[0].token_ids}
-        seconds = []
+        seconds, used = [], []
         while engine.has_unfinished():
-            began = time.perf_counter()
+            began, used_before = time.perf_counter(), time.process_time()
             outputs = engine.step()
             seconds.append(time.perf_counter() - began)
+            used.append(time.process_time() - used_before)
             assert all(each.outputs[0].finish_reason in (None, "length") for each in outputs), outputs
-        return seconds
+        return seconds, used
 
     for form in (None, *FORMS.values()):
         decode(form, 2)  # compiles kernels and constraints
     steps: dict[str, list[float]] = {name: [] for name in ("free", *FORMS)}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name in steps:
-            steps[name] += decode(FORMS.get(name), STEPS)
+            seconds, used = decode(FORMS.get(name), STEPS)
+            steps[name] += seconds
+            cpu[name] += used
     medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
     return {
         "batch": BATCH,
         "steps": STEPS * rounds,
         "median_step_ms": {name: round(median * 1e3, 2) for name, median in medians.items()},
+        "median_step_cpu_ms": {name: round(statistics.median(used) * 1e3, 2) for name, used in cpu.items()},
         "tokens_per_second": {name: round(BATCH / median, 2) for name, median in medians.items()},
         "slower_than_free": {name: round(median / medians["free"] - 1, 4) for name, median in medians.items()},
     }
 
 
-def measure_masks(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Processor time of what a step of 16 sequences has to do for its masks, and for what was drawn, by itself: nearly all of it
-    runs beside the model. Random tokens, so that every sequence is at another place."""
+def measure_draws(tokenizer: Tokenizer, steps: int = 40) -> dict[str, Any]:
+    """Processor time of the draws of a step of 16 sequences, masks and all, on one thread and without a model. "random": logits
+    that know nothing of the constraint, so that most draws need their mask. "followed": one likely token, which is allowed, as a
+    model has it that was trained to write such answers, or was asked to."""
+    from nanovllm_cli.constrain.compiler import Compiler
+    from nanovllm_cli.engine.plan import NewSequence
+    from nanovllm_cli.engine.sampler import Sampler
+    from nanovllm_cli.kernels import cpu
+    from nanovllm_cli.sampling_params import SamplingParams
+
+    cpu.set_num_threads(1)
     vocabulary = vocabulary_of(tokenizer)
-    threads = MaskThread()
-    result = {}
-    for name, form in FORMS.items():
-        base = compiled(form, vocabulary)
-        guides = {i: Guide(vocabulary, Matcher(base.deep_copy(), vocabulary), None) for i in range(BATCH)}
-        rng = random.Random(0)
-        masks: list[float] = []
-        draws: list[float] = []
-        for _ in range(100):
-            began = time.process_time()
-            threads.start(guides)
-            words = [threads.mask(i, guide) for i, guide in guides.items()]
-            masks.append(time.process_time() - began)
-            bits = [np.unpackbits(each.view(np.uint8), bitorder="little") for each in words if each is not None]
-            allowed = [np.flatnonzero(each) for each in bits]
-            chosen = [int(ids[rng.randrange(len(ids))]) for ids in allowed]
-            began = time.process_time()
-            for guide, token_id in zip(guides.values(), chosen, strict=True):
-                guide.accept(token_id)
-            draws.append(time.process_time() - began)
-        result[name] = {"masks_ms": percentiles(masks), "accept_ms": percentiles(draws)}
+    sampler = Sampler(tokenizer.vocab_size, compiler=Compiler(lambda: vocabulary))
+    logits = torch.randn(BATCH, tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
+    rng, result = random.Random(0), dict[str, Any]()
+    for name, form in {"free": None, **FORMS}.items():
+        for kind in ("random", "followed"):
+            params = SamplingParams(constraint=form)
+            for i in range(BATCH):
+                sampler.add(NewSequence(i, [0], params, seed=i, stop_ids=()))
+            seconds = []
+            for _ in range(steps):
+                likely = [rng.randrange(tokenizer.vocab_size) for _ in range(BATCH)]
+                guides = [sampler._states[i].guide for i in range(BATCH)]
+                for i, guide in enumerate(guides):
+                    if guide is not None and (words := guide.copy().allowed_mask()) is not None:
+                        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                        likely[i] = int(allowed[rng.randrange(len(allowed))])
+                before = logits[range(BATCH), likely]
+                logits[range(BATCH), likely] = 40.0 if kind == "followed" else before
+                began = time.process_time()
+                sampler.start_masks(range(BATCH))
+                drawn = sampler.sample(range(BATCH), logits)
+                seconds.append(time.process_time() - began)
+                assert all(each.error is None and each.token_ids for each in drawn), drawn
+                logits[range(BATCH), likely] = before
+            result[f"{name}, {kind}"] = percentiles(seconds)
     return result
 
 
@@ -270,7 +287,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with tokenizer.json")
     parser.add_argument("--schemas", type=Path, help="lines of {schema, tests}")
     parser.add_argument("--model", type=Path, help="a checkpoint with at least as many tokens")
-    parser.add_argument("--masks", action="store_true", help="processor time of masks, without a model")
+    parser.add_argument("--masks", action="store_true", help="processor time of masks and draws, without a model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
@@ -280,7 +297,7 @@ def main() -> None:
     if options.schemas:
         result["schemas"] = measure_schemas(options.schemas, tokenizer)
     if options.masks:
-        result["cpu_ms_of_a_step"] = measure_masks(tokenizer)
+        result["cpu_ms_of_a_steps_draws"] = measure_draws(tokenizer)
     if options.model:
         result["overhead"] = measure_overhead(options.model, tokenizer, options.rounds, options.threads)
     print(json.dumps(result, indent=1))
