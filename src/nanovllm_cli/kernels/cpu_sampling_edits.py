@@ -6,8 +6,9 @@ Addresses and counts only; the caller has checked them.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from nanovllm_cli.kernels.cpu_sampling_allowed import inner
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -31,7 +32,7 @@ def edit_rows(arguments, thread, threads):
         _edit(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[starts[r] : starts[r + 1]], out[r])
 
 
-@njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@inner
 def _edit(source, edits, out):
     num_bad = 0
     for i in range(len(out)):

@@ -20,7 +20,17 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of
+from nanovllm_cli.kernels.cpu_numbers import float_of
+from nanovllm_cli.kernels.cpu_sampling_allowed import (
+    BLOCK,
+    NEG_INF,
+    block_peaks,
+    copy_allowed,
+    gather_allowed,
+    inner,
+    num_allowed,
+    ordered,
+)
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -31,17 +41,11 @@ TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTING
 NOTHING_LEFT, NOT_FINITE = -1, -2
 """In place of an id: every logit is -inf; NaN or +inf among them."""
 
-_BLOCK = 64
 _DIGIT = 11
 _LOWEST = np.float32(np.finfo(np.float32).min)
 _ONE = np.float32(2.0**40)
 _NEGLIGIBLE = np.float32(-40.0)
 _WEIGHTLESS = np.float32(-28.0)
-_NEG_INF = np.float32(-np.inf)
-
-_inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Of functions that only compiled ones call: what Python would need of them takes a third of the time to compile."""
-
 
 @intrinsic
 def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
@@ -75,14 +79,7 @@ def weight(gap):
     return np.int64(np.float32(np.float32(over / under) * power) * _ONE)
 
 
-@_inner
-def _ordered(x):
-    """Signed bits that order as float32 does (0.0 above -0.0), with NaN at the ends."""
-    bits = np.int32(bits_of(x))
-    return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-
-
-@_inner
+@inner
 def _sum(values, count):
     total = np.int64(0)
     for i in range(count):
@@ -90,65 +87,39 @@ def _sum(values, count):
     return total
 
 
-@_inner
-def _block_peaks(logits, peaks):
-    """The largest of each block to peaks [P], and of all; -inf where there is none, +inf for a row that is not finite."""
-    size = len(logits)
-    highest = np.int32(-0x80000000)
-    lowest = np.int32(0x7FFFFFFF)
-    for block in range(len(peaks)):
-        top = np.int32(-0x80000000)
-        start = block * _BLOCK
-        if start + _BLOCK <= size:
-            for i in range(_BLOCK):
-                key = _ordered(logits[start + i])
-                top = max(top, key)
-                lowest = min(lowest, key)
-        else:
-            for i in range(start, size):
-                key = _ordered(logits[i])
-                top = max(top, key)
-                lowest = min(lowest, key)
-        peaks[block] = float_of(np.int32(top ^ np.int32((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
-        highest = max(highest, top)
-    if highest >= _ordered(np.float32(np.inf)) or lowest < _ordered(_NEG_INF):
-        return np.float32(np.inf)
-    return float_of(np.int32(highest ^ np.int32((highest >> np.int32(31)) & np.int32(0x7FFFFFFF))))
-
-
-@_inner
+@inner
 def _first_largest(logits, peaks, peak):
     block = 0
     while peaks[block] != peak:
         block += 1
-    i = block * _BLOCK
+    i = block * BLOCK
     while logits[i] != peak:
         i += 1
     return i
 
 
-@_inner
+@inner
 def _at_least(logits, peaks, floor, ids):
     """Ids, ascending, of the logits that reach floor, to ids; how many."""
     count = 0
     for block in range(len(peaks)):
         if peaks[block] >= floor:
-            for i in range(block * _BLOCK, min(len(logits), (block + 1) * _BLOCK)):
+            for i in range(block * BLOCK, min(len(logits), (block + 1) * BLOCK)):
                 ids[count] = i
                 count += logits[i] >= floor
     return count
 
 
-@_inner
+@inner
 def _keys_of_float32(values):
     """Unsigned keys that order as the values do, 0.0 and -0.0 as one."""
     keys = np.empty(len(values), np.uint64)
     for i in range(len(values)):
-        keys[i] = np.uint64(np.int64(_ordered(values[i] + np.float32(0.0))) + np.int64(0x80000000))
+        keys[i] = np.uint64(np.int64(ordered(values[i] + np.float32(0.0))) + np.int64(0x80000000))
     return keys
 
 
-@_inner
+@inner
 def _last_that_counts(keys, weights, target, bits):
     """Where the fewest entries with the largest keys reach `target` in weight: the lowest key of them, and how much is needed of
     those that have it (they count in order). Keys of `bits` bits; one digit at a time, from the highest."""
@@ -183,7 +154,7 @@ def _last_that_counts(keys, weights, target, bits):
     return prefix, target
 
 
-@_inner
+@inner
 def _keep_until(keys, bits, ids, gaps, weights, count, target):
     """Keep, in their order, the fewest of `count` candidates with the largest keys whose weights reach target (at least 1)."""
     last, missing = _last_that_counts(keys[:count], weights[:count], max(np.int64(1), target), bits)
@@ -198,7 +169,7 @@ def _keep_until(keys, bits, ids, gaps, weights, count, target):
     return kept
 
 
-@_inner
+@inner
 def _most_likely(logits, peaks, floor, limit, ids):
     """Ids, ascending, of the `limit` (0: all) most likely tokens of those that reach floor, to ids; how many."""
     if 0 < limit < len(peaks):
@@ -215,7 +186,7 @@ def _most_likely(logits, peaks, floor, limit, ids):
     return count
 
 
-@_inner
+@inner
 def _weigh(logits, peak, temperature, ids, gaps, weights, count):
     """Gaps and weights of `count` candidates; their total."""
     total = np.int64(0)
@@ -226,7 +197,7 @@ def _weigh(logits, peak, temperature, ids, gaps, weights, count):
     return total
 
 
-@_inner
+@inner
 def _typical_keys(gaps, weights, count, total):
     """Keys that are largest where a token's surprise is nearest to the expected one. Below e**-1000 nothing is rarer."""
     expected = 0.0
@@ -240,7 +211,7 @@ def _typical_keys(gaps, weights, count, total):
     return keys
 
 
-@_inner
+@inner
 def _without_top_choices(ids, gaps, weights, count, threshold):
     """Keep all but the tokens that hold `threshold` of the weight; the least likely of those, the last of equal ones, stays."""
     limit, least = threshold * np.float64(_sum(weights, count)), -1
@@ -255,7 +226,7 @@ def _without_top_choices(ids, gaps, weights, count, threshold):
     return kept
 
 
-@_inner
+@inner
 def _total(logits, peaks, first, last, peak, temperature):
     """Weight of blocks from first to before last. What weighs nothing, by its block's largest, is not read."""
     total, block = np.int64(0), first
@@ -263,14 +234,14 @@ def _total(logits, peaks, first, last, peak, temperature):
         begin = block
         while block < last and np.float32(np.float32(peaks[block] - peak) / temperature) >= _WEIGHTLESS:
             block += 1
-        stretch = logits[begin * _BLOCK : block * _BLOCK]
+        stretch = logits[begin * BLOCK : block * BLOCK]
         for i in range(len(stretch)):
             total += weight(np.float32(np.float32(stretch[i] - peak) / temperature))
         block += 1
     return total
 
 
-@_inner
+@inner
 def _hit_in_row(logits, peaks, peak, temperature, uniform):
     """The draw over all tokens: by stretches of blocks first, then by blocks, then in the one that is hit."""
     stretch, num_blocks = 64, len(peaks)
@@ -288,7 +259,7 @@ def _hit_in_row(logits, peaks, peak, temperature, uniform):
         aim -= held
         block += 1
         held = _total(logits, peaks, block, block + 1, peak, temperature)
-    i = block * _BLOCK
+    i = block * BLOCK
     aim -= weight(np.float32(np.float32(logits[i] - peak) / temperature))
     while aim >= 0:
         i += 1
@@ -296,45 +267,10 @@ def _hit_in_row(logits, peaks, peak, temperature, uniform):
     return i
 
 
-@_inner
-def _keep_allowed(logits, peaks, words, copy):
-    """A row under its mask to copy [V], and the largest of each block to peaks again. Blocks where nothing is allowed have -inf
-    there and are not written: nobody reads them. The largest of all."""
-    size, highest = len(logits), _NEG_INF
-    for block in range(len(peaks)):
-        start, first = block * _BLOCK, block * (_BLOCK // 32)
-        low = words[first] if first < len(words) else np.uint32(0)
-        high = words[first + 1] if first + 1 < len(words) else np.uint32(0)
-        if low == 0 and high == 0:
-            peaks[block] = _NEG_INF
-            continue
-        if start + _BLOCK <= size:
-            for j in range(32):
-                copy[start + j] = logits[start + j] if (low >> np.uint32(j)) & np.uint32(1) else _NEG_INF
-            for j in range(32):
-                copy[start + 32 + j] = logits[start + 32 + j] if (high >> np.uint32(j)) & np.uint32(1) else _NEG_INF
-        else:
-            for i in range(start, size):
-                word = low if i - start < 32 else high
-                copy[i] = logits[i] if (word >> np.uint32(i % 32)) & np.uint32(1) else _NEG_INF
-        highest = max(highest, _block_peaks(copy[start : start + _BLOCK], peaks[block : block + 1]))
-    return highest
-
-
-@_inner
-def _draw(logits, mask, num_words, copy, setting, top):
-    """The id drawn from logits [V] by settings [SETTINGS], or why there is none. num_words: -1 without a mask; otherwise copy [V]
-    is written to, and top [1] says whether the largest logit is allowed."""
-    top[0] = 1
+@inner
+def _drawn(logits, peaks, peak, setting):
+    """The place of what is drawn from logits [V] by settings [SETTINGS]; NOTHING_LEFT where all are -inf."""
     size = len(logits)
-    peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
-    peak = _block_peaks(logits, peaks)
-    if peak == np.inf:
-        return NOT_FINITE
-    if num_words >= 0:
-        words = carray(typed_pointer(mask, np.uint32(0)), (num_words,))
-        before, peak = peak, _keep_allowed(logits, peaks, words, copy)
-        logits, top[0] = copy, peak == before
     if peak == -np.inf:
         return NOTHING_LEFT
     if setting[TEMPERATURE] == 0.0:
@@ -380,6 +316,33 @@ def _draw(logits, mask, num_words, copy, setting, top):
     return ids[i]
 
 
+@inner
+def _draw(logits, mask, num_words, copy, setting, top):
+    """The id drawn from logits [V] by settings [SETTINGS], or why there is none. num_words: -1 without a mask; otherwise copy [V]
+    is written to, and top [1] says whether the largest logit is allowed."""
+    size = len(logits)
+    peaks = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
+    peak = block_peaks(logits, peaks)
+    top[0] = 1
+    if peak == np.inf:
+        return NOT_FINITE
+    if num_words < 0:
+        return _drawn(logits, peaks, peak, setting)
+    words = carray(typed_pointer(mask, np.uint32(0)), (num_words,))
+    count = num_allowed(words, size)
+    if count > size // 4:
+        highest = copy_allowed(logits, peaks, words, copy)
+        top[0] = highest == peak
+        return _drawn(copy, peaks, highest, setting)
+    ids, few = np.empty(count, np.int64), copy[:count]  # far fewer logits, in the same order
+    gather_allowed(logits, words, ids, few)
+    peaks = peaks[: (count + BLOCK - 1) // BLOCK]
+    highest = block_peaks(few, peaks) if count > 0 else NEG_INF
+    top[0] = highest == peak
+    place = _drawn(few, peaks, highest, setting)
+    return ids[place] if place >= 0 else place
+
+
 @kernel()
 def draw_rows(arguments, thread, threads):
     """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64.
@@ -418,11 +381,11 @@ def logprob_rows(arguments, thread, threads):
         _logprob_row(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), ids[r], most[r], ints[r], floats[r])
 
 
-@_inner
+@inner
 def _logprob_row(logits, token, limit, ints, floats):
     size = len(logits)
-    peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
-    peak = _block_peaks(logits, peaks)
+    peaks = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
+    peak = block_peaks(logits, peaks)
     if abs(peak) == np.inf:
         ints[0] = NOT_FINITE if peak > 0 else NOTHING_LEFT
         return
