@@ -42,6 +42,11 @@ def grammars_of_gbnf(text: str) -> list[str]:
     return ([] if expression is None else [LLMatcher.grammar_from_regex(expression)]) + [_Lark(rules).text()]
 
 
+def lark_of_gbnf(text: str) -> str:
+    """The grammar as Lark, to be a part of a greater one. Raises UsageError as above."""
+    return _Lark(_Reader(text).rules_from_root()).text()
+
+
 class _Char(NamedTuple):
     """One character. expression: which, as a regular expression."""
 
