@@ -16,6 +16,7 @@ EVERY_FLAG = set().union(*FLAGS.values())
 
 def test_hints_of_options_name_options() -> None:
     assert set(habits._OPTIONS) <= EVERY_FLAG
+    assert [flag for flag in habits._RENAMED if not flag.startswith("-") or flag == "-"] == []
 
 
 def test_what_run_chat_and_serve_call_so_themselves_is_no_habit() -> None:

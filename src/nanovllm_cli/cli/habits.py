@@ -19,7 +19,7 @@ _OPTIONS = {
     "--stop": ("--reverse-prompt", "-r"),
     "--typical": ("--typical-p",),
     "--eager": ("--enforce-eager",),
-    "--quant": ("--quantization"),
+    "--quant": ("--quantization",),
     "--device": ("--main-gpu", "-mg", "-dev"),
     "--system-prompt": ("--system", "--sys-prompt"),
     "--output": ("--output-file", "--out", "--outfile", "--save-path", "--mlx-path"),
@@ -30,6 +30,11 @@ _OPTIONS = {
     "--allowed-host": ("--allowed-hosts", "--trusted-host"),
     "--ssl-cert-file": ("--ssl-certfile",),
     "--ssl-key-file": ("--ssl-keyfile",),
+    "--cors-origin": ("--allowed-origins",),
+    "--unix-socket": ("--uds",),
+    "--max-models": ("--models-max",),
+    "--otlp-endpoint": ("--otlp-traces-endpoint",),
+    "--verbose": ("--log-verbosity", "-lv", "--uvicorn-log-level"),
     "--sleep-idle": ("--sleep-idle-seconds", "--keep-alive", "--ttl"),
 }
 _RENAMED = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names}
@@ -37,15 +42,29 @@ _RENAMED = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names
 _ALWAYS = "that is always so: leave it out"
 _EXPLAINED = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
-    ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching"):
+    ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching",
+     "--metrics", "--props", "--embedding", "--embeddings", "--rerank", "--reranking", "--webui", "--no-context-shift",
+     "--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-reasoning", "--enable-log-requests"):
         _ALWAYS,
+    ("--disable-log-requests", "--disable-uvicorn-access-log", "--log-disable"):
+        "serve writes a line for each request; --no-access-log leaves it out",
+    ("--slots", "--no-slots"): "what runs is told at /status and /metrics",
+    ("--no-webui",): "the pages at / and /status hold nothing secret and are always there: leave it out",
+    ("--pooling",): "a request for embeddings says it: pooling is mean, last or cls",
+    ("--root-path", "--api-prefix", "--middleware", "--path"): "that is for a proxy in front",
+    ("--threads-http", "--api-server-count"): "one process answers over HTTP: leave it out",
+    ("--swap-space", "--cpu-offload-gb", "--cache-ram", "-cram"): "there is one cache, in memory: --kv-cache SIZE",
+    ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl"):
+        "that follows from the model's own files: leave it out",
+    ("--no-enable-prefix-caching",): "the prefix cache changes no answer and is always on: leave it out",
     ("-no-cnv", "--no-conversation", "-st", "--single-turn"): "run answers once and never asks back: leave it out",
     ("-cnv", "--conversation", "-i", "--interactive", "--interactive-first"): "nanovllm chat MODEL is the conversation",
     ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-mu", "--model-url"):
         "a hub's model is named like any other: org/repo, org/repo:Q4_K_M, org/repo/file.gguf",
     ("--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
     ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
-    ("-tp", "--tensor-parallel-size", "-ts", "--tensor-split", "-sm", "--split-mode"): "a model runs on one device",
+    ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split",
+     "-sm", "--split-mode"): "a model runs on one device",
     ("--lora", "--adapter-path", "--enable-lora"): "adapters are not supported: merge them into the weights first",
     ("--mmproj", "--image"): "models that read images are not supported",
     ("-md", "--model-draft", "--draft-model", "--speculative-config"): "drafting by a second model is not supported",
