@@ -40,6 +40,6 @@ for index_bits, length, signs in CODEBOOKS:
     weight = integer.empty(layout)
     pack_rows(layout, weight.data, 0, random_rows(layout))
     out = torch.empty(3, 70)
-    integer.matmul(integer.quantize(torch.ones(3, 288), integer.Rounding(32, False, None)), weight, None, out)
+    integer.matmul(integer.quantize(torch.ones(3, 288).bfloat16(), integer.Rounding(32, False, None)), weight, None, out)
     digest.update(out.numpy().tobytes())
 print(digest.hexdigest())

@@ -54,8 +54,10 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 
 def run_clean(files: list[Path]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", "-p", "emulation.sanitized", *map(str, files)]
-    env = {name: value for name, value in sanitized.environment().items() if name != "PYTEST_ADDOPTS"}  # a report of ours
+    plugins = ["-p", "emulation.sanitized", "-p", "pytest_timeout"]
+    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", *plugins, *map(str, files)]
+    env = sanitized.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env.pop("PYTEST_ADDOPTS", None)  # a report of ours
     return subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parent)
 
 
