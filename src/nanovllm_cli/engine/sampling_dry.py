@@ -43,54 +43,58 @@ def no_breakers(vocab_size: int) -> DryBreakers:
 
 
 class DryHistory:
-    """A sequence's tokens, and for each how long the text that ends there agrees with the text's end.
+    """A sequence's tokens, and for each place how long the text that ends there agrees with the text's end.
 
-    That length grows by one where the next token agrees and falls to zero where it doesn't, so that a token costs one
-    pass over the history.
+    That length grows by one where the next token agrees and falls to zero where it doesn't, so only places of that token are
+    looked at: a token costs as much time as there are equal ones before it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, breakers: DryBreakers) -> None:
         self._params = params
         self._breakers = breakers
-        self._size = len(prompt_ids)
-        self._tokens = np.array(prompt_ids, dtype=np.int64)
-        self._matches = np.array(_suffix_matches(list(prompt_ids)), dtype=np.int64)
+        self._tokens = _Numbers(prompt_ids)
+        # lengths[1 + place], so that there is one of no agreement before the first place, too; _agreeing: places with any.
+        self._lengths = _Numbers([0, *_suffix_matches(list(prompt_ids))])
+        self._agreeing: Ids = np.flatnonzero(self._lengths.values[1:])
+        self._places: dict[int, _Numbers] = {}
         self._break_start = -1
         self._break_end = -1
-        for end in range(self._size):
-            self._look_for_breaker(end)
+        for place, token_id in enumerate(prompt_ids):
+            self._places.setdefault(token_id, _Numbers()).append(place)
+            self._look_for_breaker(place)
 
     def append(self, token_id: int) -> None:
-        size = self._size
-        if size == len(self._tokens):
-            more = np.zeros(max(16, size), dtype=np.int64)
-            self._tokens = np.concatenate((self._tokens, more))
-            self._matches = np.concatenate((self._matches, more))
-        agrees = self._tokens[:size] == token_id
-        self._matches[1:size] = self._matches[: size - 1] + 1 if size else 0
-        self._matches[:1] = 1
-        self._matches[:size] *= agrees
-        self._tokens[size] = token_id
-        self._size += 1
-        self._look_for_breaker(size)
+        places = self._places.setdefault(token_id, _Numbers())
+        lengths = self._lengths.values
+        longer = lengths[places.values] + 1
+        lengths[self._agreeing + 1] = 0
+        lengths[places.values + 1] = longer
+        self._agreeing = places.values
+        place = len(self._tokens.values)
+        places.append(place)
+        self._tokens.append(token_id)
+        self._lengths.append(0)
+        self._look_for_breaker(place)
 
     def edits(self) -> Edits:
         """DRY's penalties for the next token, one a token."""
         params = self._params
-        size, allowed = self._size, params.dry_allowed_length
+        tokens, allowed = self._tokens.values, params.dry_allowed_length
+        size = len(tokens)
         window = size if params.dry_penalty_last_n < 0 else min(size, params.dry_penalty_last_n)
         start = size - window
         longest = size - 1 - self._break_end if self._break_start >= start else window
         if window <= allowed or longest < allowed:
             return no_change(())
-        lengths = np.minimum(self._matches[start : size - 1], np.arange(1, window))
-        lengths = np.minimum(lengths, longest)
-        places = np.flatnonzero(lengths >= allowed)
+        places = self._agreeing if allowed else np.arange(size - 1)
+        places = places[places.searchsorted(start) :]
+        lengths = np.minimum(np.minimum(self._lengths.values[places + 1], places - start + 1), longest)
+        places, lengths = places[lengths >= allowed], lengths[lengths >= allowed]
         if not len(places):
             return no_change(())
-        places = places[np.argsort(-lengths[places], kind="stable")]
-        ids, longest_places = np.unique(self._tokens[start + 1 + places], return_index=True)
-        exponents = lengths[places[longest_places]] - allowed
+        order = np.argsort(-lengths, kind="stable")
+        ids, first = np.unique(tokens[places[order] + 1], return_index=True)
+        exponents = lengths[order[first]] - allowed
         if params.dry_base > 1.000001:
             exponents = np.minimum(exponents, int(_LOG_FLOAT_MAX / math.log(params.dry_base)))
         penalties = params.dry_multiplier * np.power(params.dry_base, exponents.astype(np.float64))
@@ -101,14 +105,30 @@ class DryHistory:
 
     def _look_for_breaker(self, end: int) -> None:
         """Remember the breaker that starts last; of several that start there the longest."""
-        token_id = int(self._tokens[end])
+        tokens = self._tokens.values
+        token_id = int(tokens[end])
         start = end if self._breakers.single[token_id] else -1
         for sequence in self._breakers.longer.get(token_id, ()):
             begin = end + 1 - len(sequence)
-            if begin > start and self._tokens[begin : end + 1].tolist() == list(sequence):
+            if begin > start and tokens[begin : end + 1].tolist() == list(sequence):
                 start = begin
         if start >= 0 and start >= self._break_start:
             self._break_start, self._break_end = start, end
+
+
+class _Numbers:
+    """An array that grows at its end. `values` is a view of it."""
+
+    def __init__(self, values: Sequence[int] = ()) -> None:
+        self._memory: Ids = np.array(values, dtype=np.int64)
+        self.values = self._memory
+
+    def append(self, number: int) -> None:
+        size = len(self.values)
+        if size == len(self._memory):
+            self._memory = np.concatenate((self._memory, np.zeros(max(4, size), dtype=np.int64)))
+        self._memory[size] = number
+        self.values = self._memory[: size + 1]
 
 
 class BreakerVocabulary:
