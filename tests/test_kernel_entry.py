@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -103,3 +104,29 @@ def test_without_a_folder_numba_decides(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     with entry._alone_with(negate._function) as ours:
         assert ours
+
+
+THREADS = """
+import sys, threading
+import numba
+numba.config.CACHE_DIR = sys.argv[1]
+import numpy as np
+from test_kernel_entry import negate
+def work():
+    for _ in range(300):
+        negate.run("f", (values.ctypes.data, len(values)))
+values = np.ones(1 << 16, np.float32)
+threads = [threading.Thread(target=work) for _ in range(3)]
+negate.run("f", (values.ctypes.data, len(values)))
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(numba.threading_layer(), values.min(), values.max())
+"""
+
+
+def test_threads_that_start_kernels_at_once_take_turns(tmp_path: Path) -> None:
+    """Two models in one process. Numba's own pool, which is all that there is without OpenMP, ends the process otherwise."""
+    environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", THREADS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("workqueue -1.0 -1.0\n", 0), done.stderr

@@ -27,6 +27,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,14 +88,20 @@ def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
 
 
 def replay(steps: int, count: int) -> None:
-    """Run kernels one after another. steps: address of [count, 2] int64, a kernel's address and that of its arguments."""
-    if not _replay:
-        numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
-        compiled = _compile_once(_run_all, types.void(types.int64, types.int64), error_model="numpy")
-        _replay.extend((_PROTOTYPE(compiled.address), compiled))
-    _replay[0](steps, count)
+    """Run kernels one after another. steps: address of [count, 2] int64, a kernel's address and that of its arguments.
+
+    Of several threads that come at once (two models in one process) each has the whole team in its turn. Where there is no
+    OpenMP, numba ends a process that asks for more.
+    """
+    with _turn:
+        if not _replay:
+            numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
+            compiled = _compile_once(_run_all, types.void(types.int64, types.int64), error_model="numpy")
+            _replay.extend((_PROTOTYPE(compiled.address), compiled))
+        _replay[0](steps, count)
 
 
+_turn = threading.Lock()
 _replay: list[Any] = []
 
 
