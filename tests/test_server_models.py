@@ -100,6 +100,24 @@ def test_the_one_used_least_recently_makes_room(run: Run) -> None:
     run(scenario())
 
 
+def test_who_asks_for_a_model_and_leaves_while_it_loads_keeps_nobody_from_it(run: Run) -> None:
+    """What goes on loading is no other model that is in the way."""
+
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1)
+        await models.start()
+        try:
+            first = asyncio.create_task(answers(models, "b"))
+            while states(models)["b"] is not EngineState.LOADING:
+                await asyncio.sleep(0)
+            first.cancel()
+            assert await answers(models, "b") == "b"
+        finally:
+            await models.close()
+
+    run(scenario())
+
+
 def test_who_is_not_asked_sleeps_and_wakes(run: Run) -> None:
     async def scenario() -> None:
         models = ServedModels([settings("a")], sleep_idle=0.1)

@@ -169,7 +169,7 @@ class ServedModels:
 
     async def _wake(self, slot: _Slot) -> None:
         async with self._room:
-            await self._make_room()
+            await self._make_room(slot)
             try:
                 await self._load(slot)
             except NanovllmError as error:
@@ -177,9 +177,11 @@ class ServedModels:
                 message = f"the model {name!r} could not be loaded"
                 raise ApiError(503, message, code="model_load_failed", retry_after=30) from error
 
-    async def _make_room(self) -> None:
-        """Puts the one to sleep that nobody has used for longest, until there is room for another."""
-        awake = [slot for slot in self._slots if slot.engine.state not in (EngineState.ASLEEP, EngineState.FAILED)]
+    async def _make_room(self, wanted: _Slot) -> None:
+        """Puts the one to sleep that nobody has used for longest, until there is room for this one. It may be on its way into
+        memory: who asked for it first has left."""
+        unloaded = (EngineState.ASLEEP, EngineState.FAILED)
+        awake = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
         idle = sorted((slot for slot in awake if not slot.num_users), key=lambda slot: slot.used)
         for slot in idle[: max(0, len(awake) + 1 - self._max_loaded)]:
             await slot.engine.unload()
