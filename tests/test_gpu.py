@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +12,24 @@ from transformers import Qwen3Config
 
 from emulation.compare import random
 from engines import SMALL, greedy, random_model, run, save
+from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.kernels import blocks, norm
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import CudaLauncher, why_unavailable
+from nanovllm_cli.quant.cuda_formats import CudaFormats
+from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
 _reason = why_unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=_reason.message if _reason else "")
+BF16 = torch.bfloat16
 PROMPTS = [[3, 4, 5], [7], list(range(20, 91)), [100, 101, 102, 103]]
 SHAPE = SMALL | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4,
                  "num_key_value_heads": 2}  # fmt: skip
@@ -33,7 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
-def answers(folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings) -> list[tuple[int, ...]]:
+def outputs(
+    folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings: Any
+) -> tuple[list[RequestOutput], int]:
+    """And how many graphs were made."""
     config = EngineConfig(**{"num_blocks": 128, "max_num_seqs": 4, "dtype": "bfloat16"} | settings)
     platform = CudaPlatform(config, CudaDevice(0, programmatic_launch))
     with open_checkpoint(folder) as checkpoint:
@@ -42,10 +52,14 @@ def answers(folder: Path, params: SamplingParams, programmatic_launch: bool = Fa
         InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead,
     )  # fmt: skip
-    found = [output.outputs[0].token_ids for output in run(engine, [(prompt, params) for prompt in PROMPTS])]
-    decode = worker.runner.decode
-    assert (decode is not None and decode.num_graphs > 0) == (not settings)
-    return found
+    found = run(engine, [(prompt, params) for prompt in PROMPTS])
+    return found, 0 if worker.runner.decode is None else worker.runner.decode.num_graphs
+
+
+def answers(folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings: Any) -> list[tuple[int, ...]]:
+    found, num_graphs = outputs(folder, params, programmatic_launch, **settings)
+    assert (num_graphs > 0) == (not settings)
+    return [output.outputs[0].token_ids for output in found]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +71,57 @@ def test_recorded_programmatic_and_eager_steps_have_the_same_tokens(folder: Path
     eager = answers(folder, params, eager=True)
     assert answers(folder, params) == eager
     assert answers(folder, params, programmatic_launch=True) == eager
+
+
+def test_flash_attention_of_whole_prompts_gives_what_our_kernel_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as Hopper takes it; anywhere else both sides are our kernel."""
+    params = replace(greedy(1), prompt_logprobs=1)
+    found = []
+    for long_prompt in (1, 1 << 30):
+        monkeypatch.setattr(CudaAttention, "long_prompt", long_prompt)
+        logprobs = [output.prompt_logprobs for output in outputs(folder, params)[0]]
+        found.append([entry.logprob for each in logprobs for entry in each or () if entry is not None])
+    assert len(found[0]) == sum(map(len, PROMPTS)) - len(PROMPTS)
+    assert max(abs(flash - ours) for flash, ours in zip(*found, strict=True)) < 0.05
+
+
+# What rounding activations costs: to int8, to e4m3, or not at all.
+LOST = {"int8": 0.012, "fp8": 0.04, "fp8:block=128": 0.04, "q4_k": 0.012, "q6_k": 0.012, "q8_0": 0.012}
+FORMATS = (None, *LOST, "int8-weight-only", "fp8-weight-only", "int4", "int4:group=32", "nf4")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_in_every_format_are_those_of_its_numbers(name: str | None, deterministic: bool) -> None:
+    """Whole storages, and so torch's own matmuls too, at all ways that numbers of rows take."""
+    launcher, (outputs, width) = CudaLauncher(), (544, 512)
+    form = None if name is None else parse_format(name)
+    weight = random(outputs, width, scale=width**-0.5)
+    quantized = weight.bfloat16() if form is None else form.quantize(weight)
+    numbers = (weight.bfloat16() if form is None else form.dequantize(quantized)).double()
+    storage = CudaFormats(launcher, rounds=True, deterministic=deterministic).make(form, outputs, width, BF16)
+    storage.load_rows(0, quantized)
+    bias = random(outputs, dtype=BF16)
+    for rows in (1, 2, 8, 9, 17, 70, 200):
+        x, residual = random(rows, width, dtype=BF16), random(rows, outputs, dtype=BF16)
+        expected = x.double() @ numbers.T + bias.double()
+        there, own_bias = x.cuda(), bias.cuda()
+        close(storage.matmul(there, own_bias, BF16), expected, name)
+        close(storage.matmul(there, own_bias, torch.float32), expected, name)
+        added = residual.cuda()
+        storage.add_matmul(there, own_bias, added)
+        close(added, residual.double() + expected, name)
+        gate, up = expected.bfloat16().double().chunk(2, 1)
+        close(storage.gated_matmul(there, own_bias, "silu"), torch.nn.functional.silu(gate) * up, name, times=3)
+    ids = torch.tensor([5, 0, outputs - 1, -1])
+    taken = storage.rows(ids.cuda(), None).cpu()
+    assert torch.equal(taken[:3], numbers[ids[:3]].to(BF16))
+    assert not taken[3].any()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, name: str | None, times: float = 1.0) -> None:
+    error = (got.cpu().double() - expected).norm() / expected.norm()
+    assert error < times * LOST.get(name or "", 0.004), (name, tuple(got.shape), got.dtype, float(error))
 
 
 def test_blocks_are_copied_gathered_and_scattered() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +93,27 @@ def test_every_section_has_its_function() -> None:
         file, name = section.function.split(":")
         source = (ROOT / "benchmarks" / "gpu" / f"{file}.py").read_text()
         assert f"\ndef {name}(output: Output) -> None:" in source
+
+
+IMPORTED = """
+import sys
+from gpu import sections
+for section in sections.SECTIONS:
+    __import__("gpu." + section.function.partition(":")[0])
+from nanovllm_cli.engine import worker
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+
+
+def test_sections_need_all_that_they_import() -> None:
+    """A GPU's machine has what its image has, and else what is carried there: what is missing is to be said before."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True
+    )
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    packages = {re.split(r"[^\w-]", wanted)[0].replace("-", "_") for wanted in ours}
+    assert packages & set(done.stdout.split()) <= {*sections.ENGINE, "torch"}
 
 
 # ---- sections in processes ----

@@ -9,7 +9,8 @@ and how near is that to what the device can do.
 Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
 in a process of its own; after each one the results are written, so that who is killed loses one section. Random weights of real
 shapes, random data, medians. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's
-own. Without a GPU it says why and ends with status 6.
+own. A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary
+:all: -d .whl gguf llguidance`, for its Python); what a section misses it says. Without a GPU it says why and ends with status 6.
 """
 
 from __future__ import annotations

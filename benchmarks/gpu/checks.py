@@ -40,10 +40,10 @@ PROMPTS, PROMPT_LEN, ANSWER_LEN = 8, 48, 24
 
 def kernel_tests(output: Output) -> None:
     """Each file in a pytest of its own: an illegal address ends only that one."""
-    files = sorted((ROOT / "tests").glob("test_kernel_*.py"))
-    files += [ROOT / "tests" / name for name in ("test_gpu.py", "test_cuda_engine.py")]
+    files = {file for file in (ROOT / "tests").glob("test_kernel_*.py") if "Emulator" in file.read_text()}
+    files |= {ROOT / "tests" / name for name in ("test_gpu.py", "test_cuda_engine.py")}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        started = {pool.submit(run_tests, file): file.stem for file in files}
+        started = {pool.submit(run_tests, file): file.stem for file in sorted(files)}
         for future in as_completed(started):
             output.put(started[future], future.result())
 

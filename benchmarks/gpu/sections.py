@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ENGINE = ("numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "jinja2", "numba", "cupy")
+ENGINE = ("numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "jinja2", "numba", "llguidance", "cupy")
 """What the engine imports beside torch."""
 LEAST_SECONDS = 15.0
 """A section that would have less is not started."""
@@ -50,7 +50,7 @@ SECTIONS = (
     Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
     Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 75),
     Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
-    Section("quantized", "products of one row in every format", "quantized:kernels", 60, ("cupy", "gguf")),
+    Section("quantized", "products of one row in every format", "quantized:kernels", 60),
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 75),

@@ -5,7 +5,8 @@ prefill_attention, whose work is divided on the host. A deterministic GPU takes 
 the same bits whether it was decoded or, after a preemption, computed again in a chunk.
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
-cached before, so causal attention over what this step wrote is all there is.
+cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
+cuDNN's there, which is compiled anew for every length of a prompt.
 
 Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
 """
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import QKNorm
@@ -32,6 +34,7 @@ from nanovllm_cli.kernels.rope_cache import rope_and_cache
 from nanovllm_cli.model_spec import AttentionSpec
 
 HOPPER = 90
+MAX_FLASH_DIM = 256
 GIB = 1 << 30
 Shape = tuple[int, int, int, int]
 """Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
@@ -155,8 +158,9 @@ class CudaAttention:
     @property
     def _takes_flash_attention(self) -> bool:
         plain = all(spec.window is None and not spec.softcap and not spec.sinks for spec in self._specs)
+        dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in self._specs)
         same_type = self.cache_dtype == self.dtype
-        return self.launcher.capability == HOPPER and plain and same_type and not self.deterministic
+        return self.launcher.capability == HOPPER and plain and dims_fit and same_type and not self.deterministic
 
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float
@@ -166,9 +170,10 @@ class CudaAttention:
         for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
             blocks_used = tables[sequence, : -(-(end - start) // self.block_size)].long()
             k, v = (side[blocks_used].transpose(0, 1).flatten(1, 2)[:, : end - start] for side in cache)
-            found = scaled_dot_product_attention(
-                q[start:end].transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-            )
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                found = scaled_dot_product_attention(
+                    q[start:end].transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+                )
             out[start:end] = found[0].transpose(0, 1)
         return out.flatten(1)
 
