@@ -410,3 +410,13 @@ def test_outputs_survive_a_pickle(llm: LLM) -> None:
     for part in parts:
         assert pickle.loads(pickle.dumps(part)) == part
     assert len(pickle.loads(pickle.dumps(parts[1])).outputs[0].token_ids) == 2
+
+
+def test_other_doors_refuse_by_name_too_and_leave_nothing(llm: LLM) -> None:
+    for conversations in ([], [[]], [[{"role": "user", "content": "hi"}], []]):
+        with pytest.raises(UsageError, match="there are no messages"):
+            llm.chat(conversations, greedy(1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown pooling 'max'"):
+        llm.embed("text", "max")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="params is a SamplingParams"):
+        list(llm.generate_iter([("a", [1], greedy(1)), ("b", [1], None)]))  # type: ignore[list-item]

@@ -214,7 +214,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
-        aborts the request."""
+        aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
         (params,) = _params_for(params or self.default_params, 1)
         self.prepare([params])
         request_id = self._add(self._ids(prompt), params)
@@ -239,7 +239,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(ids, params, request_id)
+                    self._add(ids, *_params_for(params, 1), request_id)
                     running.add(request_id)
                 if not running:
                     return

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import kv_file
@@ -155,6 +155,8 @@ class Engine:
         """Queues a text whose hidden state is wanted: the `pooled` of its last output. Raises as `add` does."""
         self._check_id(request_id)
         self._check_priority(priority)
+        if pooling not in get_args(Pooling):
+            raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
         prompt = self._checked_prompt(prompt_ids)
         params = SamplingParams(max_tokens=1)
         request = Request(

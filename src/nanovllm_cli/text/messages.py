@@ -47,6 +47,8 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UsageError("messages must be a list of objects")
+    if not messages:
+        raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
     plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
     several = any(len(message.get("tool_calls", ())) > 1 for message in plain)
     return _one_call_each(plain) if several and writes_one_call(template) else plain
