@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from bench_results import record, run
 from nanovllm_cli.bench.compare import compare, read_sources
 from nanovllm_cli.bench.record import Record, Summary, write_json
@@ -166,7 +167,7 @@ def test_results_of_vllm_are_read(tmp_path: Path) -> None:
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "nanovllm_cli", "bench", "compare", *arguments]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return forked.run(words, light=True, cwd=cwd, capture_output=True, text=True)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Summary, read_results
 from nanovllm_cli.bench.serve import Outcome, Plan, find_model, measure, warm_up
@@ -355,8 +356,8 @@ def test_schedules_that_make_no_sense() -> None:
 
 
 def command(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm_cli", "bench", "serve", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60,
+    return forked.run(
+        [sys.executable, "-m", "nanovllm_cli", "bench", "serve", *arguments], light=True, cwd=cwd, capture_output=True, text=True,
         env={"PATH": os.environ["PATH"], "HOME": str(cwd), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environ},
     )  # fmt: skip
 
@@ -468,10 +469,10 @@ def test_ctrl_c_reports_what_is_done(tmp_path: Path) -> None:
 
     for signum, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with OpenAIServer(some) as server:
-            process = subprocess.Popen(
+            process = forked.Forked(
                 [sys.executable, "-m", "nanovllm_cli", "bench", "serve", "--url", server.url, "-m", "x", "--num-prompts", "5",
                  "--warmup", "0", "--save", "out.json"],
-                cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                light=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             deadline = time.monotonic() + 30
             while sum(len(reply.told) == 2 for reply in server.replies) < 3 or len(server.replies) < 5:

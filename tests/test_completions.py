@@ -18,6 +18,7 @@ import pexpect
 import pytest
 from typer.main import get_command
 
+import forked
 from nanovllm_cli.cli import completion_words as words
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.completion_scripts import SHELLS, script
@@ -111,7 +112,7 @@ def home(tmp_path: Path) -> Path:
 
 def ask(home: Path, *arguments: str) -> list[str]:
     command = [sys.executable, "-m", "nanovllm_cli", "__complete", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(home), cwd=home, check=False)
+    done = forked.run(command, light=True, capture_output=True, text=True, env=environment(home), cwd=home)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
