@@ -6,7 +6,9 @@
 Schemas: how long compiling takes and the first mask; how many instances are accepted or refused as they should be, beside
 llguidance's matcher by itself; what random logits say under the mask, checked by jsonschema.
 Overhead: 16 sequences decode with the whole engine in this process; rounds with a schema, a regular expression and GBNF take
-turns with rounds without. The model's weights may be random: what it says has no part in it, because no answer ends.
+turns with rounds without. The weights may be random: no answer ends. Such a model knows nothing of its constraint, so that
+most draws need their mask, which is the worst case. Processor time is told, too, for a machine that is not quiet.
+Masks: processor time of the draws of a step by themselves, for such logits and for those of a model that follows its constraint.
 """
 
 from __future__ import annotations
