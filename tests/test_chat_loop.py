@@ -177,7 +177,7 @@ def test_a_sign_of_life_comes_before_anything_is_loaded(spawn: Spawn) -> None:
 
 
 def test_what_is_typed_while_a_model_is_loaded_is_sent_then(spawn: Spawn, tmp_path: Path) -> None:
-    child = spawn("tiny", TERM="xterm-256color", FAKE_LOAD_SECONDS="2")
+    child = spawn("tiny", TERM="xterm-256color", FAKE_LOAD_SECONDS="1")
     child.expect("loading tiny")
     time.sleep(0.3)
     child.send("say one\rsay two\r/model thinker\r")

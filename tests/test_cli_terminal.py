@@ -197,7 +197,7 @@ def test_interrupts_in_a_pipe_leave_whole_lines(tmp_path: Path) -> None:
         if flags != ["--json"]:
             os.read(process.stdout.fileno(), 1)
         else:
-            time.sleep(1.5)
+            time.sleep(0.7)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=10)
         assert process.returncode == 143
