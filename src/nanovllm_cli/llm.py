@@ -239,7 +239,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(ids, *_params_for(params, 1), request_id)
+                    self._add(ids, _params_for(params, 1)[0], request_id)
                     running.add(request_id)
                 if not running:
                     return
