@@ -8,7 +8,7 @@ hundreds (the multipliers' speed). Work is split over blocks of 64 outputs, and 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
@@ -65,7 +65,6 @@ def matmul(arguments, thread, threads):
     for task in share(num_blocks * num_chunks, thread, threads):
         block, chunk = task // num_chunks, task % num_chunks
         w = weight + block * steps * TILE_COLUMNS * 4
-        first, width = block * TILE_COLUMNS, min(TILE_COLUMNS, n - block * TILE_COLUMNS)
         sums = scratch(4 * MAX_ROWS * TILE_COLUMNS).view(np.float32).reshape((MAX_ROWS, TILE_COLUMNS))
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)
         while row < end:
@@ -86,10 +85,17 @@ def matmul(arguments, thread, threads):
                 0,
             )
             for r in range(rows):
-                if bias != 0:
-                    for c in range(width):
-                        sums[r, c] += load(added, first + c)
-                line = dst[row + r, first : first + width]
-                for c in range(width):
-                    store(line, c, sums[r, c])
+                put_row(sums[r], dst[row + r], block * TILE_COLUMNS, added, bias != 0)
             row += rows
+
+
+@njit(nogil=True, error_model="numpy")
+def put_row(sums, line, first, added, has_bias):
+    """A tile's fp32 sums, plus bias, into an output row from column `first` on."""
+    width = min(TILE_COLUMNS, line.size - first)
+    if has_bias:
+        for c in range(width):
+            sums[c] += load(added, first + c)
+    target = line[first : first + width]
+    for c in range(width):
+        store(target, c, sums[c])

@@ -111,7 +111,7 @@ def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     dot = dot64_bf16 if tag == types.uint16 else dot64_f32
 
     def call(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
-        dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+        dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, 0)
 
     return call
 
@@ -121,6 +121,6 @@ def _dot16(tag, rows, x, xs, w, step, steps, out, os, add):
     dot = dot16_bf16 if tag == types.uint16 else dot16_f32
 
     def call(tag, rows, x, xs, w, step, steps, out, os, add):
-        dot(rows, x, xs, w, w, w, w, step, steps, out, os, add)
+        dot(rows, x, xs, w, w, w, w, step, steps, out, os, add, 0)
 
     return call

@@ -29,9 +29,11 @@ LANES = 16
 MAX_ROWS = 6
 VECTORS = 4
 TILE_COLUMNS = LANES * VECTORS
+FETCH_BYTES = 128
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+_MultiplyAdd = Callable[[ir.IRBuilder, Any, Any, Any], Any]
 
 
 class _BFloatVector(ir.Type):  # type: ignore[misc]
@@ -66,6 +68,12 @@ def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
     return builder.call(_function(builder, "llvm.fma.v16f32", _VF, _VF, _VF, _VF), [a, b, c])
 
 
+def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    hint = _function(builder, "llvm.prefetch.p0", ir.VoidType(), pointer.type, _I32, _I32, _I32)
+    builder.call(hint, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
 def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     """acc + w.low * x.low + w.high * x.high for 16 pairs of bf16, by the processor's own instruction."""
     pairs = _BFloatVector()
@@ -86,12 +94,15 @@ def _float_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     return _fma(builder, builder.bitcast(w, _VF), builder.bitcast(x, _VF), acc)
 
 
-def _make_tile(rows: int, vectors: int, multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> Any:
+def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: bool) -> Any:
     """An intrinsic over addresses and byte strides:
-    tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate)."""
+    tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate, ahead).
+
+    fetches: each step asks for FETCH_BYTES that will be read later, from the address `ahead` on.
+    """
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, x_stride, *bases, w_step, steps, out, out_stride, accumulate = args
+        x, x_stride, *bases, w_step, steps, out, out_stride, accumulate, ahead = args
         at = lambda base, offset, kind: b.inttoptr(b.add(base, offset), kind.as_pointer())
         scaled = lambda value, n: b.mul(value, ir.Constant(_I64, n))
         cells = [(r, v) for r in range(rows) for v in range(vectors)]
@@ -116,6 +127,9 @@ def _make_tile(rows: int, vectors: int, multiply_add: Callable[[ir.IRBuilder, An
             phi.add_incoming(zero, entry)
             phi.add_incoming(carried[cell], load)
         w_offset, x_offset = b.mul(step, w_step), scaled(step, 4)
+        if fetches:
+            for line in range(0, FETCH_BYTES, 64):
+                _prefetch(b, b.add(ahead, b.add(scaled(step, FETCH_BYTES), ir.Constant(_I64, line))))
         w = [b.load(at(bases[v], w_offset, _VI), align=4) for v in range(vectors)]
         new = {}
         for r in range(rows):
@@ -136,51 +150,55 @@ def _make_tile(rows: int, vectors: int, multiply_add: Callable[[ir.IRBuilder, An
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing: Any, x, x_stride, w0, w1, w2, w3, w_step, steps, out, out_stride, accumulate):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 11), code
+    def tile(typing: Any, x, x_stride, w0, w1, w2, w3, w_step, steps, out, out_stride, accumulate, ahead):  # type: ignore[no-untyped-def]
+        return types.void(*[types.int64] * 12), code
 
     return tile
 
 
-def _make_dot(vectors: int, multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> Any:
+def _make_dot(vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False) -> Any:
     """One compiled function that picks the tile for 1 to MAX_ROWS rows."""
-    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add) for rows in range(1, MAX_ROWS + 1))
+    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add, fetches) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
-    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
+    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if rows == 6:
-            t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
         elif rows == 1:
-            t1(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t1(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
         elif rows == 2:
-            t2(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t2(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
         elif rows == 3:
-            t3(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t3(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
         elif rows == 4:
-            t4(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t4(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
         else:
-            t5(x, xs, w0, w1, w2, w3, step, steps, out, os, add)
+            t5(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
 
     return dot
 
 
-def _make_wide_dot(multiply_add: Callable[[ir.IRBuilder, Any, Any, Any], Any]) -> tuple[Any, Any]:
+def _make_wide_dot(multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
     """(dot over 4 vectors = 64 columns, dot over 1 vector = 16 columns) for one kind of element."""
     narrow = _make_dot(1, multiply_add)
     if TILE_VECTORS == VECTORS:
         return _make_dot(VECTORS, multiply_add), narrow
 
     @njit(nogil=True, error_model="numpy")
-    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
-        narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add)
-        narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add)
-        narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add)
-        narrow(rows, x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add)
+    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
+        narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add, ahead)
+        narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add, ahead)
+        narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add, ahead)
+        narrow(rows, x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add, ahead)
 
     return wide, narrow
 
 
-dot64_bf16, dot16_bf16 = _make_wide_dot(_pair_dot if HAS_BF16_DOT else _pair_fma)
+pair_multiply_add = _pair_dot if HAS_BF16_DOT else _pair_fma
+"""acc + the two products of bf16 in each lane of two vectors of pairs."""
+dot64_bf16, dot16_bf16 = _make_wide_dot(pair_multiply_add)
+dot64_bf16_ahead = _make_dot(TILE_VECTORS, pair_multiply_add, fetches=True)
+"""The same for weights whose neighbours are still in memory."""
 dot64_f32, dot16_f32 = _make_wide_dot(_float_fma)
 
 
@@ -200,9 +218,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at an address, to be read soon. Any address will do; nothing happens otherwise."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        hint = _function(builder, "llvm.prefetch.p0", ir.VoidType(), pointer.type, _I32, _I32, _I32)
-        builder.call(hint, [pointer, _I32(0), _I32(3), _I32(1)])
+        _prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), code

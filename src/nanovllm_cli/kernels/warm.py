@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, integer
+from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, integer
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -26,8 +26,8 @@ def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
 def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording. kept: see cpu.cache_shapes."""
     ids = torch.zeros(1, dtype=torch.int64)
-    inner = {"rows": torch.zeros(cpu.packed_size(64, 64, dtype), dtype=dtype), "wide": torch.zeros(1, 64, dtype=dtype)}
-    cpu.pack_rows(inner["rows"], 0, inner["wide"])
+    zeros, weight = torch.zeros(1, 64, dtype=dtype), dense.empty(64, 64, dtype)
+    weight.load_rows(0, zeros)
     shapes = zip(cpu.cache_shapes(1, 1, 16, dtype, kept), kept, strict=True)
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
@@ -35,13 +35,12 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     tiles = torch.tensor([[0, 0, 1, 0]])
 
     def step() -> torch.Tensor:
-        x = cpu.unpack_rows(inner["rows"], ids, 64)
-        x = cpu.add_rms_norm(x, None, inner["wide"][0], 1e-6, 0.0)
-        qkv = cpu.matmul(x, inner["rows"], 64, None, dtype)[:, :48].contiguous()
+        x = cpu.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
+        qkv = weight.matmul(x, None, dtype)[:, :48].contiguous()
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.gated_activation(x, "silu")
-        return cpu.matmul(x, inner["rows"], 64, None, torch.float32)
+        return weight.matmul(x, None, torch.float32)
 
     step()
     with cpu.Program(cpu.MemoryPool()) as program:
