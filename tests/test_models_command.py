@@ -22,6 +22,7 @@ from engines import SMALL, random_model
 from forked import Terminal
 from forked_commands import Commands
 from hub_server import Hub
+from nanovllm_cli.kernels import compact
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import convert
 from quantizing import TINY, quantize
@@ -281,6 +282,12 @@ def test_a_plan_before_the_download_is_the_plan_after_it(commands: Commands, hom
         ]
 
 
+def bf16_bytes(rows: int, width: int) -> int:
+    """64 outputs at a time. In 12 bits: a table, 1.5 bytes a number, room for a list of those that are not in the table."""
+    each = 64 + 64 * width * 3 // 2 + 8 * (1 + max(16, width // 8)) if compact.AVAILABLE else 2 * 64 * width
+    return -(-rows // 64) * each
+
+
 def test_memory_and_speed_by_hand(commands: Commands, home: Path, folders: dict[str, Path]) -> None:
     made = planned(commands, home, str(folders["dense"]), "-c", "1000")
     hidden, width, heads, kv_heads, dim, layers = 64, 96, 6, 2, 32, 3
@@ -289,7 +296,10 @@ def test_memory_and_speed_by_hand(commands: Commands, home: Path, folders: dict[
     numbers = matrices + norms + 2 * VOCAB * hidden
     assert made["parameters"] == numbers
     rows = {row["quant"]: row for row in made["weights"]}
-    assert rows[None]["weight_bytes"] == 2 * numbers
+    inner = [heads * dim, kv_heads * dim, kv_heads * dim, width, width]
+    shapes = [*((rows, hidden) for rows in inner), (hidden, heads * dim), (hidden, width)]
+    outer = bf16_bytes(VOCAB, hidden)
+    assert rows[None]["weight_bytes"] == layers * sum(bf16_bytes(*shape) for shape in shapes) + 2 * outer + 2 * norms
     of_rows = layers * (2 * heads * dim + 2 * kv_heads * dim + 2 * width + 2 * hidden - heads * dim) + 2 * VOCAB
     assert rows["int8"]["weight_bytes"] == matrices + 2 * VOCAB * hidden + 2 * of_rows + 2 * norms, "a scale of 2 bytes a row"
     cache = {(row["cache_type"], row["context"]): row["num_bytes"] for row in made["kv_cache"]}
@@ -298,7 +308,7 @@ def test_memory_and_speed_by_hand(commands: Commands, home: Path, folders: dict[
         assert found == batch * 4096 * layers * 2 * kv_heads * dim * 2
     assert cache["int8", 5000][0] == 5008 * layers * 2 * kv_heads * (dim + 4), "whole blocks; a byte each, and a scale"
     # A token 512 deep reads every matrix but the embedding, and K and V; at 20 GB/s, or 200 GFLOP/s.
-    read = 2 * (numbers - VOCAB * hidden) + 512 * layers * 2 * kv_heads * dim * 2
+    read = rows[None]["weight_bytes"] - outer + 512 * layers * 2 * kv_heads * dim * 2
     work = 2 * (matrices + VOCAB * hidden) + 4 * 512 * layers * heads * dim
     assert rows[None]["decode"] == pytest.approx(1 / max(read / 20e9, work / 200e9))
     work = 512 * (2 * matrices + 4 * 256 * layers * heads * dim)

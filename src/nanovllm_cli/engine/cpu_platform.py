@@ -17,7 +17,7 @@ from nanovllm_cli.engine.memory import available_bytes
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import cpu, warm
+from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
@@ -90,6 +90,9 @@ class CpuPlatform:
             self._has_integer = True
             self._warm_up(warm.integer_is_compiled(dtype), lambda: warm.warm_up_integer(dtype))
         return storage
+
+    def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
+        return dense.num_bytes(num_rows, width, dtype)
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CpuStacked(parts, dtype)

@@ -97,6 +97,9 @@ class CudaPlatform:
             self._unpacked[form.name] += storage.num_bytes - int(num_rows * form.row_bytes(width))
         return storage
 
+    def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
+        return num_rows * width * dtype.itemsize
+
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CudaStacked(parts, dtype, self.launcher)
 

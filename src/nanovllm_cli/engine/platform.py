@@ -53,6 +53,9 @@ class Platform(Protocol):
     def make_storage(self, form: Format | None, num_rows: int, width: int, dtype: torch.dtype) -> WeightStorage:
         """An empty weight; form None is the compute type. UnsupportedError for formats that this device has nothing for."""
 
+    def dense_bytes(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
+        """What `make_storage` without a format will take."""
+
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         """Weights that read the same input, as one with all their rows."""
 

@@ -69,7 +69,7 @@ class Worker:
         )
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
-        check_weights_fit(self._formats.num_bytes(self.dtype), platform.available_bytes())
+        check_weights_fit(self._formats.num_bytes(self.dtype, platform.dense_bytes), platform.available_bytes())
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()

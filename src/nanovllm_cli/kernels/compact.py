@@ -12,6 +12,20 @@ AVAILABLE = simd_compact.AVAILABLE
 _STEPS_PER_ENTRY = 4
 
 
+def num_bytes(num_rows: int, width: int) -> int:
+    """What a `Compact` of this shape takes, if its exponents are few enough."""
+    return -(-num_rows // TILE_COLUMNS) * (_record_bytes(width // 2) + (_most_listed(width // 2) + 1) * simd_compact.ENTRY_BYTES)
+
+
+def _record_bytes(steps: int) -> int:
+    return simd_compact.TABLE_BYTES + steps * simd_compact.STEP_BYTES
+
+
+def _most_listed(steps: int) -> int:
+    """One normally distributed number in 5,000 has an exponent that is not among the 16 most common; here is room for ten."""
+    return max(16, steps // _STEPS_PER_ENTRY)
+
+
 class Compact:
     """A bf16 weight [num_rows, width], width even, exactly, in 12 bits a number (layout: cpu_compact). All zeros at first."""
 
@@ -21,10 +35,8 @@ class Compact:
         self.width = width
         self._steps = width // 2
         tiles = -(-num_rows // TILE_COLUMNS)
-        # One normally distributed number in 5,000 has an exponent that is not among the 16 most common ones; here is room for 10.
-        self._most = max(16, self._steps // _STEPS_PER_ENTRY)
-        tile_bytes = simd_compact.TABLE_BYTES + self._steps * simd_compact.STEP_BYTES
-        self._records = cpu.zeros(tiles * tile_bytes, torch.uint8, huge_pages=True)
+        self._most = _most_listed(self._steps)
+        self._records = cpu.zeros(tiles * _record_bytes(self._steps), torch.uint8, huge_pages=True)
         self._listed = torch.zeros(tiles, self._most + 1, 2, dtype=torch.int32)
         self._listed[:, 0, 0] = self._steps * TILE_COLUMNS
         self._whole: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""bf16 and fp32 weights on a CPU: in 12 bits a number where they are bf16 and the processor can (compact.py), else as they are."""
+"""bf16 and fp32 weights on a CPU: bf16 in 12 bits a number where the processor can (compact.py), anything else as it is."""
 
 from __future__ import annotations
 
@@ -36,9 +36,20 @@ class DenseWeight(Protocol):
 
 def empty(num_rows: int, width: int, dtype: torch.dtype) -> DenseWeight:
     """The smallest form that this processor multiplies at full speed."""
-    if compact.AVAILABLE and dtype == torch.bfloat16 and width % 2 == 0:
+    if _can_be_compact(width, dtype):
         return compact.Compact(num_rows, width)
     return Plain(num_rows, width, dtype)
+
+
+def num_bytes(num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """What `empty` will take when it is full."""
+    if _can_be_compact(width, dtype):
+        return compact.num_bytes(num_rows, width)
+    return cpu.packed_size(num_rows, width, dtype) * dtype.itemsize
+
+
+def _can_be_compact(width: int, dtype: torch.dtype) -> bool:
+    return compact.AVAILABLE and dtype == torch.bfloat16 and width % 2 == 0
 
 
 class Plain:

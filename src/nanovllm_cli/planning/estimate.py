@@ -21,10 +21,10 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.planning.facts import Facts, parameters
+from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.loader import WeightFormats
+from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 CONTEXTS = (4096, 8192, 32768)
@@ -54,17 +54,25 @@ class WeightPlan:
 
 
 def plan_weights(
-    facts: Facts, checkpoint: Checkpoint, reader: WeightReader | None, dtype: torch.dtype, wanted: Format | None
+    facts: Facts,
+    checkpoint: Checkpoint,
+    reader: WeightReader | None,
+    dtype: torch.dtype,
+    wanted: Format | None,
+    dense_bytes: DenseBytes,
 ) -> WeightPlan:
-    """Weights as they are stored (wanted None) or rounded while loading. reader: see `facts.reader_of`.
+    """Weights as they are stored (wanted None) or rounded while loading. reader: see `facts.reader_of`. dense_bytes: see
+    `Platform.dense_bytes`.
 
     UsageError where stored and wanted contradict each other, UnsupportedError for widths that the format can't have.
     """
     name = facts.stored if wanted is None else wanted.name
     if reader is None:
-        embedding = sum(each.num_bytes for each in facts.classes if each.name == "embedding")
-        skipped = 0 if facts.spec.tied_head else embedding
-        return WeightPlan(name, facts.num_bytes, facts.num_bytes - skipped, _RATES[dtype])
+        outer = dense_bytes(facts.spec.vocab_size, facts.spec.hidden_size, dtype)
+        kept = {each.name: each.count * outer if _is_plain(each) else each.num_bytes for each in facts.classes}
+        total = sum(kept.values())
+        skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
+        return WeightPlan(name, total, total - skipped, _RATES[dtype])
     formats = WeightFormats(checkpoint, reader, wanted)
     layer = formats.of("blocks.0.q.weight")
     if wanted is not None:
@@ -72,9 +80,14 @@ def plan_weights(
             wanted.check_width(width)
     form = formats.of("embedding.weight")
     rows, width = facts.spec.vocab_size, facts.spec.hidden_size
-    embedding = rows * width * dtype.itemsize if form is None else math.ceil(rows * form.row_bytes(width))
-    total = formats.num_bytes(dtype)
+    embedding = dense_bytes(rows, width, dtype) if form is None else math.ceil(rows * form.row_bytes(width))
+    total = formats.num_bytes(dtype, dense_bytes)
     return WeightPlan(name, total, total - (0 if facts.spec.tied_head else embedding), _multiplies(layer, dtype))
+
+
+def _is_plain(outer: TensorClass) -> bool:
+    """An embedding or a head that others left as it was."""
+    return outer.name in ("embedding", "head") and set(outer.types) <= {"BF16", "F16", "F32"}
 
 
 def _widths(spec: ModelSpec) -> set[int]:

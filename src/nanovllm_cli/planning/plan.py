@@ -109,7 +109,8 @@ def make_plan(
     rows = []
     for quant in _candidates(facts, platform) if formats is None else formats:
         try:
-            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, _format(quant, platform, facts, dtype))
+            wanted = _format(quant, platform, facts, dtype)
+            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, wanted, platform.dense_bytes)
         except UnsupportedError:
             if formats is not None:
                 raise
@@ -174,7 +175,7 @@ def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
     platform = select_platform(config, None)
     facts = facts_of(checkpoint)
     dtype = compute_type(checkpoint, platform)
-    weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None)
+    weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None, platform.dense_bytes)
     layout = platform.backend(facts.spec, dtype)
     length = min(context, facts.spec.max_position)
     cache = estimate.kv_bytes(facts.spec, layout, config.block_size, length, 1)

@@ -6,6 +6,7 @@ Tensors come in slices of a few megabytes and their file pages are let go at onc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -70,6 +71,10 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) 
         )
 
 
+DenseBytes = Callable[[int, int, torch.dtype], int]
+"""What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
+
+
 class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
@@ -102,13 +107,17 @@ class WeightFormats:
             else self._wanted
         )
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
+    def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes) -> int:
         """What the weights will take, those without a format in dtype."""
         total = 0.0
         for name in self._reader.names():
             shape = self._reader.shape(name)
-            form = self._of(name) if len(shape) == 2 else None
-            total += math.prod(shape) * dtype.itemsize if form is None else shape[0] * form.row_bytes(shape[1])
+            if len(shape) != 2:
+                total += math.prod(shape) * dtype.itemsize
+            elif (form := self._of(name)) is None:
+                total += dense_bytes(shape[0], shape[1], dtype)
+            else:
+                total += shape[0] * form.row_bytes(shape[1])
         return int(total)
 
 
