@@ -215,7 +215,7 @@ def test_a_large_weight_is_unpacked_a_piece_at_a_time(monkeypatch: pytest.Monkey
             return weight[first : first + count]
 
         def multiply(residual: torch.Tensor | None, unpack: Any = unpack, deterministic: bool = deterministic) -> torch.Tensor:
-            return cuda_unpacked.matmul(Emulator(), x, 100, unpack, bias, residual, torch.bfloat16, deterministic)
+            return cuda_unpacked.matmul(Emulator(), x, 100, unpack, bias, residual=residual, deterministic=deterministic)
 
         close_to_rounding(multiply(None), expected)
         assert pieces == [(0, 32), (32, 32), (64, 32), (96, 4)]

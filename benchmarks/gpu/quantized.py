@@ -133,7 +133,7 @@ def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tenso
         def rows_of(first: int, count: int) -> torch.Tensor:
             return unpack.unpack(launcher, weight, first, count, BF16)
 
-        return lambda: cuda_unpacked.matmul(launcher, x, outputs, rows_of, None, None, BF16, deterministic=False)
+        return lambda: cuda_unpacked.matmul(launcher, x, outputs, rows_of, None, deterministic=False)
 
     def dense(weight: torch.Tensor) -> Callable[[], object]:
         return lambda: library.matmul(launcher, x, weight, None)

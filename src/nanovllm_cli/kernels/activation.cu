@@ -2,20 +2,9 @@
 //
 // One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory
 // needs. Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
-#include "common.cuh"
+#include "activation.cuh"
 
-// As in activation.py.
-constexpr int SILU = 0, GELU_TANH = 1, GELU = 2;
 typedef Vector<DTYPE, VECTOR> Elements;
-
-// All in forms that keep their precision where the gate is far below zero: no 1 + tanh, no 1 + erf.
-template <int KIND>
-DEVICE float activate(float gate) {
-  if (KIND == GELU) return 0.5f * gate * erfcf(gate * -0.70710678f);
-  // gelu_tanh(g) = g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
-  const float z = KIND == SILU ? gate : 1.5957691f * (gate + 0.044715f * gate * gate * gate);
-  return __fdividef(gate, 1.0f + expf(-z));
-}
 
 template <int KIND>
 DEVICE Elements gated(const Elements& gate, const Elements& up) {

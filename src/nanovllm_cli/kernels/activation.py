@@ -8,8 +8,8 @@ import torch
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
 
 THREADS = 256
-KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-"""By name, as in activation.cu."""
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+"""By name, as in activation.cuh."""
 
 
 def gated_activation(launcher: Launcher, x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -22,7 +22,7 @@ def gated_activation(launcher: Launcher, x: torch.Tensor, activation: str) -> to
         vector = widest(width, x.dtype)
         threads = min(THREADS, -(-width // (vector * WARP)) * WARP)
         grid = (tokens, -(-width // (vector * threads)), 1)
-        args = (x, out, np.int32(width), np.int32(KINDS[activation]))
+        args = (x, out, np.int32(width), np.int32(ACTIVATIONS[activation]))
         launcher.launch(variant(x.dtype, vector), grid, (threads, 1, 1), args)
     return out
 

@@ -20,29 +20,15 @@
 // Bits: a row's sums have an order that depends on the weight's shape and the number of SMs, never on the other rows.
 #include "block_records.cuh"
 #include "mma_bytes.cuh"
+#include "results.cuh"
 #include "rounding.cuh"
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
 constexpr int ROW_TILES = LANE_ROWS < 2 ? 1 : LANE_ROWS / 2, TILE_ROWS = LANE_ROWS < 2 ? 4 : 8, MOST_ROWS = ROW_TILES * TILE_ROWS;
 constexpr int LANE_COLUMNS = LANE_ROWS == 1 ? 1 : 2;  // of two that a lane has of an mma's result
-constexpr bool GATED = ACTIVATION != 0;
 constexpr int PASSES = GATED ? 2 : 1;
 constexpr int MAGIC_BITS = 0x4b400000;
 constexpr float MAGIC = 12582912.0f;
 static_assert(THREADS == ROUNDING_THREADS, "a block rounds as quantize_activations does");
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
-
-// act, as reference.gated_activation has it: 1 silu, 2 gelu_tanh, 3 gelu.
-DEVICE float activate(float x) {
-  if (ACTIVATION == 1) return x / (1.0f + expf(-x));
-  if (ACTIVATION == 2) return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-  return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
-}
 
 // Scales and sums of a row's groups of a step.
 struct Factors {
@@ -188,17 +174,11 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
   let_next_kernel_start();
   const Rows rounded(codes, factors, rows, padded);
 
+  const Results<TILE> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
   int reading = 0;
   for (int first_tile = blockIdx.x * groups; first_tile < tiles; first_tile += gridDim.x * groups) {
     const int tile = first_tile + warp / parts, first_output = tile * TILE;
-    const auto added = [&](int at) {  // to output at % TILE of row at / TILE
-      const int output = first_output + at % TILE;
-      if (GATED || at >= rows * TILE || output >= outputs) return 0.0f;
-      const float shift = bias ? to_float(bias[output]) : 0.0f;
-      return residual ? shift + to_float(residual[(int64_t)(at / TILE) * outputs + output]) : shift;
-    };
-    const int mine = part * WARP_SIZE + lane;
-    const float added_to_mine = added(mine);  // there when it is needed
+    const float added_to_mine = team.added(first_output, team.mine);  // there when it is needed
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) {
       Sums sums = {};
@@ -226,39 +206,15 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
         }
       }
     }
-    const auto meet = [&] {
-      if (parts == 1) {
-        __syncwarp();
-      } else {
-        __syncthreads();
-      }
-    };
-#ifndef BUG_NO_BARRIER
-    meet();
-#endif
-    const auto summed = [&](int pass, int row, int output) {
+    team.meet();
+    const auto sum_of = [&](int side, int row, int output) {
+      const int pass = GATED ? side : 0;
       float sum = partial[first_warp][pass][output][row];
       for (int i = 1; i < parts; ++i) sum += partial[first_warp + i][pass][output][row];
       return sum;
     };
-#pragma unroll 1
-    for (int i = mine; i < rows * TILE; i += parts * WARP_SIZE) {
-      const int row = i / TILE, output = first_output + i % TILE;
-      if (output >= outputs) continue;
-      float y = summed(0, row, i % TILE);
-      if (GATED) {
-        float up = summed(PASSES - 1, row, i % TILE);
-        if (bias) {
-          y += to_float(bias[output]);
-          up += to_float(bias[outputs + output]);
-        }
-        y = activate(to_float(from_float<DTYPE>(y))) * to_float(from_float<DTYPE>(up));
-      } else {
-        y += i == mine ? added_to_mine : added(i);
-      }
-      out[(int64_t)row * outputs + output] = from_float<OUT>(y);
-    }
-    meet();  // before the next tile's sums
+    team.write(sum_of, first_output, added_to_mine);
+    team.meet();  // before the next tile's sums
   }
   wait_copies<0>();
 }

@@ -7,12 +7,12 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import block_records as records
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels import quantize_activations as rounding
-from nanovllm_cli.kernels.activation import gated_activation
+from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
 from nanovllm_cli.kernels.block_records import TILE, PackedBlocks
-from nanovllm_cli.kernels.gemv import ACTIVATIONS
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
 MAX_ROWS = 64
@@ -36,42 +36,27 @@ def block_gemv(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, k], rounded to int8, @ weight [n, k].T + bias [n] for M <= MAX_ROWS: [M, n] in out_dtype, x's type or float32.
-
-    Rounding: a scale for each row and group of the weight's, by the CPU's rule. residual [M, n]: the product is added to it in
-    place, and it is what is returned. activation: weight [2 n, k] and bias [2 n] hold a gate and then up, and the result [M, n]
-    is act(gate) * up (`reference.gated_activation`). A row's bits do not depend on the others'.
-    """
-    source = x.rows if isinstance(x, Normed) else x
-    (rows, width), dtype, layout = source.shape, source.dtype, weight.layout
-    outputs = weight.num_rows // 2 if activation else weight.num_rows
-    out_dtype = out_dtype or dtype
+    """x [M, K], rounded to int8, @ weight [N, K].T + bias [N] for M <= MAX_ROWS; residual, activation, out_dtype: see
+    `product.AfterFew`. Rounding: a scale for each row and group of the weight's, by the CPU's rule. A row's bits do not depend on
+    the others'."""
+    source, gain, eps, offset = product.checked_input(launcher, x)
+    (rows, width), dtype, layout, num_rows = source.shape, source.dtype, weight.layout, weight.num_rows
     assert 0 < rows <= MAX_ROWS, rows
     assert width == weight.width, (width, weight.width)
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or (activation is None and out_dtype == dtype)
-    assert not activation or weight.num_rows % 2 == 0, weight.num_rows
-    check(source, launcher, dtype, rows, width)
     check(weight.data, launcher, torch.uint8, *records.shape(layout))
-    if bias is not None:
-        check(bias, launcher, dtype, weight.num_rows)
-    if activation and (outputs % TILE or rows > 8):  # up begins within a tile, or there are more rows than partial sums of both
+    if activation and (num_rows // 2 % TILE or rows > 8):  # up begins within a tile, or more rows than partial sums of both
         return gated_activation(launcher, block_gemv(launcher, x, weight, bias), activation)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=source.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(
+        launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
+    )
+    outputs = out.shape[1]
 
     across = records.padded_width(layout) // records.columns_of(layout)
     parts = parts_of(outputs, across, launcher.num_multiprocessors)
     grid = min(-(-outputs // (WARPS // parts * TILE)), launcher.num_multiprocessors * RESIDENT)
     capability = launcher.capability
     fused = rows <= FUSED_ROWS and fits(layout, rows, 1, bool(activation), capability)
-    gain, eps, offset = (x.weight, x.eps, x.offset) if isinstance(x, Normed) else (None, 0.0, 0.0)
-    rounded = None
-    if fused:
-        if gain is not None:
-            check(gain, launcher, dtype, width)
-    else:
-        rounded = rounding.to_blocks(launcher, x, layout.group)
+    rounded = None if fused else rounding.to_blocks(launcher, x, layout.group)
     at_once = rows if fused else rows_at_once(layout, rows, bool(activation), capability)
     for first in range(0, rows, at_once):
         last = min(rows, first + at_once)
@@ -84,7 +69,7 @@ def block_gemv(
             bias, None if residual is None else target, target, np.int32(last - first), np.int32(width), np.int32(outputs),
             np.int32(parts), np.float32(eps), np.float32(offset),
         )  # fmt: skip
-        kernel = variant(layout, dtype, out_dtype, lane_rows, fused, activation, stages_of(layout, capability))
+        kernel = variant(layout, dtype, out.dtype, lane_rows, fused, activation, stages_of(layout, capability))
         shared = ring_bytes(layout, capability) + (rounded_bytes(layout, rows) if fused else 0)
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
     return out

@@ -3,19 +3,13 @@
 //
 //   weight [tiles, records, RECORD_BYTES] (block_records.cuh); out [rows, width] DTYPE
 //
-// block_unpack: rows first_row … of the weight. block_rows: rows `ids` [rows] int64, which are indices into tokens [num_tokens]
-// where that is not null; what is out of range, of either, is a row of zeros.
+// block_unpack: rows first_row … of the weight. block_rows: rows by ids and tokens (row_by_id.cuh).
 //
 // A warp has a record, a lane four neighbouring columns of two rows at a time. Grid (tiles, or ids; records / WARPS).
 #include "block_records.cuh"
+#include "row_by_id.cuh"
 
 constexpr int WARPS = 8;
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
 
 // The lane's columns of row `row` of a record, to `out`, which is where the record's first column goes. left: columns of the record
 // that the weight has. Of zeros where there is no such row.
@@ -64,20 +58,17 @@ block_unpack(const uint8_t* weight, DTYPE* out, int first_row, int rows, int wid
 EXPORT(block_unpack)
 #else
 KERNEL __launch_bounds__(WARPS * WARP_SIZE)
-block_rows(const uint8_t* weight, const int64_t* ids, const int64_t* tokens, DTYPE* out, int64_t num_tokens, int64_t num_rows,
+block_rows(const int64_t* ids, const int64_t* tokens, int64_t num_tokens, const uint8_t* weight, DTYPE* out, int64_t num_rows,
            int width) {
   // Four lanes have a row's columns: a warp's eight such teams take a record each.
   const int records = (width + COLUMNS - 1) / COLUMNS;
   const int at = blockIdx.y * WARPS * 8 + threadIdx.x / 4;
   if (at >= records) return;
   wait_for_previous_kernel();
-  int64_t id = ids[blockIdx.x];
-  if (tokens) id = id >= 0 && id < num_tokens ? tokens[id] : -1;
-  const bool there = id >= 0 && id < num_rows;
-  if (!there) id = 0;
+  const int64_t found = row_by_id(ids, tokens, num_tokens, num_rows), id = max(found, (int64_t)0);
   let_next_kernel_start();
   const uint8_t* record = weight + ((Index)(id / TILE) * records + at) * RECORD_BYTES;
-  unpack_row(record, id % TILE, width - at * COLUMNS, there, out + (int64_t)blockIdx.x * width + at * COLUMNS);
+  unpack_row(record, id % TILE, width - at * COLUMNS, found >= 0, out + (int64_t)blockIdx.x * width + at * COLUMNS);
 }
 EXPORT(block_rows)
 #endif

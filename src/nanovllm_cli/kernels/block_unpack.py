@@ -7,6 +7,7 @@ import torch
 
 from nanovllm_cli.kernels import block_records as records
 from nanovllm_cli.kernels.block_records import TILE, PackedBlocks
+from nanovllm_cli.kernels.embedding import id_args
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
@@ -38,13 +39,10 @@ def block_rows(
     layout, width, count = weight.layout, weight.width, ids.shape[0]
     _, across, _ = records.shape(layout)
     check(weight.data, launcher, torch.uint8, *records.shape(layout))
-    check(ids, launcher, torch.int64, count)
-    if tokens is not None:
-        check(tokens, launcher, torch.int64, tokens.shape[0])
+    where = id_args(launcher, ids, tokens)
     out = torch.empty(count, width, dtype=dtype, device=weight.data.device)
     if count:
-        num_tokens = 0 if tokens is None else tokens.shape[0]
-        args = (weight.data, ids, tokens, out, np.int64(num_tokens), np.int64(weight.num_rows), np.int32(width))
+        args = (*where, weight.data, out, np.int64(weight.num_rows), np.int32(width))
         grid = (count, -(-across // RECORDS_OF_ROWS), 1)
         launcher.launch(variant(layout, dtype, by_ids=True), grid, (WARPS * WARP, 1, 1), args)
     return out

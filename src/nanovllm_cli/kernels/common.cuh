@@ -29,6 +29,13 @@ typedef long long int64_t;
 typedef __nv_bfloat16 bf16;
 typedef __nv_fp8_e4m3 fp8;
 
+// Of elements of tensors, which may have more than 2^31.
+#ifdef BUG_INT32
+typedef int Index;
+#else
+typedef int64_t Index;
+#endif
+
 constexpr int WARP_SIZE = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float NEGATIVE_INFINITY = __builtin_bit_cast(float, 0xff800000u);  // NVRTC has no other constant for it

@@ -17,12 +17,6 @@ constexpr int ROW_TILES = TILE_M / WARPS_M / 16, COLUMN_TILES = TILE_N / WARPS_N
 constexpr int BAND = 8;
 static_assert(TILE_M % (WARPS_M * 16) == 0 && TILE_N % (WARPS_N * 8) == 0, "a warp computes whole mma tiles");
 
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
-
 // ROWS rows of a matrix, DEPTH columns, on their way to a buffer; zeros outside the matrix.
 template <int ROWS>
 DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows, int first_column, int width) {
@@ -61,11 +55,10 @@ gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residu
   const int warp_row = warp / WARPS_N * ROW_TILES * 16, warp_output = warp % WARPS_N * COLUMN_TILES * 8;
   const int steps = (width + DEPTH - 1) / DEPTH;
 
-  for (int stage = 0; stage < STAGES - 1; ++stage)
-    copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
-  wait_for_previous_kernel();
+  wait_for_previous_kernel();  // the weight, too, may be what it has just unpacked
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     copy_tile<TILE_M>(stages + stage * STAGE, x, first_row, rows, stage * DEPTH, width);
+    copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
     commit_copies();
   }
 

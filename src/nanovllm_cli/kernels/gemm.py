@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
 
 DEPTH = 64
@@ -46,29 +46,19 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [M, k] @ weight [n, k].T + bias [n]: [M, n] in out_dtype, x's type or float32. A row has the same bits at every M.
-
-    residual [M, n]: the product is added to it in place, and it is what is returned. tile: which way to compute the same bits;
-    None chooses the fastest.
-    """
+    """x [M, K] @ weight [N, K].T + bias [N]; residual, out_dtype: see `product.After`. A row has the same bits at every M. tile:
+    which way to compute the same bits; None chooses the fastest."""
     rows, width = x.shape
     outputs, dtype = weight.shape[0], x.dtype
-    out_dtype = out_dtype or dtype
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or out_dtype == dtype
-    if dtype == torch.bfloat16 and launcher.capability < 80:
-        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
+    product.check_tensor_cores(launcher, dtype)
     check(x, launcher, dtype, rows, width)
     check(weight, launcher, dtype, outputs, width)
-    if bias is not None:
-        check(bias, launcher, dtype, outputs)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(launcher, rows, outputs, dtype, bias, residual=residual, out_dtype=out_dtype)
     if out.numel():
         tile = tile or tile_for(rows, outputs, launcher)
         args = (x, weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs))
         threads = tile.warps_down * tile.warps_across * WARP
-        kernel = variant(dtype, out_dtype, widest(width, dtype), tile)
+        kernel = variant(dtype, out.dtype, widest(width, dtype), tile)
         launcher.launch(kernel, (tile.needed(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
     return out
 

@@ -19,16 +19,9 @@
 // Bits: a row's sums have an order that depends on the weight's shape and the number of SMs, never on the other rows.
 #include "gemv_parts.cuh"
 
-constexpr int STRIP = 8;
+constexpr int STRIP = 8, TEAM_OUTPUTS = Team<STRIP>::OUTPUTS;
 constexpr int LOADS = 4, QUEUE = 3;
 constexpr int STEP = 32, STEPS = LOADS / STRIPS, UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
-typedef Results<STRIP> StripResults;
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
 
 // Eight elements from `source` on, of which `left` are the row's and the rest is zero. STREAM: nobody reads them again.
 template <bool STREAM>
@@ -58,18 +51,18 @@ KERNEL __launch_bounds__(THREADS, VECTOR == 8 ? 2 : 1)
 gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows,
      int width, int outputs, int parts, float eps, float offset) {
   DYNAMIC_SHARED(shared);
-  __shared__ __align__(16) StripResults::Sums partial[2][WARPS];
+  __shared__ __align__(16) Sums<STRIP> partial[2][WARPS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int part = warp % parts, group = warp / parts, first_warp = warp - part;
+  const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_column = part * UNIT, column_stride = parts * UNIT;
-  const int tile_outputs = WARPS / parts * StripResults::OUTPUTS;
+  const int tile_outputs = WARPS / parts * TEAM_OUTPUTS;
   const int row = lane / 4;  // of x, and of a strip
 
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   // Units of this warp, one after another: along the width, then on to the block's next tile.
   int next_tile = blockIdx.x, next_column = first_column;
   const auto load_next = [&] {
-    const int output = next_tile * tile_outputs + group * StripResults::OUTPUTS + row, column = next_column + lane % 4 * 8;
+    const int output = next_tile * tile_outputs + team_index * TEAM_OUTPUTS + row, column = next_column + lane % 4 * 8;
     const DTYPE* start = weight + (Index)output * width + column;
     Unit loaded;
 #pragma unroll
@@ -96,7 +89,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
     stride = (width + 63) / 64 * 64 + 32;  // two rows are half of the banks apart, and 16-byte reads do not collide
     source = reinterpret_cast<DTYPE*>(shared);
     const auto same = [](int column) { return column; };
-    normalise<8>(reinterpret_cast<DTYPE*>(shared), stride, &partial[0][0][0][0][0], x, gain, rows, width, eps, offset, same);
+    normalise<8>(reinterpret_cast<DTYPE*>(shared), stride, &partial[0][0].at[0][0][0], x, gain, rows, width, eps, offset, same);
   } else {
     wait_for_previous_kernel();
   }
@@ -104,11 +97,11 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
 
   const DTYPE* input_row = source + (int64_t)row * stride + lane % 4 * 8;
   const int input_columns = row < rows ? width - lane % 4 * 8 : 0;
-  const StripResults results = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Team<STRIP> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
   for (int tile = blockIdx.x; tile * tile_outputs < outputs; tile += gridDim.x, odd = !odd) {
-    const int first = tile * tile_outputs + group * StripResults::OUTPUTS;
-    const float added_to_mine = results.added(first, results.mine);  // there when it is needed
+    const int first = tile * tile_outputs + team_index * TEAM_OUTPUTS;
+    const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float chains[STRIPS][2][4] = {};
 #pragma unroll 1  // unrolled, it spills
     for (int unit = first_column; unit < width; unit += column_stride) {
@@ -138,17 +131,9 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
     for (int strip = 0; strip < STRIPS; ++strip) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        partial[odd][warp][strip][row][lane % 4 * 2 + i] = chains[strip][0][i] + chains[strip][1][2 + i];
+        partial[odd][warp].at[strip][row][lane % 4 * 2 + i] = chains[strip][0][i] + chains[strip][1][2 + i];
     }
-    // One meeting is enough: who writes this half again has met all of its readers at the next tile.
-#ifndef BUG_NO_BARRIER
-    if (parts == 1) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
-#endif
-    results.write(partial[odd] + first_warp, first, added_to_mine);
+    team.finish(partial[odd] + first_warp, first, added_to_mine);
   }
 }
 EXPORT(gemv)

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import product
+from nanovllm_cli.kernels.activation import ACTIVATIONS
 from nanovllm_cli.kernels.kernel import (
     WARP,
     Kernel,
@@ -16,7 +18,7 @@ from nanovllm_cli.kernels.kernel import (
     type_name,
     widest,
 )
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Hidden
 
 MAX_ROWS = 8
 WARPS = 8
@@ -27,7 +29,6 @@ LOADS = 4
 STEP = 32
 RESIDENT = 2
 """Blocks an SM holds, by the kernel's launch bounds."""
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 STATIC_SHARED = 12 << 10
 
 
@@ -41,33 +42,17 @@ def gemv(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, k] @ weight [n, k].T + bias [n] for M <= 8: [M, n] in out_dtype, x's type or float32.
-
-    residual [M, n]: the product is added to it in place, and it is what is returned. activation: weight [2 n, k] and bias [2 n]
-    hold a gate and then up, and the result [M, n] is act(gate) * up (`reference.gated_activation`). A row's bits do not depend
-    on the others'.
-    """
-    normed = x if isinstance(x, Normed) else None
-    source = x.rows if isinstance(x, Normed) else x
-    rows, width = source.shape
-    dtype = source.dtype
-    num_rows = weight.shape[0]
-    outputs = num_rows // 2 if activation else num_rows
-    out_dtype = out_dtype or dtype
+    """x [M, K] @ weight [N, K].T + bias [N] for M <= 8; residual, activation, out_dtype: see `product.AfterFew`. A row's bits do
+    not depend on the others'."""
+    source, gain, eps, offset = product.checked_input(launcher, x)
+    (rows, width), dtype, num_rows = source.shape, source.dtype, weight.shape[0]
     assert 0 < rows <= MAX_ROWS, rows
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or (activation is None and out_dtype == dtype)
-    assert not activation or num_rows % 2 == 0, num_rows
-    if dtype == torch.bfloat16 and launcher.capability < 80:
-        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
-    check(source, launcher, dtype, rows, width)
+    product.check_tensor_cores(launcher, dtype)
     check(weight, launcher, dtype, num_rows, width)
-    if normed:
-        check(normed.weight, launcher, dtype, width)
-    if bias is not None:
-        check(bias, launcher, dtype, num_rows)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=source.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(
+        launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
+    )
+    outputs = out.shape[1]
     if not outputs:
         return out
 
@@ -76,18 +61,17 @@ def gemv(
     parts = parts_of(outputs, width, warp_outputs, STEP * LOADS // strips, launcher.num_multiprocessors)
     tiles = -(-outputs // (WARPS // parts * STRIP * (1 if activation else strips)))
     grid = min(tiles, launcher.num_multiprocessors * RESIDENT)
-    kernel = variant(dtype, out_dtype, widest(width, dtype), strips, normed is not None, activation)
-    at_once = rows_at_once(padded(width), launcher.capability) if normed else rows
+    has_norm = gain is not None
+    kernel = variant(dtype, out.dtype, widest(width, dtype), strips, has_norm, activation)
+    at_once = rows_at_once(padded(width), launcher.capability) if has_norm else rows
     for first in range(0, rows, at_once):  # once, but for very wide rows
         last = min(rows, first + at_once)
         target = out[first:last]
         args = (
-            source[first:last], normed.weight if normed else None, weight, bias,
-            None if residual is None else target, target,
-            np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts),
-            np.float32(normed.eps if normed else 0), np.float32(normed.offset if normed else 0),
+            source[first:last], gain, weight, bias, None if residual is None else target, target,
+            np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts), np.float32(eps), np.float32(offset),
         )  # fmt: skip
-        shared = (last - first + 1) * padded(width) * 2 if normed else 0
+        shared = (last - first + 1) * padded(width) * 2 if has_norm else 0
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
     return out
 

@@ -1,14 +1,13 @@
 // What the kernels for one to eight rows share: the norm on the way in; bias, residual or a gate on the way out.
 //
-// By macro: DTYPE, OUT, VECTOR (elements of a load that rows are a multiple of), STRIPS of outputs a warp has, NORM, ACTIVATION.
+// By macro, besides those of results.cuh: VECTOR (elements of a load that rows are a multiple of), STRIPS of outputs a warp has,
+// NORM.
 #pragma once
-#include "common.cuh"
+#include "results.cuh"
 
 typedef Vector<DTYPE, VECTOR> Elements;
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
 constexpr int MOST_ROWS = 8;
-constexpr bool GATED = ACTIVATION != 0;
 static_assert(!GATED || STRIPS == 2, "a gate and its up are strips of one warp");
 
 // x, normalised, in shared memory: row r from r * stride, zeros up to a multiple of PAD columns, and the gains behind the last
@@ -70,55 +69,38 @@ DEVICE void normalise(DTYPE* shared, int stride, float* squares, const DTYPE* x,
   __syncthreads();
 }
 
-// act, as reference.gated_activation has it: 1 silu, 2 gelu_tanh, 3 gelu.
-DEVICE float activate(float x) {
-  if (ACTIVATION == 1) return x / (1.0f + expf(-x));
-  if (ACTIVATION == 2) return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-  return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
-}
-
-// Where a group of `parts` warps puts what it has summed: strips of STRIP outputs, or one of gates beside one of ups.
+// Sums of one warp, in shared memory: strips of STRIP outputs, or one of gates beside one of ups.
 template <int STRIP>
-struct Results {
-  static constexpr int OUTPUTS = GATED ? STRIP : STRIP * STRIPS;
-  typedef float Sums[STRIPS][MOST_ROWS][STRIP];  // of a warp
+struct Sums {
+  float at[STRIPS][MOST_ROWS][STRIP];
 
-  const DTYPE *bias, *residual;
-  OUT* out;
-  int rows, outputs, parts;
-  int mine;  // this lane's first of the group's rows * OUTPUTS results, which every (parts * 32)-th one follows
-
-  // To result `at` of a group whose first output is `first`.
-  DEVICE float added(int first, int at) const {
-    const int output = first + at % OUTPUTS;
-    if (GATED || at >= rows * OUTPUTS || output >= outputs) return 0.0f;
-    const float shift = bias ? to_float(bias[output]) : 0.0f;
-    return residual ? shift + to_float(residual[(int64_t)(at / OUTPUTS) * outputs + output]) : shift;
+  // Of products whose A is a strip of sixteen outputs, and whose B is eight rows.
+  DEVICE void store(const float (*totals)[4]) {
+    static_assert(STRIP == 16);
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[strip][lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = totals[strip][i];
+    }
   }
+};
 
-  // sums: of the group's first warp. added_to_mine: added(first, mine), loaded when it was time.
-  DEVICE void write(const Sums* sums, int first, float added_to_mine) const {
-    const auto summed = [&](int strip, int row, int column) {
-      float sum = sums[0][strip][row][column];
-      for (int i = 1; i < parts; ++i) sum += sums[i][strip][row][column];
+// A team of warps, and its outputs of a panel.
+template <int STRIP>
+struct Team : Results<GATED ? STRIP : STRIP * STRIPS> {
+  static constexpr int OUTPUTS = GATED ? STRIP : STRIP * STRIPS;
+
+  // sums: of its first warp, the others' behind them. first: the panel's first output of the team. added_to_mine: as in `write`.
+  // One meeting is enough, where sums have two places in turn: who writes one again has met all of its readers at the other.
+  DEVICE void finish(const Sums<STRIP>* sums, int first, float added_to_mine) const {
+    this->meet();
+    const auto sum_of = [&](int side, int row, int column) {
+      const int strip = GATED ? side : column / STRIP;
+      float sum = sums[0].at[strip][row][column % STRIP];
+      for (int i = 1; i < this->parts; ++i) sum += sums[i].at[strip][row][column % STRIP];
       return sum;
     };
-#pragma unroll 1
-    for (int i = mine; i < rows * OUTPUTS; i += parts * WARP_SIZE) {
-      const int row = i / OUTPUTS, column = i % OUTPUTS, output = first + column;
-      if (output >= outputs) continue;
-      float y = summed(column / STRIP, row, column % STRIP);
-      if (GATED) {
-        float up = summed(1, row, column);
-        if (bias) {
-          y += to_float(bias[output]);
-          up += to_float(bias[outputs + output]);
-        }
-        y = activate(to_float(from_float<DTYPE>(y))) * to_float(from_float<DTYPE>(up));
-      } else {
-        y += i == mine ? added_to_mine : added(first, i);
-      }
-      out[(int64_t)row * outputs + output] = from_float<OUT>(y);
-    }
+    this->write(sum_of, first, added_to_mine);
   }
 };

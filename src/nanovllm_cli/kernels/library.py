@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import Launcher, check
 
 
@@ -16,20 +17,12 @@ def matmul(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, k] @ weight [n, k].T + bias [n], in out_dtype (x's type or float32); added to residual in place where there is one,
-    which is then what is returned. A row's bits may depend on M."""
+    """x [M, K] @ weight [N, K].T + bias [N]; residual, out_dtype: see `product.After`. A row's bits may depend on M."""
     rows, width = x.shape
     outputs, dtype = weight.shape[0], x.dtype
     check(x, launcher, dtype, rows, width)
     check(weight, launcher, dtype, outputs, width)
-    if bias is not None:
-        check(bias, launcher, dtype, outputs)
-    if residual is not None:
-        check(residual, launcher, dtype, rows, outputs)
-        assert out_dtype in (None, dtype)
-        out = residual
-    else:
-        out = torch.empty(rows, outputs, dtype=out_dtype or dtype, device=x.device)
+    out = product.output_for(launcher, rows, outputs, dtype, bias, residual=residual, out_dtype=out_dtype)
     compute = _on_gpu if x.is_cuda else _on_host
     launcher.torch_op(lambda: compute(x, weight.t(), bias, residual, out))
     return out

@@ -1,6 +1,7 @@
 // Packed weights (packed.py has the layout) from words of codes to registers of two 16-bit numbers, for those who multiply them.
 //
-// By macro: DTYPE, the numbers' type; KIND, what codes are; ZEROS, whether groups have zero points; SCALE, the type of scales.
+// By macro: DTYPE, the numbers' type; KIND, what codes are; GROUP, columns that share a scale, 0 for all of a row; SCALE, the type
+// of scales; ZEROS, whether groups have zero points.
 //
 // Every number is exact, and its scale apart: sum a group, then scale the sum. How codes become numbers, in instructions a word:
 //   int4   a nibble below the bits of 128 (bf16) or 1024 (half) is that plus the code; what zero would be is subtracted. 11
@@ -16,6 +17,28 @@ constexpr int TILE_OUTPUTS = 16, TILE_COLUMNS = 64, TILE_STEPS = 4;  // a step i
 constexpr int HALVES = KIND == INT4 || KIND == NF4 ? 1 : 2;         // 16-byte loads of a lane in a tile
 constexpr int HALF_BYTES = 512, TILE_BYTES = HALVES * HALF_BYTES;
 constexpr int DEFAULT_ZERO = KIND == INT4 ? 8 : 128;
+
+// A weight of `width` columns: strips of 16 outputs, slices of 64 columns.
+struct Weight {
+  static constexpr int DIVISOR = GROUP ? GROUP : 1;
+
+  const uint8_t* codes;
+  const SCALE* scales;
+  const uint8_t* zeros;
+  int width, slices, groups;
+
+  DEVICE Weight(const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, int width)
+      : codes(codes), scales(scales), zeros(zeros), width(width), slices((width + TILE_COLUMNS - 1) / TILE_COLUMNS),
+        groups(GROUP ? (width + DIVISOR - 1) / DIVISOR : 1) {}
+
+  // A lane's first bytes of a tile.
+  DEVICE const uint8_t* codes_of(int64_t strip, int slice, int lane) const {
+    return codes + ((Index)strip * slices + slice) * TILE_BYTES + lane * 16;
+  }
+  // Where scales and zero points of a strip's group begin.
+  DEVICE int64_t group_at(int64_t strip, int group) const { return (strip * groups + group) * TILE_OUTPUTS; }
+  DEVICE int group_of(int column) const { return GROUP ? (unsigned)column / DIVISOR : 0; }
+};
 
 template <class T>
 struct Sixteen;
@@ -106,5 +129,15 @@ DEVICE void numbers_of_bytes(uint32_t& first, uint32_t& second, uint32_t word, u
       result = subtract_pair((lower & 0x007f007f) | kept, (~lower & 0x00800080) | kept);
       if (ZEROS) result = subtract_pair(result, middle);
     }
+  }
+}
+
+// Registers 0 to 3 of a step, of a lane's words of it, one of each half of the tile.
+DEVICE void numbers_of(uint32_t* registers, const uint32_t* words, uint32_t middle, uint32_t other_middle, uint32_t kept = KEPT) {
+  if (HALVES == 1) {
+    numbers_of_nibbles(registers, words[0], middle, other_middle, kept);
+  } else {
+    numbers_of_bytes(registers[0], registers[2], words[0], middle, kept);
+    numbers_of_bytes(registers[1], registers[3], words[HALVES - 1], other_middle, kept);
   }
 }

@@ -28,19 +28,6 @@ constexpr int STRIP_STAGE = TILE_BYTES + SCALES + ZERO_POINTS, STAGE = X_STAGE +
 constexpr bool FULL = TOKENS * STRIPS > 64;  // registers, of sums alone: no room for two halves of a unit at once
 static_assert(ALONG == 1 || ACROSS <= 2 * ALONG, "a tile's sums fit the x of a stage");
 
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
-
-struct Weight {
-  const uint8_t* codes;
-  const SCALE* scales;
-  const uint8_t* zeros;
-  int strips, slices, groups;  // of 16 outputs, of 64 columns, of columns
-};
-
 DEVICE int next_stage(int stage) { return stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE; }
 
 // A unit, and the offset of the stage that it passes through.
@@ -59,16 +46,16 @@ DEVICE int first_unit(int stripe, int units, int stripes) { return (int64_t)stri
 DEVICE int stripe_of(int unit, int units, int stripes) { return (((int64_t)unit + 1) * stripes - 1) / units; }
 
 // Codes, scales and zero points of 64 columns of a strip, on their way to a stage.
-DEVICE void copy_weight(unsigned char* target, const Weight& weight, int strip, int slice) {
+DEVICE void copy_weight(unsigned char* target, const Weight& weight, int strips, int strip, int slice) {
   const int lane = threadIdx.x % WARP_SIZE;
-  const bool inside = strip < weight.strips && slice < weight.slices;
-  const uint8_t* codes = weight.codes + ((Index)strip * weight.slices + slice) * TILE_BYTES + lane * 16;
+  const bool inside = strip < strips && slice < weight.slices;
+  const uint8_t* codes = weight.codes_of(strip, slice, lane);
 #pragma unroll
   for (int i = 0; i < TILE_BYTES; i += HALF_BYTES)
     copy_async_16_once(target + i + lane * 16, inside ? codes + i : weight.codes, inside);
   target += TILE_BYTES;
-  const int group = GROUPS ? slice * DEPTH / GROUP : 0;
-  const int64_t first = ((int64_t)strip * weight.groups + group) * TILE_OUTPUTS;
+  const int group = weight.group_of(slice * DEPTH);
+  const int64_t first = weight.group_at(strip, group);
   constexpr int CHUNKS_A_GROUP = TILE_OUTPUTS * sizeof(SCALE) / 16;
   if (GROUPS && lane < GROUPS * CHUNKS_A_GROUP) {
     const bool there = inside && group + lane / CHUNKS_A_GROUP < weight.groups;
@@ -148,22 +135,16 @@ DEVICE void multiply(Sums* sums, Sums* totals, unsigned char* x_slice, const uns
       const uint8_t* zeros = own + strip * STRIP_STAGE + TILE_BYTES + SCALES + group;
       const uint32_t middle = middle_of(ZEROS ? zeros[0] : DEFAULT_ZERO);
       const uint32_t other_middle = middle_of(ZEROS ? zeros[1] : DEFAULT_ZERO);
-      uint2 words[HALVES];
+      uint32_t words[2][HALVES];  // of two steps
 #pragma unroll
       for (int half = 0; half < HALVES; ++half) {
         const uint4 all = whole[strip][half];
-        words[half] = deep ? make_uint2(all.z, all.w) : make_uint2(all.x, all.y);
-        if (FULL) words[half] = *reinterpret_cast<const uint2*>(codes_of(strip, half) + deep * 8);
+        uint2 two = deep ? make_uint2(all.z, all.w) : make_uint2(all.x, all.y);
+        if (FULL) two = *reinterpret_cast<const uint2*>(codes_of(strip, half) + deep * 8);
+        words[0][half] = two.x, words[1][half] = two.y;
       }
-      if (HALVES == 1) {
-        numbers_of_nibbles(a[strip][0], words[0].x, middle, other_middle);
-        numbers_of_nibbles(a[strip][1], words[0].y, middle, other_middle);
-      } else {
-        numbers_of_bytes(a[strip][0][0], a[strip][0][2], words[0].x, middle);
-        numbers_of_bytes(a[strip][0][1], a[strip][0][3], words[HALVES - 1].x, other_middle);
-        numbers_of_bytes(a[strip][1][0], a[strip][1][2], words[0].y, middle);
-        numbers_of_bytes(a[strip][1][1], a[strip][1][3], words[HALVES - 1].y, other_middle);
-      }
+      numbers_of(a[strip][0], words[0], middle, other_middle);
+      numbers_of(a[strip][1], words[1], middle, other_middle);
     }
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; ++i) {
@@ -228,9 +209,9 @@ packed_gemm(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const uin
   const int own_strip = warp / ALONG * STRIPS, own_slice = warp % ALONG;
   const int row_tiles = (rows + TOKENS - 1) / TOKENS;
   const int row_tile = blockIdx.x % row_tiles, stripe = blockIdx.x / row_tiles, first_row = row_tile * TOKENS;
-  const int strips = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, slices = (width + DEPTH - 1) / DEPTH;
-  const Weight weight = {codes, scales, zeros, strips, slices, GROUPS ? (width + GROUP - 1) / GROUP : 1};
-  const int steps = (slices + ALONG - 1) / ALONG, units = (strips + ACROSS - 1) / ACROSS * steps;
+  const Weight weight(codes, scales, zeros, width);
+  const int strips = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+  const int steps = (weight.slices + ALONG - 1) / ALONG, units = (strips + ACROSS - 1) / ACROSS * steps;
   const int begin = first_unit(stripe, units, stripes), end = first_unit(stripe + 1, units, stripes);
   const auto segment_of = [&](int other, int tile) {  // where a stripe leaves its part of a tile: of two, the first or the last
     const bool first = first_unit(other, units, stripes) / steps == tile;
@@ -244,7 +225,7 @@ packed_gemm(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const uin
 #pragma unroll
     for (int i = 0; i < STRIPS; ++i) {
       const int strip = to.tile * ACROSS + own_strip + i, slice = to.step * ALONG + own_slice;
-      copy_weight(shared + to.stage + own + i * STRIP_STAGE, weight, strip, slice);
+      copy_weight(shared + to.stage + own + i * STRIP_STAGE, weight, strips, strip, slice);
     }
   };
   const auto copy_x_of = [&](const Cursor& to) {

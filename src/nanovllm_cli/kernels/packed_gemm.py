@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import (
     WARP,
     Kernel,
@@ -78,25 +78,17 @@ def packed_gemm(
     out_dtype: torch.dtype | None = None,
     shape: Shape | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias [N]: [M, N] in out_dtype, x's type or float32. A row has the same bits at every M.
+    """x [M, K] @ weight [N, K].T + bias [N]; residual, out_dtype: see `product.After`. A row has the same bits at every M.
 
-    counters: from `new_counters`. residual [M, N]: the product is added to it in place, and it is what is returned. shape: of
-    blocks, for tests; None chooses by the weight and the GPU.
+    counters: from `new_counters`. shape: of blocks, for tests; None chooses by the weight and the GPU.
     """
     rows, width = x.shape
     dtype, outputs = x.dtype, weight.num_rows
-    out_dtype = out_dtype or dtype
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or out_dtype == dtype
-    if dtype == torch.bfloat16 and launcher.capability < 80:
-        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
+    product.check_tensor_cores(launcher, dtype)
     check(x, launcher, dtype, rows, width)
     weight.check(launcher)
     assert width == weight.width, (width, weight.width)
-    if bias is not None:
-        check(bias, launcher, dtype, outputs)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(launcher, rows, outputs, dtype, bias, residual=residual, out_dtype=out_dtype)
     check(counters, launcher, torch.int32, launcher.num_multiprocessors * MAX_ROW_TILES)
     if not out.numel():
         return out
@@ -106,7 +98,7 @@ def packed_gemm(
     shape = shape or shape_of(outputs, launcher)
     stripes = max(1, min(launcher.num_multiprocessors, shape.units(outputs, width) // LEAST_UNITS))
     shape, stages = fitting(shape, rows, weight, launcher.capability)
-    kernel = variant(dtype, out_dtype, weight, widest(width, dtype), shape, stages)
+    kernel = variant(dtype, out.dtype, weight, widest(width, dtype), shape, stages)
     at_once = shape.rows * MAX_ROW_TILES
     for first in range(0, rows, at_once):
         last = min(rows, first + at_once)

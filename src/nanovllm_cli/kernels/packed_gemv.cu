@@ -21,7 +21,6 @@
 #include "gemv_parts.cuh"
 #include "packed.cuh"
 
-typedef Results<TILE_OUTPUTS> StripResults;
 typedef Vector<SCALE, 2> Scales;  // of outputs g and g + 8
 typedef Vector<uint8_t, 2> Zeros;
 
@@ -33,12 +32,6 @@ constexpr int FACTOR_WORDS = STRIPS * SPANS * ((int)sizeof(Scales) / 4 + ZEROS);
 constexpr int RESIDENT = FACTOR_WORDS >= 16 || (VECTOR == 1 && !ORDERED) ? 1 : 2;  // blocks an SM: what does not spill
 constexpr int QUEUE = FACTOR_WORDS < 8 || RESIDENT == 1 ? 3 : 2;
 constexpr bool STAGED = NORM || ORDERED;  // x lies in shared memory
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
 
 // A warp's share of the codes, UNIT columns of STRIPS strips, and what scales them.
 struct Unit {
@@ -76,15 +69,16 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
             const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts, float eps,
             float offset) {
   DYNAMIC_SHARED(shared);
-  __shared__ __align__(16) StripResults::Sums partial[2][WARPS];
+  __shared__ __align__(16) Sums<TILE_OUTPUTS> partial[2][WARPS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int part = warp % parts, team = warp / parts, first_warp = warp - part;
+  const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_tile = part * STEPS, tile_stride = parts * STEPS;
-  const int tiles = (width + TILE_COLUMNS - 1) / TILE_COLUMNS, groups = GROUP ? (width + GROUP - 1) / GROUP : 1;
+  const Weight weight(codes, scales, zeros, width);
+  const int tiles = weight.slices;
   const int strips = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
 
   // Where this warp's strips begin in a panel: they lie next to each other, or are a gate's and, `strips` later, its up's.
-  const int panel_strips = WARPS / parts * (GATED ? 1 : STRIPS), first_strip = team * (GATED ? 1 : STRIPS);
+  const int panel_strips = WARPS / parts * (GATED ? 1 : STRIPS), first_strip = team_index * (GATED ? 1 : STRIPS);
   const auto strip_of = [&](int panel) { return panel * panel_strips + first_strip; };
   // Units of this warp, one after another: along the width, then on to the block's next panel.
   const auto advance = [&](int& panel, int& tile) {
@@ -101,8 +95,7 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
     for (int strip = 0; strip < STRIPS; ++strip) {
       const int place = strip_of(next_panel) + (GATED ? 0 : strip);
       const int left = place < strips ? TAIL ? tiles - next_tile : STEPS : 0;
-      const Index tile = (Index)(place + (GATED ? strip * strips : 0)) * tiles + next_tile;
-      const uint8_t* start = codes + tile * TILE_BYTES + lane * 16;
+      const uint8_t* start = weight.codes_of(place + (GATED ? strip * strips : 0), next_tile, lane);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -118,14 +111,13 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
       const int place = strip_of(panel) + (GATED ? 0 : strip);
-      const int first_group = GROUP ? (unsigned)tile * TILE_COLUMNS / (GROUP ? GROUP : 1) : 0;
-      const int64_t row = (int64_t)(place + (GATED ? strip * strips : 0)) * groups + first_group;
-      const int64_t first = row * TILE_OUTPUTS + lane / 4 * 2;
+      const int first_group = weight.group_of(tile * TILE_COLUMNS);
+      const int64_t first = weight.group_at(place + (GATED ? strip * strips : 0), first_group) + lane / 4 * 2;
 #pragma unroll
       for (int span = 0; span < SPANS; ++span) {
         loaded.scales[strip][span] = Scales();
         loaded.zeros[strip][span] = Zeros();
-        if (place >= strips || (TAIL && first_group + span >= groups)) continue;
+        if (place >= strips || (TAIL && first_group + span >= weight.groups)) continue;
         loaded.scales[strip][span] = Scales::load(scales + first + span * TILE_OUTPUTS);
         if (ZEROS) loaded.zeros[strip][span] = Zeros::load(zeros + first + span * TILE_OUTPUTS);
       }
@@ -144,7 +136,7 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
     const int stride = tiles * TILE_COLUMNS + 8;  // eight rows' 16 bytes are in different banks
     const auto source_of = [&](int column) { return ORDERED ? order[column] : column; };
     if (NORM) {
-      normalise<TILE_COLUMNS>(staged, stride, &partial[0][0][0][0][0], x, gain, rows, width, eps, offset, source_of);
+      normalise<TILE_COLUMNS>(staged, stride, &partial[0][0].at[0][0][0], x, gain, rows, width, eps, offset, source_of);
     } else {
       gather(staged, stride, x, rows, width, order);
     }
@@ -154,12 +146,13 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
   }
   let_next_kernel_start();  // it may ask for its weights while we wait for ours
 
-  const uint32_t kept = KEPT ^ (uint32_t)(rows >> 31);  // the constant, which the compiler can't know
-  const StripResults results = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  // The constant, as the compiler can't know it; but where zero points take the last registers.
+  const uint32_t kept = KIND == INT8 && ZEROS ? KEPT : KEPT ^ (uint32_t)(rows >> 31);
+  const Team<TILE_OUTPUTS> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
   for (int panel = blockIdx.x; panel * panel_strips < strips; panel += gridDim.x, odd = !odd) {
     const int first = strip_of(panel) * TILE_OUTPUTS;
-    const float added_to_mine = results.added(first, results.mine);  // there when it is needed
+    const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float totals[STRIPS][4] = {};
 #pragma unroll 1
     for (int unit = first_tile; unit < tiles; unit += tile_stride) {
@@ -189,16 +182,11 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
             const Zeros zero = factors.zeros[strip][span];
             const uint32_t middle = middle_of(ZEROS ? zero.at[0] : DEFAULT_ZERO);
             const uint32_t other_middle = middle_of(ZEROS ? zero.at[1] : DEFAULT_ZERO);
-            const uint4* loaded = queue[0].at[step][strip];
-            const uint32_t word = reinterpret_cast<const uint32_t*>(loaded)[i];
-            uint32_t numbers[4];
-            if (HALVES == 1) {
-              numbers_of_nibbles(numbers, word, middle, other_middle, kept);
-            } else {
-              const uint32_t other_word = reinterpret_cast<const uint32_t*>(loaded + HALVES - 1)[i];
-              numbers_of_bytes(numbers[0], numbers[2], word, middle, kept);
-              numbers_of_bytes(numbers[1], numbers[3], other_word, other_middle, kept);
-            }
+            uint32_t words[HALVES], numbers[4];
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half)
+              words[half] = reinterpret_cast<const uint32_t*>(&queue[0].at[step][strip][half])[i];
+            numbers_of(numbers, words, middle, other_middle, kept);
             mma_m16n8k16<DTYPE>(chains[strip], numbers, inputs[i]);
             if ((step * TILE_COLUMNS + (i + 1) * 16) % SPAN) continue;
 #pragma unroll
@@ -214,20 +202,8 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
       queue[QUEUE - 1] = load_next();
       factors = coming_factors;
     }
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) partial[odd][warp][strip][lane % 4 * 2 + j % 2][lane / 4 + j / 2 * 8] = totals[strip][j];
-    }
-    // One meeting is enough: who writes this half again has met all of its readers at the next panel.
-#ifndef BUG_NO_BARRIER
-    if (parts == 1) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
-#endif
-    results.write(partial[odd] + first_warp, first, added_to_mine);
+    partial[odd][warp].store(totals);
+    team.finish(partial[odd] + first_warp, first, added_to_mine);
   }
 }
 EXPORT(packed_gemv)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels.activation import gated_activation
-from nanovllm_cli.kernels.gemv import ACTIVATIONS, MAX_ROWS, RESIDENT, WARPS, parts_of, rows_at_once, strips_of
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels import product
+from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
+from nanovllm_cli.kernels.gemv import MAX_ROWS, RESIDENT, WARPS, parts_of, rows_at_once, strips_of
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, mma_capability, type_name, widest
+from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.packed import BITS, TILE_COLUMNS, TILE_OUTPUTS, Kind, Packed, empty
 
 LOADS = 4
@@ -27,33 +27,20 @@ def packed_gemv(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, k] @ weight [n, k].T + bias [n] for M <= 8: [M, n] in out_dtype, x's type or float32.
-
-    residual, activation: as in `gemv.gemv`. A weight with an order of columns meets x in that order. A row's bits do not depend
-    on the others'.
-    """
-    normed = x if isinstance(x, Normed) else None
-    source = x.rows if isinstance(x, Normed) else x
-    rows, width = source.shape
-    dtype, num_rows = source.dtype, weight.num_rows
+    """x [M, K] @ weight [N, K].T + bias [N] for M <= 8; residual, activation, out_dtype: see `product.AfterFew`. A weight with an
+    order of columns meets x in that order. A row's bits do not depend on the others'."""
+    source, gain, eps, offset = product.checked_input(launcher, x)
+    (rows, width), dtype, num_rows = source.shape, source.dtype, weight.num_rows
     if activation and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
         return gated_activation(launcher, packed_gemv(launcher, x, weight, bias), activation)
-    outputs = num_rows // 2 if activation else num_rows
-    out_dtype = out_dtype or dtype
     assert 0 < rows <= MAX_ROWS, rows
     assert width == weight.width, (width, weight.width)
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or (activation is None and out_dtype == dtype)
-    if dtype == torch.bfloat16 and launcher.capability < 80:
-        raise UnsupportedError("this GPU's tensor cores have no bfloat16", "use --dtype float16")
-    check(source, launcher, dtype, rows, width)
+    product.check_tensor_cores(launcher, dtype)
     weight.check(launcher)
-    if normed:
-        check(normed.weight, launcher, dtype, width)
-    if bias is not None:
-        check(bias, launcher, dtype, num_rows)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=source.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(
+        launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
+    )
+    outputs = out.shape[1]
     if not outputs:
         return out
 
@@ -62,20 +49,20 @@ def packed_gemv(
     parts = parts_of(outputs, width, warp_outputs, unit, launcher.num_multiprocessors)
     panels = -(-outputs // (WARPS // parts * warp_outputs))
     grid = min(panels, launcher.num_multiprocessors * RESIDENT)
-    kernel = variant(weight, dtype, out_dtype, strips, normed is not None, activation)
-    staged = normed is not None or weight.order is not None
+    has_norm = gain is not None
+    kernel = variant(weight, dtype, out.dtype, strips, has_norm, activation)
+    staged = has_norm or weight.order is not None
     stride = weight.codes.shape[1] * TILE_COLUMNS + 8
     at_once = rows_at_once(stride, launcher.capability, STATIC_SHARED) if staged else rows
     for first in range(0, rows, at_once):  # once, but for very wide rows
         last = min(rows, first + at_once)
         target = out[first:last]
         args = (
-            source[first:last], normed.weight if normed else None, weight.codes, weight.scales, weight.zeros, weight.order, bias,
+            source[first:last], gain, weight.codes, weight.scales, weight.zeros, weight.order, bias,
             None if residual is None else target, target,
-            np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts),
-            np.float32(normed.eps if normed else 0), np.float32(normed.offset if normed else 0),
+            np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts), np.float32(eps), np.float32(offset),
         )  # fmt: skip
-        shared = (last - first + (normed is not None)) * stride * 2 if staged else 0
+        shared = (last - first + has_norm) * stride * 2 if staged else 0
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
     return out
 
@@ -110,7 +97,8 @@ def variants() -> list[Kernel]:
     kernels += [variant(weight, bf16, bf16, 2, True, None) for weight in (int4, int8, fp8, nf4)]
     kernels += [variant(weight, half, half, 2, True, None) for weight in (of("int4", 128, half, True), int8, fp8, nf4)]
     kernels += [variant(weight, bf16, bf16, 2, True, "silu") for weight in (int4, nf4)]
-    kernels += [variant(of("int8", 32, half, True), bf16, bf16, 2, True, None), variant(int4, bf16, single, 2, True, None)]
+    kernels += [variant(of("int8", 32, half, True), bf16, bf16, 2, True, activation) for activation in (None, "silu")]
+    kernels += [variant(int4, bf16, single, 2, True, None)]
     kernels += [variant(of("int4", 32, single, True, True), half, half, 2, True, None)]
     kernels += [variant(of("int8", 0, bf16, width=1001), half, half, 1, False, None)]
     return kernels

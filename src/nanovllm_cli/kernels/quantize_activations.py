@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import Kernel, Launcher, check, type_name, widest
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Hidden
 
 THREADS = 256
 SPAN = 8 * THREADS
@@ -51,7 +52,7 @@ def to_e4m3(launcher: Launcher, x: Hidden, group: int = 0, fixed: torch.Tensor |
 
 def to_blocks(launcher: Launcher, x: Hidden, group: int) -> RoundedBlocks:
     """x [T, width] for a matmul of blocks whose scales cover 16 or 32 columns."""
-    source, gain, eps, offset = _parts(launcher, x)
+    source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype = source.shape, source.dtype
     assert group in (16, 32), group
     padded = -(-width // STEP) * STEP
@@ -67,7 +68,7 @@ def to_blocks(launcher: Launcher, x: Hidden, group: int) -> RoundedBlocks:
 
 
 def _round(launcher: Launcher, x: Hidden, code: torch.dtype, group: int, fixed: torch.Tensor | None) -> Rounded:
-    source, gain, eps, offset = _parts(launcher, x)
+    source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype = source.shape, source.dtype
     assert group == 0 or group in GROUPS, group
     if fixed is not None:
@@ -83,15 +84,6 @@ def _round(launcher: Launcher, x: Hidden, code: torch.dtype, group: int, fixed: 
         grid = (rows, 1 if whole else -(-width // SPAN), 1)
         launcher.launch(rows_variant(dtype, code, widest(width, dtype)), grid, (THREADS, 1, 1), args)
     return Rounded(codes, scales.t())
-
-
-def _parts(launcher: Launcher, x: Hidden) -> tuple[torch.Tensor, torch.Tensor | None, float, float]:
-    """Rows, and gain, eps and offset of the norm before."""
-    if not isinstance(x, Normed):
-        return check(x, launcher, x.dtype, *x.shape), None, 0.0, 0.0
-    rows, width = x.rows.shape
-    check(x.rows, launcher, x.rows.dtype, rows, width)
-    return x.rows, check(x.weight, launcher, x.rows.dtype, width), x.eps, x.offset
 
 
 def rows_variant(dtype: torch.dtype, code: torch.dtype, vector: int) -> Kernel:

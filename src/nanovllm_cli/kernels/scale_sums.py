@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
 
 VECTOR = 4
@@ -28,15 +29,10 @@ def scale_sums(
     """
     rows, columns = sums.shape
     assert columns % VECTOR == 0, columns
-    assert out_dtype in (dtype, torch.float32)
-    assert residual is None or out_dtype == dtype
     check(sums, launcher, sums.dtype, rows, columns)
     check(row_scales, launcher, torch.float32, 1, rows)
     check(column_scales, launcher, torch.float32, 1, columns)
-    if bias is not None:
-        check(bias, launcher, dtype, columns)
-    out = torch.empty(rows, columns, dtype=out_dtype, device=sums.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, columns)
+    out = product.output_for(launcher, rows, columns, dtype, bias, residual=residual, out_dtype=out_dtype)
     if out.numel():
         threads = min(THREADS, -(-columns // (VECTOR * WARP)) * WARP)
         args = (sums, row_scales, column_scales, bias, residual, out, np.int32(columns))

@@ -14,18 +14,11 @@
 #include "gemv_parts.cuh"
 #include "mma_bytes.cuh"
 
-constexpr int STRIP = 16;
+constexpr int STRIP = 16, TEAM_OUTPUTS = Team<STRIP>::OUTPUTS;
 constexpr int LOADS = 4, QUEUE = 3;
 constexpr int STEP = 64, STEPS = LOADS / (2 * STRIPS), UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
 constexpr int GROUP = 128;
-typedef Results<STRIP> StripResults;
 static_assert(GROUP % UNIT == 0, "a unit has one scale a row");
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
 
 // A warp's share of the weight: UNIT columns of STRIPS strips, of which a lane has rows r and r + 8.
 struct Unit {
@@ -35,11 +28,11 @@ struct Unit {
 KERNEL __launch_bounds__(THREADS, 2)
 scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const float* scales, const DTYPE* bias,
             const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts) {
-  __shared__ __align__(16) StripResults::Sums partial[2][WARPS];
+  __shared__ __align__(16) Sums<STRIP> partial[2][WARPS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  const int part = warp % parts, team = warp / parts, first_warp = warp - part;
+  const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_column = part * UNIT, column_stride = parts * UNIT;
-  const int panel_outputs = WARPS / parts * StripResults::OUTPUTS;
+  const int panel_outputs = WARPS / parts * TEAM_OUTPUTS;
   const int weight_rows = GATED ? 2 * outputs : outputs;
 #ifdef BUG_TAIL
   const int end = (width + STEP - 1) / STEP * STEP;
@@ -49,14 +42,14 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
 
   // Row `half` of this lane's in a strip of a panel, or -1 where there is none.
   const auto row_of = [&](int panel, int strip, int half) {
-    const int output = panel * panel_outputs + team * StripResults::OUTPUTS + (GATED ? 0 : strip * STRIP) + lane / 4 + half * 8;
+    const int output = panel * panel_outputs + team_index * TEAM_OUTPUTS + (GATED ? 0 : strip * STRIP) + lane / 4 + half * 8;
     return output < outputs ? output + (GATED ? strip * outputs : 0) : -1;
   };
   // Units of this warp, one after another: along the width, then on to the block's next panel.
   int next_panel = blockIdx.x, next_column = first_column;
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   const auto load_next = [&] {
-    const int output = next_panel * panel_outputs + team * StripResults::OUTPUTS + lane / 4, column = next_column + lane % 4 * 16;
+    const int output = next_panel * panel_outputs + team_index * TEAM_OUTPUTS + lane / 4, column = next_column + lane % 4 * 16;
     const CODE* start = weight + (Index)output * width + column;
     Unit loaded;
 #pragma unroll
@@ -86,11 +79,11 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
 
   const CODE* input = x + (int64_t)min(lane / 4, rows - 1) * width + lane % 4 * 16;  // past the last row: sums that are nobody's
   const int input_columns = end - lane % 4 * 16;
-  const StripResults results = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Team<STRIP> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
   for (int panel = blockIdx.x; panel * panel_outputs < outputs; panel += gridDim.x, odd = !odd) {
-    const int first = panel * panel_outputs + team * StripResults::OUTPUTS;
-    const float added_to_mine = results.added(first, results.mine);  // there when it is needed
+    const int first = panel * panel_outputs + team_index * TEAM_OUTPUTS;
+    const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float totals[STRIPS][4] = {};
     SUM chains[STRIPS][4] = {};
     // Adds the chains to the totals, with their scales.
@@ -128,20 +121,8 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
       if (GROUPED) scale(unit / GROUP);
     }
     if (!GROUPED) scale(0);
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) partial[odd][warp][strip][lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = totals[strip][i];
-    }
-    // One meeting is enough: who writes this half again has met all of its readers at the next panel.
-#ifndef BUG_NO_BARRIER
-    if (parts == 1) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
-#endif
-    results.write(partial[odd] + first_warp, first, added_to_mine);
+    partial[odd][warp].store(totals);
+    team.finish(partial[odd] + first_warp, first, added_to_mine);
   }
 }
 EXPORT(scaled_gemv)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels.gemv import ACTIVATIONS, LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
+from nanovllm_cli.kernels import product
+from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.gemv import LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name
 from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled
 
@@ -30,24 +32,20 @@ def scaled_gemv(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias for M <= 8: see `scaled_matmul.matmul`, and `gemv.gemv` for activation. A row's bits do
-    not depend on the others'."""
+    """x [M, K] @ weight [N, K].T + bias for M <= 8: see `scaled_matmul.matmul`, and `product.AfterFew`. A row's bits do not
+    depend on the others'."""
     (rows, width), (num_rows, _), groups = x.codes.shape, weight.codes.shape, weight.scales.shape[0]
-    outputs, kind = num_rows // 2 if activation else num_rows, weight.codes.dtype
-    out_dtype = out_dtype or dtype
+    kind = weight.codes.dtype
     assert 0 < rows <= MAX_ROWS, rows
     assert width % SIZES == 0, width
-    assert out_dtype in (dtype, torch.float32), out_dtype
-    assert residual is None or (activation is None and out_dtype == dtype)
-    assert not activation or num_rows % 2 == 0, num_rows
     check(x.codes, launcher, kind, rows, width)
     check(x.scales, launcher, torch.float32, groups, rows)
     check(weight.codes, launcher, kind, num_rows, width)
     check(weight.scales, launcher, torch.float32, groups, num_rows)
-    if bias is not None:
-        check(bias, launcher, dtype, num_rows)
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.codes.device) if residual is None else residual
-    check(out, launcher, out_dtype, rows, outputs)
+    out = product.output_for(
+        launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
+    )
+    outputs = out.shape[1]
     if outputs:
         strips = 2 if activation else 1 if groups > 1 else strips_of(outputs, STRIP, launcher.num_multiprocessors)
         warp_outputs = STRIP if activation else STRIP * strips
@@ -56,7 +54,7 @@ def scaled_gemv(
         panels = -(-outputs // (WARPS // parts * warp_outputs))
         grid = min(panels, launcher.num_multiprocessors * RESIDENT)
         args = (*x, *weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs), np.int32(parts))
-        kernel = variant(kind, dtype, out_dtype, groups > 1, strips, activation)
+        kernel = variant(kind, dtype, out.dtype, groups > 1, strips, activation)
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args)
     return out
 

@@ -4,30 +4,14 @@
 //   out [rows, width] DTYPE
 //
 // unpack: rows first_row … of the weight, for the vendor's matmul. A warp has a tile, which it turns around in shared memory, so
-// that eight lanes store 64 columns of a row. packed_rows: rows `ids` [rows] int64, which are indices into tokens [num_tokens]
-// where that is not null; what is out of range, of either, is a row of zeros. Four lanes have a row's columns of a tile.
+// that eight lanes store 64 columns of a row. packed_rows: rows by ids and tokens (row_by_id.cuh). Four lanes have a row's columns
+// of a tile.
 //
 // Grid (strips of 16 outputs, or ids; tiles along the columns, by the block's warps or teams of four lanes).
 #include "packed.cuh"
+#include "row_by_id.cuh"
 
 constexpr int WARPS = 8, CHUNK = 8, CHUNKS = TILE_COLUMNS / CHUNK;
-
-#ifdef BUG_INT32
-typedef int Index;
-#else
-typedef int64_t Index;
-#endif
-
-struct Weight {
-  const uint8_t* codes;
-  const SCALE* scales;
-  const uint8_t* zeros;
-  int width, slices, groups;
-
-  DEVICE Weight(const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, int width)
-      : codes(codes), scales(scales), zeros(zeros), width(width), slices((width + TILE_COLUMNS - 1) / TILE_COLUMNS),
-        groups(GROUP ? (width + GROUP - 1) / GROUP : 1) {}
-};
 
 struct Registers {
   uint32_t at[TILE_STEPS][4];  // as packed.py has them
@@ -43,27 +27,22 @@ DEVICE uint32_t scaled(uint32_t pair, float scale) {
 
 // A lane's numbers of a tile.
 DEVICE Registers registers_of(const Weight& weight, int64_t strip, int slice, int lane) {
-  const uint8_t* tile = weight.codes + ((Index)strip * weight.slices + slice) * TILE_BYTES + lane * 16;
+  const uint8_t* tile = weight.codes_of(strip, slice, lane);
   uint4 codes[HALVES];
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) codes[half] = load_streaming(tile + half * HALF_BYTES);
   Registers result;
 #pragma unroll
   for (int step = 0; step < TILE_STEPS; ++step) {
-    const int column = slice * TILE_COLUMNS + step * 16, group = GROUP ? min(column / (GROUP ? GROUP : 1), weight.groups - 1) : 0;
-    const int64_t place = (strip * weight.groups + group) * TILE_OUTPUTS + lane / 4 * 2;
+    const int group = min(weight.group_of(slice * TILE_COLUMNS + step * 16), weight.groups - 1);
+    const int64_t place = weight.group_at(strip, group) + lane / 4 * 2;
     const uint32_t middle = middle_of(ZEROS ? weight.zeros[place] : DEFAULT_ZERO);
     const uint32_t other_middle = middle_of(ZEROS ? weight.zeros[place + 1] : DEFAULT_ZERO);
     uint32_t words[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) words[half] = reinterpret_cast<const uint32_t*>(&codes[half])[step];
     uint32_t* numbers = result.at[step];
-    if (HALVES == 1) {
-      numbers_of_nibbles(numbers, words[0], middle, other_middle);
-    } else {
-      numbers_of_bytes(numbers[0], numbers[2], words[0], middle);
-      numbers_of_bytes(numbers[1], numbers[3], words[HALVES - 1], other_middle);
-    }
+    numbers_of(numbers, words, middle, other_middle);
 #pragma unroll
     for (int i = 0; i < 4; ++i) numbers[i] = scaled(numbers[i], to_float(weight.scales[place + i % 2]));
   }
@@ -114,17 +93,15 @@ unpack(const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const in
 EXPORT(unpack)
 #else
 KERNEL __launch_bounds__(WARPS * WARP_SIZE)
-packed_rows(const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const int* order, const int64_t* ids,
-            const int64_t* tokens, DTYPE* out, int64_t num_tokens, int64_t num_rows, int width) {
+packed_rows(const int64_t* ids, const int64_t* tokens, int64_t num_tokens, const uint8_t* codes, const SCALE* scales,
+            const uint8_t* zeros, const int* order, DTYPE* out, int64_t num_rows, int width) {
   const Weight weight(codes, scales, zeros, width);
   const int slice = (blockIdx.y * WARPS * WARP_SIZE + threadIdx.x) / 4, place = threadIdx.x % 4;
   if (slice >= weight.slices) return;
   wait_for_previous_kernel();
-  int64_t id = ids[blockIdx.x];
-  if (tokens) id = id >= 0 && id < num_tokens ? tokens[id] : -1;
+  const int64_t found = row_by_id(ids, tokens, num_tokens, num_rows), id = max(found, (int64_t)0);
+  const bool there = found >= 0;
   let_next_kernel_start();
-  const bool there = id >= 0 && id < num_rows;
-  if (!there) id = 0;
   const int output = id % TILE_OUTPUTS;
   const Registers registers = registers_of(weight, id / TILE_OUTPUTS, slice, output % 8 * 4 + place);
 #pragma unroll

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
+from nanovllm_cli.kernels.embedding import id_args
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, type_name, widest
 from nanovllm_cli.kernels.packed import TILE_OUTPUTS, Kind, Packed, empty
 
 WARPS = 8
@@ -35,15 +36,11 @@ def packed_rows(
     """Rows ids [T] int64 as numbers: [T, K]. With tokens [n] int64, ids are indices into it; see `embedding.embedding`."""
     count, width = ids.shape[0], weight.width
     weight.check(launcher)
-    check(ids, launcher, torch.int64, count)
-    if tokens is not None:
-        check(tokens, launcher, torch.int64, tokens.shape[0])
+    where = id_args(launcher, ids, tokens)
     out = torch.empty(count, width, dtype=dtype, device=weight.codes.device)
     if out.numel():
-        num_tokens = 0 if tokens is None else tokens.shape[0]
         args = (
-            weight.codes, weight.scales, weight.zeros, weight.order, ids, tokens, out,
-            np.int64(num_tokens), np.int64(weight.num_rows), np.int32(width),
+            *where, weight.codes, weight.scales, weight.zeros, weight.order, out, np.int64(weight.num_rows), np.int32(width)
         )  # fmt: skip
         grid = (count, -(-weight.codes.shape[1] // TILES_OF_ROWS), 1)
         launcher.launch(variant(weight, dtype, by_ids=True), grid, (WARPS * WARP, 1, 1), args)

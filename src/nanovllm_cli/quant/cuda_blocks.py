@@ -6,14 +6,17 @@ numbers in 16 bits.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from nanovllm_cli.kernels import block_gemv, block_unpack
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.quant import block_layout, cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import choose
-from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
+from nanovllm_cli.quant.cuda_storage import CudaStorage
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 
@@ -41,27 +44,16 @@ class CudaBlocks(CudaStorage):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return block_unpack.block_rows(self._launcher, self._weight, ids, self._dtype, table)
 
-    def _takes_gate(self, num_rows: int) -> bool:
+    def _are_few(self, num_rows: int) -> bool:
         few = choose("blocks", num_rows, self._launcher.capability) == "gemv"
         return few and self._rounds and not self._deterministic
 
-    def _multiply(
-        self,
-        x: Hidden,
-        bias: torch.Tensor | None,
-        *,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        launcher, weight = self._launcher, self._weight
-        if self._takes_gate(count_rows(x)):
-            return block_gemv.block_gemv(
-                launcher, x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype
-            )
+    def _multiply_few(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[AfterFew]) -> torch.Tensor:
+        return block_gemv.block_gemv(self._launcher, x, self._weight, bias, **after)
 
+    def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         def rows(first: int, count: int) -> torch.Tensor:
-            return block_unpack.unpack(launcher, weight, first, count, self._dtype)
+            return block_unpack.unpack(self._launcher, self._weight, first, count, self._dtype)
 
         x = self._normed(x)
-        return cuda_unpacked.matmul(launcher, x, self.num_rows, rows, bias, residual, out_dtype, self._deterministic)
+        return cuda_unpacked.matmul(self._launcher, x, self.num_rows, rows, bias, deterministic=self._deterministic, **after)

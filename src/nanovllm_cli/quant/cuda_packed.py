@@ -6,11 +6,14 @@ that gain by it (int8 and fp8 with a scale a row, say) are cuda_scaled.py's, whe
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from nanovllm_cli.kernels import packed, packed_gemm, packed_gemv, unpack
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.quant import cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import Way, choose
 from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
@@ -71,34 +74,21 @@ class CudaPacked(CudaStorage):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return unpack.packed_rows(self._launcher, self._weight, ids, self._dtype, table)
 
-    def _takes_gate(self, num_rows: int) -> bool:
+    def _are_few(self, num_rows: int) -> bool:
         return self._way(num_rows) == "gemv"
 
-    def _multiply(
-        self,
-        x: Hidden,
-        bias: torch.Tensor | None,
-        *,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def _multiply_few(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[AfterFew]) -> torch.Tensor:
+        return packed_gemv.packed_gemv(self._launcher, x, self._weight, bias, **after)
+
+    def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         launcher, weight = self._launcher, self._weight
-        way = self._way(count_rows(x))
-        if way == "gemv":
-            return packed_gemv.packed_gemv(
-                launcher, x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype
-            )
-        x = self._normed(x)
-        if way == "gemm":
-            return packed_gemm.packed_gemm(
-                launcher, x, weight, bias, self._counters, residual=residual, out_dtype=out_dtype
-            )
+        if self._way(count_rows(x)) == "gemm":
+            return packed_gemm.packed_gemm(launcher, self._normed(x), weight, bias, self._counters, **after)
 
         def rows(first: int, count: int) -> torch.Tensor:
             return unpack.unpack(launcher, weight, first, count, self._dtype)
 
-        return cuda_unpacked.matmul(launcher, x, self.num_rows, rows, bias, residual, out_dtype, deterministic=False)
+        return cuda_unpacked.matmul(launcher, self._normed(x), self.num_rows, rows, bias, deterministic=False, **after)
 
     def _way(self, num_rows: int) -> Way:
         """A deterministic GPU has one way, whose rows have the same bits at every number of them."""

@@ -6,15 +6,18 @@ the library takes: see `fits`. Sums of int8 are whole numbers, so a row has the 
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from nanovllm_cli.kernels import quantize_activations, scaled_gemv, scaled_matmul
+from nanovllm_cli.kernels.embedding import scaled_rows
 from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled, has_e4m3
-from nanovllm_cli.kernels.scaled_rows import scaled_rows
-from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
+from nanovllm_cli.quant.cuda_storage import CudaStorage
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, QuantizedRows
 
@@ -70,27 +73,16 @@ class CudaScaled(CudaStorage):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return scaled_rows(self._launcher, ids, *self._weight, self._dtype, table)
 
-    def _takes_gate(self, num_rows: int) -> bool:
+    def _are_few(self, num_rows: int) -> bool:
         """By our kernel, which reads the weight once for up to eight rows."""
         there = self._launcher.capability >= scaled_gemv.CAPABILITIES[self._weight.codes.dtype]
         return there and 0 < num_rows <= MAX_ROWS and not self._deterministic
 
-    def _multiply(
-        self,
-        x: Hidden,
-        bias: torch.Tensor | None,
-        *,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        launcher, weight, dtype = self._launcher, self._weight, self._dtype
-        rounded = self._rounded(x)
-        if self._takes_gate(count_rows(x)):
-            return scaled_gemv.scaled_gemv(
-                launcher, rounded, weight, bias, dtype=dtype, residual=residual, activation=activation, out_dtype=out_dtype
-            )
-        return scaled_matmul.matmul(launcher, rounded, weight, bias, dtype=dtype, residual=residual, out_dtype=out_dtype)
+    def _multiply_few(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[AfterFew]) -> torch.Tensor:
+        return scaled_gemv.scaled_gemv(self._launcher, self._rounded(x), self._weight, bias, dtype=self._dtype, **after)
+
+    def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
+        return scaled_matmul.matmul(self._launcher, self._rounded(x), self._weight, bias, dtype=self._dtype, **after)
 
     def _rounded(self, x: Hidden) -> Scaled:
         if isinstance(self._form, Integer):

@@ -6,6 +6,7 @@ Legend: M rows of x, K columns (inputs), N outputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Unpack
 
 import torch
 
@@ -13,6 +14,7 @@ from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import norm
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.quant.rows import QuantizedRows
 
 
@@ -39,31 +41,31 @@ class CudaStorage(ABC):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor: ...
 
     @abstractmethod
-    def _takes_gate(self, num_rows: int) -> bool:
-        """Whether so many rows have a kernel that multiplies by gate and up and activates."""
+    def _are_few(self, num_rows: int) -> bool:
+        """Whether so many rows have a kernel of their own, with norm and gate in it."""
 
     @abstractmethod
-    def _multiply(
-        self,
-        x: Hidden,
-        bias: torch.Tensor | None,
-        *,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """See `gemv.gemv`, of any number of rows; activation: only where `_takes_gate`."""
+    def _multiply_few(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[AfterFew]) -> torch.Tensor:
+        """See `gemv.gemv`."""
+
+    @abstractmethod
+    def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
+        """See `gemm.gemm`."""
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
         return self._multiply(x, bias, out_dtype=out_dtype)
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        if self._takes_gate(count_rows(x)):
-            return self._multiply(x, bias, activation=activation, out_dtype=self._dtype)
-        return activations.gated_activation(self._launcher, self._multiply(x, bias, out_dtype=self._dtype), activation)
+        if self._are_few(count_rows(x)):
+            return self._multiply_few(x, bias, activation=activation)
+        return activations.gated_activation(self._launcher, self._multiply_many(x, bias), activation)
 
     def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> None:
-        self._multiply(x, bias, residual=residual, out_dtype=self._dtype)
+        self._multiply(x, bias, residual=residual)
+
+    def _multiply(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
+        multiply = self._multiply_few if self._are_few(count_rows(x)) else self._multiply_many
+        return multiply(x, bias, **after)
 
     def _normed(self, x: Hidden) -> torch.Tensor:
         """x, by a kernel of its own where it is still to be normalised."""

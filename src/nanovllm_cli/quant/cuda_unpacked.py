@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm_cli.kernels import gemm, library
+from nanovllm_cli.kernels import gemm, library, product
 from nanovllm_cli.kernels.kernel import Launcher
 
 SCRATCH_BYTES = 128 << 20
@@ -24,9 +24,10 @@ def matmul(
     num_rows: int,
     unpack: Unpack,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    *,
     deterministic: bool,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [M, K] @ weight [num_rows, K].T + bias, as `library.matmul` has it; deterministic: as `gemm.gemm`, a row of the same bits
     at every M."""
@@ -35,7 +36,7 @@ def matmul(
     multiply = gemm.gemm if deterministic else library.matmul
     if num_rows <= step:
         return multiply(launcher, x, unpack(0, num_rows), bias, residual=residual, out_dtype=out_dtype)
-    out = torch.empty(rows, num_rows, dtype=out_dtype, device=x.device) if residual is None else residual
+    out = product.output_for(launcher, rows, num_rows, x.dtype, bias, residual=residual, out_dtype=out_dtype)
     for first in range(0, num_rows, step):
         columns = slice(first, min(first + step, num_rows))
         own_bias = None if bias is None else bias[columns]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from nanovllm_cli.kernels import embedding, gemm, gemv, library
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
+from nanovllm_cli.kernels.product import After, AfterFew
+from nanovllm_cli.quant.cuda_storage import CudaStorage
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.rows import QuantizedRows
 
@@ -33,23 +36,15 @@ class CudaDense(CudaStorage):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return embedding.embedding(self._launcher, ids, self._weight, tokens=table)
 
-    def _takes_gate(self, num_rows: int) -> bool:
+    def _are_few(self, num_rows: int) -> bool:
         return 0 < num_rows <= gemv.MAX_ROWS and not self._deterministic
 
-    def _multiply(
-        self,
-        x: Hidden,
-        bias: torch.Tensor | None,
-        *,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        launcher, weight = self._launcher, self._weight
-        if self._takes_gate(count_rows(x)):
-            return gemv.gemv(launcher, x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
+    def _multiply_few(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[AfterFew]) -> torch.Tensor:
+        return gemv.gemv(self._launcher, x, self._weight, bias, **after)
+
+    def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         multiply = gemm.gemm if self._deterministic else library.matmul
-        return multiply(launcher, self._normed(x), weight, bias, residual=residual, out_dtype=out_dtype)
+        return multiply(self._launcher, self._normed(x), self._weight, bias, **after)
 
 
 class CudaDequantized(CudaDense):
