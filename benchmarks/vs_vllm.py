@@ -100,7 +100,9 @@ def ask(python: str, threads: int, **asked: Any) -> subprocess.CompletedProcess[
     }
     words = [python, __file__, "--peer"]
     done = subprocess.run(words, input=json.dumps(asked), capture_output=True, text=True, env=environment)
-    done.stdout = "".join(line for line in done.stdout.splitlines(True) if line.startswith("{"))  # among its log
+    lines = done.stdout.splitlines(True)
+    done.stdout = "".join(line for line in lines if line.startswith("{"))  # among its log
+    done.stderr = "".join(lines) + done.stderr  # its engine's process writes errors to both
     return done
 
 
@@ -131,7 +133,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
             texts = [(ids, list(answer.outputs[0].token_ids)) for ids, answer in zip(prompts, answers, strict=True)]
             done = ask(options.vllm_python, options.threads, folder=folder, kind="check", texts=texts)
             if done.returncode:
-                causes = ("cannot implement", "ValueError", "NotImplementedError")
+                causes = ("cannot implement", "Failed to find a kernel", "NotImplementedError")
                 reasons = [line for line in done.stderr.splitlines() if any(cause in line for cause in causes)]
                 found[form] = {"refused": reasons[-1].split("] ")[-1].strip() if reasons else done.stderr[-300:]}
             else:

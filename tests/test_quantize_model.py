@@ -19,6 +19,7 @@ from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, 
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from quantizing import TINY, digest_of, plan_of, quantize
 
@@ -201,6 +202,26 @@ def test_quantizing_what_is_quantized_needs_a_word(tmp_path: Path) -> None:
         assert written.info("blk.0.attn_q.weight").dtype_name == "Q4_0"
     with pytest.raises(UnsupportedError, match="is a GGUF file"):
         quantize("int8", tmp_path / "folder", tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize("first", ["int8", "int4:group=32:zeros"])
+def test_a_quantized_folder_can_become_another(tmp_path: Path, first: str) -> None:
+    """Its weights are what the first format stands for; none of its tensors is left."""
+    quantize(first, tmp_path / "first", head="int8")
+    (tmp_path / "first" / "quantize_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match=r"lm_head\.weight is int8"):
+        quantize("fp8", tmp_path / "second", tmp_path / "first", requantize=True)
+    quantize("fp8", tmp_path / "second", tmp_path / "first", requantize=True, head="int8-weight-only")
+    quantize("fp8", tmp_path / "at-once", head="int8-weight-only")
+    name = "model.layers.1.mlp.down_proj.weight"
+    with open_original("first", tmp_path / "first") as one, open_original("second", tmp_path / "second") as two:
+        form = parse_format("fp8")
+        expected = form.dequantize(form.quantize(torch.cat(list(one.rows(name)))))
+        assert torch.equal(torch.cat(list(two.rows(name))), expected)
+        with open_checkpoint(tmp_path / "at-once") as at_once:
+            assert sorted(two.checkpoint.names()) == sorted(at_once.names())
+        assert two.reader.format("lm_head.weight") == parse_format("int8-weight-only")
+    assert not (tmp_path / "second" / "quantize_config.json").exists()
 
 
 # ---- the quality card ----

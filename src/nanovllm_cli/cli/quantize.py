@@ -168,6 +168,7 @@ def quantize(
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded
+    _check_together(options, kind)
     calibration = _text(options.calibration, "calibration")
     verify_text = _text(options.verify_text, "verification")
     progress = ProgressLine(screen)
@@ -203,6 +204,19 @@ def quantize(
         screen.say(f"done in {duration(time.monotonic() - began)}", "dim")
         screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
         screen.answer(f"{output}\n")
+
+
+def _check_together(options: QuantizeOptions, kind: str) -> None:
+    """UsageError for options that don't go with each other."""
+    if options.calibration is not None and options.algorithm == "rtn" and options.target_bpw is None:
+        raise UsageError(
+            "--calibration is given, and nothing is calibrated", "add --algorithm gptq or awq, or leave it away"
+        )
+    if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
+        raise UsageError(
+            f"{options.to} makes a folder, and {options.output} is called like a GGUF file",
+            "--to q4_0, q4_k_m and the like make GGUF files",
+        )
 
 
 def _tensor_type(text: str) -> tuple[str, str]:

@@ -65,6 +65,10 @@ def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
     if name.upper() in BLOCKS and name.upper() not in ENCODED:
         writer = "llama.cpp's llama-quantize writes it, with an importance matrix if it has 1 or 2 bits"
         return UsageError(f"{name} can be read, not written", f"{writer}; known here: {', '.join(names)}")
+    if name.upper() in BLOCKS:
+        return UsageError(
+            f"{name} is written by convert alone", f"nanovllm convert MODEL --outtype {name}; known here: {', '.join(names)}"
+        )
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     suggestion = f"did you mean {near[0]}? " if near else ""
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")

@@ -15,7 +15,6 @@ from nanovllm_cli.quantization.compressed_tensors import encode, quantization_co
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
-from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import is_setting
 from nanovllm_cli.weights.loader import checkpoint_name
 from nanovllm_cli.weights.weight_reader import float_slices
@@ -30,13 +29,14 @@ from nanovllm_cli.weights.writer import (
 )
 
 SHARD_BYTES = 5_000_000_000
+_CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")  # the last two: of an original's own quantization
 _ALSO_COPIED = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _TEMPLATES = "additional_chat_templates"
 
 
 def write_folder(original: Original, plan: Plan, parts: Parts, folder: OutputFolder, progress: LoadProgress) -> None:
     """Everything but the model card. The units of the plan are finished."""
-    writer = _Tensors(original.checkpoint, plan, parts)
+    writer = _Tensors(original, plan, parts)
     groups = shards(writer.outs, SHARD_BYTES)
     progress.stage("writing", sum(out.num_bytes for out in writer.outs), "B")
     for name, group in zip(shard_names(len(groups)), groups, strict=True):
@@ -53,10 +53,11 @@ def write_folder(original: Original, plan: Plan, parts: Parts, folder: OutputFol
 
 
 class _Tensors:
-    """The tensors of the folder in the original's order, a weight's codes and scales behind each other."""
+    """The tensors of the folder in the original's order, a weight's codes and scales behind each other. Of an original that is
+    quantized itself, no codes and scales: the plan replaces all of them."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, parts: Parts) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, original: Original, plan: Plan, parts: Parts) -> None:
+        self._checkpoint = original.checkpoint
         self._parts = parts
         self._items = {item.weight.output: item for item in plan.items if item.format is not None}
         self._units = plan.units()
@@ -64,7 +65,9 @@ class _Tensors:
         self._of: dict[str, str] = {}
         self._encoded: dict[str, torch.Tensor] = {}
         self.outs: list[TensorOut] = []
-        for name in dict.fromkeys((*checkpoint.names(), *self._items)):
+        weights = original.reader.names()
+        plain = (name for name in original.checkpoint.names() if name in weights)
+        for name in dict.fromkeys((*plain, *self._items)):
             outs = self._outs(name)
             self._of |= {out.name: name for out in outs}
             self.outs += outs
@@ -122,7 +125,7 @@ def _config(original: Original, plan: Plan) -> dict[str, Any]:
 
 def _copy_settings(source: Path, folder: OutputFolder) -> None:
     for file in sorted(source.iterdir()):
-        if file.is_file() and (is_setting(file.name) or file.name in _ALSO_COPIED) and file.name != "config.json":
+        if file.is_file() and (is_setting(file.name) or file.name in _ALSO_COPIED) and file.name not in _CONFIGS:
             shutil.copyfile(file, folder.path / file.name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, folder.path / _TEMPLATES, ignore=_only_jinja)

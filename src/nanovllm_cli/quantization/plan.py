@@ -191,10 +191,22 @@ def make_plan(original: Original, choices: Choices) -> Plan:
     if all(item.format is None for item in items):
         raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
     if kind == "hf":
+        _check_kept(items, original)
         notes += _split_weights(items)
     planned = {item.weight.source for item in items}
     others = sum(reader.num_bytes(name) for name in reader.names() if name not in planned)
     return Plan(kind, choices.to, tuple(items), others, tuple(notes))
+
+
+def _check_kept(items: list[Planned], original: Original) -> None:
+    """UnsupportedError for weights of a quantized original that would stay in its own format: config.json could not say so."""
+    for weight, form, _ in items:
+        stored = original.reader.format(weight.source)
+        if form is None and stored is not None:
+            raise UnsupportedError(
+                f"{weight.output} is {stored.name} in {original.name}, and can't stay so in a folder of another format",
+                "name a format for it: --head, or --tensor-type REGEX=FORMAT",
+            )
 
 
 def _split_weights(items: list[Planned]) -> list[str]:
