@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_compact, simd_compact
-from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor, tags_of
+from nanovllm_cli.kernels.cpu import address_of, launch, new_tensor
 from nanovllm_cli.kernels.simd import TILE_COLUMNS
 
 AVAILABLE = simd_compact.AVAILABLE
@@ -84,10 +84,10 @@ class Compact:
         tokens = x.shape[0]
         out = new_tensor((tokens, self.num_rows), out_dtype)
         ints = (
-            address_of(x, torch.bfloat16, tokens, self.width), tokens, *self._addresses(), self.num_rows, self._steps,
-            0 if bias is None else address_of(bias, out_dtype, self.num_rows), out.data_ptr(),
+            int(out_dtype == torch.float32), address_of(x, torch.bfloat16, tokens, self.width), tokens, *self._addresses(),
+            self.num_rows, self._steps, 0 if bias is None else address_of(bias, out_dtype, self.num_rows), out.data_ptr(),
         )  # fmt: skip
-        launch(cpu_compact.compact_matmul, tokens * self.num_rows * self.width, tags_of(out_dtype), ints)
+        launch(cpu_compact.compact_matmul, tokens * self.num_rows * self.width, "", ints)
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ SMALL_PANEL_ROWS, SMALL_PANEL_STEPS, LARGE_PANEL_STEPS = 24, 32, 512
 """Pairs of k that are unpacked at a time: 8 KiB, which stay in the first cache while the next are asked for, or, where many rows
 read them again and again, 128 KiB in the second."""
 ROWS_PER_TASK = 192
-_BF16 = np.uint16(0)
+_BF16, _F32 = np.uint16(0), np.float32(0)
 _EXPONENTS = 16
 
 
@@ -129,15 +129,16 @@ def expand_rows(arguments, thread, threads):
 def compact_matmul(arguments, thread, threads):
     """out [num_rows, n] = x @ weight.T (+ bias): as `cpu_matmul.matmul`, of bf16.
 
-    whole: address of int64 [tiles], addresses of tiles that are kept in 16 bits, and 0 for all others.
+    whole: address of int64 [tiles], addresses of tiles that are kept in 16 bits, and 0 for all others. wide: whether out and bias
+    are fp32, not bf16; no tag, with which all of this would be compiled twice.
     """
-    out_tag, x, num_rows, records, patches, most, whole, n, steps, bias, out = fields(arguments)
+    wide, x, num_rows, records, patches, most, whole, n, steps, bias, out = fields(arguments)
     x_stride = 4 * steps
     num_tiles = (n + TILE_COLUMNS - 1) // TILE_COLUMNS
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     tile_bytes = TABLE_BYTES + steps * STEP_BYTES
-    dst = carray(typed_pointer(out, out_tag), (num_rows, n))
-    added = carray(typed_pointer(bias, out_tag), (n,))
+    out_f32, bias_f32 = carray(typed_pointer(out, _F32), (num_rows, n)), carray(typed_pointer(bias, _F32), (n,))
+    out_bf16, bias_bf16 = carray(typed_pointer(out, _BF16), (num_rows, n)), carray(typed_pointer(bias, _BF16), (n,))
     whole_at = carray(typed_pointer(whole, np.int64(0)), (num_tiles,))
     for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
@@ -155,7 +156,10 @@ def compact_matmul(arguments, thread, threads):
         else:
             _by_panels(at, end - begin, x_stride, record, steps, listed, sums)
         for r in range(end - begin):
-            put_row(sums[r], dst[begin + r], tile * TILE_COLUMNS, added, bias != 0)
+            if wide:
+                put_row(sums[r], out_f32[begin + r], tile * TILE_COLUMNS, bias_f32, bias != 0)
+            else:
+                put_row(sums[r], out_bf16[begin + r], tile * TILE_COLUMNS, bias_bf16, bias != 0)
 
 
 @njit(nogil=True, error_model="numpy")
