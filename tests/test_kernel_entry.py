@@ -15,9 +15,10 @@ import numba
 import numpy as np
 import pytest
 from numba import carray
+from numba.core.dispatcher import Dispatcher
 
 import forked
-from nanovllm_cli.kernels import entry
+from nanovllm_cli.kernels import entry, simd, simd_compact, simd_int
 from nanovllm_cli.kernels.entry import Kernel, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -130,3 +131,14 @@ def test_threads_that_start_kernels_at_once_take_turns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", THREADS, str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("workqueue -1.0 -1.0\n", 0), done.stderr
+
+
+def test_no_two_compiled_functions_of_a_module_have_one_name() -> None:
+    """The cache hands on what several processes compiled, numbered by each: a name is all that is left to tell them apart."""
+    for module in (simd, simd_compact, simd_int):
+        made = {id(value): value for value in vars(module).values() if isinstance(value, Dispatcher)}.values()
+        closures = [cell.cell_contents for value in made for cell in value.py_func.__closure__ or ()]
+        made = [*made, *(value for value in closures if isinstance(value, Dispatcher))]
+        names = [value.py_func.__qualname__ for value in {id(value): value for value in made}.values()]
+        assert names
+        assert len(set(names)) == len(names), names

@@ -18,7 +18,7 @@ Pairs mean that w holds [.., k / 2, 16, 2] bf16 and x holds bf16 rows, read 32 b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -34,6 +34,7 @@ FETCH_BYTES = 128
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _MultiplyAdd = Callable[[ir.IRBuilder, Any, Any, Any], Any]
+Function = TypeVar("Function", bound=Callable[..., None])
 
 
 class _BFloatVector(ir.Type):  # type: ignore[misc]
@@ -156,11 +157,26 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
     return tile
 
 
-def _make_dot(vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False) -> Any:
+def named(name: str) -> Callable[[Function], Function]:
+    """Decorator of what several are made of before they are compiled: each needs a name of its own.
+
+    Numba tells them apart by a number that it counts in the process. From its cache two that two processes compiled may come with
+    one number, and in a process that loads both the linker takes the first for the other, too.
+    """
+
+    def rename(function: Function) -> Function:
+        function.__qualname__ = name
+        return function
+
+    return rename
+
+
+def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False) -> Any:
     """One compiled function that picks the tile for 1 to MAX_ROWS rows."""
     t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add, fetches) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
+    @named(name)
     def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         if rows == 6:
             t6(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
@@ -178,13 +194,14 @@ def _make_dot(vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False) -
     return dot
 
 
-def _make_wide_dot(multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
+def _make_wide_dot(element: str, multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
     """(dot over 4 vectors = 64 columns, dot over 1 vector = 16 columns) for one kind of element."""
-    narrow = _make_dot(1, multiply_add)
+    narrow = _make_dot(f"dot16_{element}", 1, multiply_add)
     if TILE_VECTORS == VECTORS:
-        return _make_dot(VECTORS, multiply_add), narrow
+        return _make_dot(f"dot64_{element}", VECTORS, multiply_add), narrow
 
     @njit(nogil=True, error_model="numpy")
+    @named(f"dot64_{element}")
     def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
         narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add, ahead)
         narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add, ahead)
@@ -196,10 +213,10 @@ def _make_wide_dot(multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
 
 pair_multiply_add = _pair_dot if HAS_BF16_DOT else _pair_fma
 """acc + the two products of bf16 in each lane of two vectors of pairs."""
-dot64_bf16, dot16_bf16 = _make_wide_dot(pair_multiply_add)
-dot64_bf16_ahead = _make_dot(TILE_VECTORS, pair_multiply_add, fetches=True)
+dot64_bf16, dot16_bf16 = _make_wide_dot("bf16", pair_multiply_add)
+dot64_bf16_ahead = _make_dot("dot64_bf16_ahead", TILE_VECTORS, pair_multiply_add, fetches=True)
 """The same for weights whose neighbours are still in memory."""
-dot64_f32, dot16_f32 = _make_wide_dot(_float_fma)
+dot64_f32, dot16_f32 = _make_wide_dot("f32", _float_fma)
 
 
 @intrinsic

@@ -20,7 +20,7 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
-from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, typed_pointer
+from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, named, typed_pointer
 from nanovllm_cli.kernels.simd import prefetch as ask_for
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
@@ -78,6 +78,7 @@ def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  
 
 @cache
 def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
+    @named(f"unpack_points_{index_bits}_{length}_{code_bits}_{signs}")
     def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
         _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
 

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, VECTORS, host_has
+from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, VECTORS, host_has, named
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -153,6 +153,7 @@ def _make_rows(rows: int, with_low: bool) -> Any:
     parts, step = VECTORS // vectors, 64 * vectors
 
     @njit(nogil=True, error_model="numpy")
+    @named(f"columns_{rows}{'_low' if with_low else ''}")
     def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, ahead_step):
         for part in range(parts):
             at = part * step
@@ -169,6 +170,7 @@ def _make_dot(with_low: bool) -> Any:
     c1, c2, c3, c4, c5, c6 = (_make_rows(min(rows, TILE_ROWS), with_low) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
+    @named("dot_panel_low" if with_low else "dot_panel")
     def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if rows == 6:
             c6(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
@@ -308,6 +310,7 @@ def _make_one_row(with_low: bool) -> Any:
     p2, p3, p6 = (_make_row(planes, True, with_low) for planes in ((2,), (2, 1), (4, 2)))
 
     @njit(nogil=True, error_model="numpy")
+    @named("one_row_low" if with_low else "one_row")
     def one_row(bits, codes, scales, lows, steps, group_units, offset, x, groups, out, add):
         many = group_units // STEP_UNITS
         if many == 0:
