@@ -24,6 +24,7 @@ from test_quant_engine import logits_of
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "data" / "stories260K" / "stories260K.gguf"
 PROMPTS = ("Once upon a time", "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n")
 TEXTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -166,6 +167,18 @@ def test_files_that_llama_cpp_quantized_give_us_its_logits(
     path = quantized(kind)
     ours, theirs = logits_on_both_sides(path, activations, path, TEXTS[0])
     assert relative(ours, theirs) < bar
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K checkpoint is not beside this project")
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_smaller_model_as_llama_cpp_quantized_it_gives_us_its_logits(text: str, tmp_path: Path) -> None:
+    """stories260K, to 1e-2, whatever the text."""
+    path = tmp_path / "stories.gguf"
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    assert llama_cpp.llama_model_quantize(str(STORIES).encode(), str(path).encode(), settings) == 0
+    ours, theirs = logits_on_both_sides(path, "rounded", path, text)
+    assert relative(ours, theirs) < 1e-2
 
 
 # What a matrix is multiplied with and what it gives, as llama.cpp names its nodes.
