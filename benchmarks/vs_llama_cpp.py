@@ -55,7 +55,7 @@ def measure_ours(path: str, threads: int, quant: str | None) -> dict[str, float]
 
     def decode(batch: int) -> float:
         """Tokens a second over the steps after the one that ended the prompts."""
-        engine = llm._engine
+        engine = llm.engine
         for i in range(batch):
             engine.add(f"{batch}-{i}", prompt(PROMPT, i), params(STEPS + 1))
         while engine.stats().generated_tokens - base[0] < batch:

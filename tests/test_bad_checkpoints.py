@@ -26,6 +26,7 @@ from nanovllm_cli import LLM, EngineConfig
 from nanovllm_cli.cli import app, output, signals
 from nanovllm_cli.engine import cpu_platform
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, NanovllmError, UnsupportedError
+from nanovllm_cli.kernels import dense
 from test_llm import VOCAB, write_byte_tokenizer
 
 Tensors = dict[str, Any]
@@ -566,5 +567,6 @@ def test_weights_larger_than_free_memory(folder: Path, doors: Doors, monkeypatch
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows, "hidden_size": width}))
     monkeypatch.setattr(cpu_platform, "available_bytes", lambda: 3 << 30)
-    expected = Expected(DoesNotFitError, ("the weights need 4.0 GiB", "3.0 GiB of memory are free", "smaller model"))
+    needed = f"the weights need {dense.num_bytes(rows, width, torch.bfloat16) / 2**30:.1f} GiB"
+    expected = Expected(DoesNotFitError, (needed, "3.0 GiB of memory are free", "smaller model"))
     assert doors.refuse(folder, expected).exit_code == 5
