@@ -6,8 +6,10 @@
 Schemas: how long compiling takes and the first mask; how many instances are accepted or refused as they should be, beside
 llguidance's matcher by itself; what random logits say under the mask, checked by jsonschema.
 Overhead: 16 sequences decode with the whole engine in this process; rounds with a schema, a regular expression and GBNF take
-turns with rounds without. The weights may be random: no answer ends. Such a model knows nothing of its constraint, so that
-most draws need their mask, which is the worst case. Processor time is told, too, for a machine that is not quiet.
+turns with rounds without. The weights may be random: no answer ends. "random": such a model knows nothing of its constraint, so
+that most draws need their mask, which is the worst case. "followed": after each forward one logit is raised, that of the next
+token of a text which fits the constraint (without one, of any text), as if a model had learned to write it. Processor time is
+told, too, for a machine that is not quiet.
 Masks: processor time of the draws of a step by themselves, for such logits and for those of a model that follows its constraint.
 """
 
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from nanovllm_cli.constrain.matcher import Matcher
 from nanovllm_cli.constrain.vocabulary import Vocabulary
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.kernels.cpu_sampling import as_rows
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 BATCH, STEPS, PROMPT = 16, 12, 8
@@ -206,9 +210,22 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
         num_blocks=worker.num_blocks, prepare=worker.prepare,
     )  # fmt: skip
     ids = range(tokenizer.vocab_size)
+    vocabulary, sample = vocabulary_of(tokenizer), worker.runner.sampler.sample
+    texts, of_sequence = list[Iterator[int]](), dict[int, Iterator[int]]()
 
-    def decode(form: Constraint | None, steps: int) -> tuple[list[float], list[float]]:
+    def sample_next(seq_ids: Sequence[int], logits: torch.Tensor, rows: Sequence[int] | None = None) -> Any:
+        for seq_id, row in zip(seq_ids, range(len(seq_ids)) if rows is None else rows, strict=True):
+            if seq_id not in of_sequence and texts:
+                of_sequence[seq_id] = texts.pop()
+            if seq_id in of_sequence:
+                as_rows(logits)[row, next(of_sequence[seq_id])] = 1e4
+        return sample(seq_ids, logits, rows)
+
+    worker.runner.sampler.sample = sample_next
+
+    def decode(form: Constraint | None, steps: int, followed: bool) -> tuple[list[float], list[float]]:
         """Seconds of each step after the one that ended the prompts, and seconds of processor time."""
+        texts[:] = [iter(fitting(form, vocabulary, steps + 2, seed)) for seed in range(BATCH)] if followed else []
         for i in range(BATCH):
             params = SamplingParams(temperature=1.0, seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form)
             engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)
@@ -225,23 +242,44 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
         return seconds, used
 
     for form in (None, *FORMS.values()):
-        decode(form, 2)  # compiles kernels and constraints
-    steps: dict[str, list[float]] = {name: [] for name in ("free", *FORMS)}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
+        decode(form, 2, False)  # compiles kernels and constraints
+    turns = [(kind, name) for kind in ("random", "followed") for name in ("free", *FORMS)]
+    steps: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
+    cpu: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
     for _ in range(rounds):
-        for name in steps:
-            seconds, used = decode(FORMS.get(name), STEPS)
-            steps[name] += seconds
-            cpu[name] += used
-    medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
-    return {
-        "batch": BATCH,
-        "steps": STEPS * rounds,
-        "median_step_ms": {name: round(median * 1e3, 2) for name, median in medians.items()},
-        "median_step_cpu_ms": {name: round(statistics.median(used) * 1e3, 2) for name, used in cpu.items()},
-        "tokens_per_second": {name: round(BATCH / median, 2) for name, median in medians.items()},
-        "slower_than_free": {name: round(median / medians["free"] - 1, 4) for name, median in medians.items()},
+        for kind, name in turns:
+            seconds, used = decode(FORMS.get(name), STEPS, kind == "followed")
+            steps[kind, name] += seconds
+            cpu[kind, name] += used
+    medians = {turn: statistics.median(seconds) for turn, seconds in steps.items()}
+
+    def told(kind: str, of: Callable[[str], float]) -> dict[str, float]:
+        return {name: of(name) for name in ("free", *FORMS)}
+
+    return {"batch": BATCH, "steps": STEPS * rounds} | {
+        kind: {
+            "median_step_ms": told(kind, lambda name, kind=kind: round(medians[kind, name] * 1e3, 2)),
+            "median_step_cpu_ms": told(kind, lambda name, kind=kind: round(statistics.median(cpu[kind, name]) * 1e3, 2)),
+            "tokens_per_second": told(kind, lambda name, kind=kind: round(BATCH / medians[kind, name], 2)),
+            "slower_than_free": told(kind, lambda name, kind=kind: round(medians[kind, name] / medians[kind, "free"] - 1, 4)),
+        }
+        for kind in ("random", "followed")
     }
+
+
+def fitting(form: Constraint | None, vocabulary: Vocabulary, length: int, seed: int) -> list[int]:
+    """Tokens that a constraint allows one after another, any of them at each place."""
+    rng = random.Random(seed)
+    if form is None:
+        return [rng.randrange(len(vocabulary.tokens)) for _ in range(length)]
+    guide, text = Guide(vocabulary, Matcher(compiled(form, vocabulary), vocabulary), None, ()), []
+    for _ in range(length):
+        words = guide.allowed_mask()
+        assert words is not None
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        text.append(int(allowed[rng.randrange(len(allowed))]))
+        guide.accept(text[-1])
+    return text
 
 
 def measure_draws(tokenizer: Tokenizer, steps: int = 40) -> dict[str, Any]:
