@@ -8,8 +8,9 @@ llguidance's matcher by itself; what random logits say under the mask, checked b
 Overhead: 16 sequences decode with the whole engine in this process; rounds with a schema, a regular expression and GBNF take
 turns with rounds without. The weights may be random: no answer ends. "random": such a model knows nothing of its constraint, so
 that most draws need their mask, which is the worst case. "followed": after each forward one logit is raised, that of the next
-token of a text which fits the constraint (without one, of any text), as if a model had learned to write it. Processor time is
-told, too, for a machine that is not quiet.
+token of a text which fits the constraint (without one, of any text), as if a model had learned to write it. "filtered": the same
+with Qwen3's own settings, top_k and top_p, for which every draw needs its mask. Processor time is told, too, for a machine that
+is not quiet.
 Masks: processor time of the draws of a step by themselves, for such logits and for those of a model that follows its constraint.
 """
 
@@ -43,6 +44,7 @@ from nanovllm_cli.kernels.cpu_sampling import as_rows
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 BATCH, STEPS, PROMPT = 16, 12, 8
+KINDS = ("random", "followed", "filtered")
 SCHEMA = {
     "type": "array",
     "minItems": 500,
@@ -223,11 +225,12 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
 
     worker.runner.sampler.sample = sample_next
 
-    def decode(form: Constraint | None, steps: int, followed: bool) -> tuple[list[float], list[float]]:
+    def decode(form: Constraint | None, steps: int, kind: str) -> tuple[list[float], list[float]]:
         """Seconds of each step after the one that ended the prompts, and seconds of processor time."""
-        texts[:] = [iter(fitting(form, vocabulary, steps + 2, seed)) for seed in range(BATCH)] if followed else []
+        texts[:] = [iter(fitting(form, vocabulary, steps + 2, seed)) for seed in range(BATCH)] if kind != "random" else []
+        settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.95} if kind == "filtered" else {"temperature": 1.0}
         for i in range(BATCH):
-            params = SamplingParams(temperature=1.0, seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form)
+            params = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form, **settings)
             engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)
         begun: set[str] = set()
         while len(begun) < BATCH:
@@ -242,13 +245,13 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
         return seconds, used
 
     for form in (None, *FORMS.values()):
-        decode(form, 2, False)  # compiles kernels and constraints
-    turns = [(kind, name) for kind in ("random", "followed") for name in ("free", *FORMS)]
+        decode(form, 2, "random")  # compiles kernels and constraints
+    turns = [(kind, name) for kind in KINDS for name in ("free", *FORMS)]
     steps: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
     cpu: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
     for _ in range(rounds):
         for kind, name in turns:
-            seconds, used = decode(FORMS.get(name), STEPS, kind == "followed")
+            seconds, used = decode(FORMS.get(name), STEPS, kind)
             steps[kind, name] += seconds
             cpu[kind, name] += used
     medians = {turn: statistics.median(seconds) for turn, seconds in steps.items()}
@@ -263,7 +266,7 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
             "tokens_per_second": told(kind, lambda name, kind=kind: round(BATCH / medians[kind, name], 2)),
             "slower_than_free": told(kind, lambda name, kind=kind: round(medians[kind, name] / medians[kind, "free"] - 1, 4)),
         }
-        for kind in ("random", "followed")
+        for kind in KINDS
     }
 
 
