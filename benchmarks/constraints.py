@@ -256,15 +256,15 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
             cpu[kind, name] += used
     medians = {turn: statistics.median(seconds) for turn, seconds in steps.items()}
 
-    def told(kind: str, of: Callable[[str], float]) -> dict[str, float]:
+    def told(of: Callable[[str], float]) -> dict[str, float]:
         return {name: of(name) for name in ("free", *FORMS)}
 
     return {"batch": BATCH, "steps": STEPS * rounds} | {
         kind: {
-            "median_step_ms": told(kind, lambda name, kind=kind: round(medians[kind, name] * 1e3, 2)),
-            "median_step_cpu_ms": told(kind, lambda name, kind=kind: round(statistics.median(cpu[kind, name]) * 1e3, 2)),
-            "tokens_per_second": told(kind, lambda name, kind=kind: round(BATCH / medians[kind, name], 2)),
-            "slower_than_free": told(kind, lambda name, kind=kind: round(medians[kind, name] / medians[kind, "free"] - 1, 4)),
+            "median_step_ms": told(lambda name, kind=kind: round(medians[kind, name] * 1e3, 2)),
+            "median_step_cpu_ms": told(lambda name, kind=kind: round(statistics.median(cpu[kind, name]) * 1e3, 2)),
+            "tokens_per_second": told(lambda name, kind=kind: round(BATCH / medians[kind, name], 2)),
+            "slower_than_free": told(lambda name, kind=kind: round(medians[kind, name] / medians[kind, "free"] - 1, 4)),
         }
         for kind in KINDS
     }

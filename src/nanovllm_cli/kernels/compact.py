@@ -22,12 +22,15 @@ def _record_bytes(steps: int) -> int:
 
 
 def _most_listed(steps: int) -> int:
-    """One normally distributed number in 5,000 has an exponent that is not among the 16 most common; here is room for ten."""
+    """Of normally distributed numbers, one pair in 5,000 has an exponent that is not among the 16 most common: room for one in
+    256."""
     return max(16, steps // _STEPS_PER_ENTRY)
 
 
 class Compact:
     """A bf16 weight [num_rows, width], width even, exactly, in 12 bits a number (layout: cpu_compact). All zeros at first."""
+
+    recordable = True
 
     def __init__(self, num_rows: int, width: int) -> None:
         assert width % 2 == 0
@@ -41,8 +44,6 @@ class Compact:
         self._listed[:, 0, 0] = self._steps * TILE_COLUMNS
         self._whole: dict[int, torch.Tensor] = {}
         self._whole_at = torch.zeros(tiles, dtype=torch.int64)
-
-    recordable = True
 
     @property
     def num_bytes(self) -> int:
