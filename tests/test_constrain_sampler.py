@@ -118,10 +118,42 @@ def test_masks_are_computed_only_where_the_answer_was_no(sampler: Sampler, monke
     assert asked == [{2, 3}]  # 1 was right and 2 was wrong
 
 
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}, {"xtc_probability": 1.0}])
-def test_filters_choose_among_what_is_allowed(sampler: Sampler, options: dict[str, object]) -> None:
-    assert not add(sampler, 0, **options).draws_first
-    assert add(sampler, 1, temperature=0.0, **options).draws_first
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"min_p": 0.1}, {"typical_p": 0.9},
+     {"top_p": 0.99, "xtc_probability": 0.5}],
+)  # fmt: skip
+@pytest.mark.parametrize("lead", [0.0, 2.0, 6.0, 12.0])
+def test_filters_choose_among_what_is_allowed(sampler: Sampler, options: dict[str, object], lead: float) -> None:
+    """Whether the mask comes first or is asked for afterwards, token by token the same."""
+    for first in ("a", "x"):
+        tokens = []
+        for trusts in (False, True):
+            sequence = [add(sampler, seq_id, **options) for seq_id in range(8)]
+            drawn = []
+            for step in range(6):
+                for state in sequence:
+                    state.expects_allowed = trusts
+                logits = logits_of(step)
+                logits[0, ord(first)] += lead
+                drawn.append(draws(sampler, range(8), logits))
+            tokens.append(drawn)
+        assert tokens[0] == tokens[1]
+        assert {token for step in tokens[0] for token in step} <= set(range(ord("a"), ord("m") + 1)) | {STOP}
+
+
+def test_a_filtered_draw_is_asked_about_where_filters_leave_one_token(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[int]] = []
+    start = sampler._mask_thread.start
+    monkeypatch.setattr(sampler._mask_thread, "start", lambda guides: (asked.append(set(guides)), start(guides))[1])
+    sharp, flat = logits_of(0, "aaaa"), logits_of(0, "abc")
+    add(sampler, 0, top_p=0.9, trusts=False)
+    for logits, expected in ((sharp, [{0}]), (sharp, []), (flat, [{0}]), (flat, [{0}]), (sharp, [{0}]), (sharp, [])):
+        draws(sampler, [0], logits)
+        assert asked == expected
+        asked.clear()
 
 
 def test_a_stop_id_ends_an_answer_where_its_grammar_may_end_and_only_there(sampler: Sampler) -> None:

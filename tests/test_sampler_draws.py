@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from nanovllm_cli.kernels import cpu, cpu_sampling
 from nanovllm_cli.kernels.cpu_sampling import RowLogprobs
-from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, UNIFORM, XTC_THRESHOLD
+from nanovllm_cli.kernels.cpu_sampling_rows import LARGEST_ALLOWED, NOT_FINITE, NOTHING_LEFT, SURE, UNIFORM, XTC_THRESHOLD
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import NearTie, distribution, exact_draw, exact_edits, exact_weights, masked, softmax
 
@@ -225,12 +225,58 @@ def test_a_draw_under_a_mask_is_that_of_what_it_allows(
         rows = cpu_sampling.row_addresses(mine, [0])
         for scratch in (cpu_sampling.row_addresses(others, [0]), rows):
             table = np.array([setting(asked, uniform, exclude_top)])
-            (drawn,), (top,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
+            (drawn,), (facts,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
             if (under == -np.inf).all():
                 assert drawn == NOTHING_LEFT
             else:
                 assert drawn == (under.argmax() if asked.is_greedy else exact_draw(under, asked, uniform, exclude_top))
-            assert top == (under.max() == logits.max())
+            assert bool(facts & LARGEST_ALLOWED) == (under.max() == logits.max())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    params=filters(), exclude_top=st.booleans(), size=st.sampled_from([1, 31, 65, 700, 4097]), share=st.sampled_from([0.01, 0.5, 1.0]),
+    lead=st.floats(0, 12), seed=st.integers(0, 999), uniform=st.floats(0, 1 - 2**-53), other=st.floats(0, 1 - 2**-53),
+)  # fmt: skip
+def test_a_sure_draw_is_the_same_under_any_mask_that_allows_it(
+    params: SamplingParams, exclude_top: bool, size: int, share: float, lead: float, seed: int, uniform: float, other: float
+) -> None:
+    logits, random = row(size, seed)[None], np.random.default_rng(seed)
+    largest = int(logits.argmax())
+    logits[0, largest] += np.float32(lead)
+    rows = cpu_sampling.row_addresses(logits, [0])
+
+    def draw(params: SamplingParams, uniform: float, mask: cpu_sampling.Words | None) -> tuple[int, bool]:
+        table = np.array([setting(params, uniform, exclude_top)])
+        (drawn,), (facts,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
+        return int(drawn), bool(facts & SURE)
+
+    copies = np.empty_like(logits)
+    scratch = cpu_sampling.row_addresses(copies, [0])
+    for asked in (params, SamplingParams(temperature=0)):
+        drawn, is_sure = draw(asked, uniform, None)
+        kept = [exact_draw(logits[0], asked, u / 64, False) for u in range(64)] if not asked.is_greedy else [largest]
+        assert is_sure <= (set(kept) == {largest})  # and where few are kept, no other is ever drawn
+        if is_sure:
+            allowed = random.random(size) < share
+            allowed[largest] = True
+            assert drawn == largest
+            assert draw(asked, other, cpu_sampling.packed_bits(allowed)) == (largest, True)
+
+
+def test_which_draws_are_sure() -> None:
+    """The second token has a share of 0.05 beside the first, with two others of 0.01 each."""
+    logits = np.log(np.array([[0.01, 0.93, 0.05, 0.01]], dtype=np.float32))
+    rows = cpu_sampling.row_addresses(logits, [0])
+    for options, expected in (
+        ({"top_p": 0.9}, True), ({"top_p": 0.94}, False), ({"top_k": 1}, True), ({"top_k": 2}, False), ({"min_p": 0.06}, True),
+        ({"min_p": 0.05}, False), ({"top_p": 0.98, "temperature": 0.5}, True), ({"top_p": 0.9, "typical_p": 0.9}, False), ({}, False),
+        ({"top_k": 2, "top_p": 0.94}, True), ({"temperature": 0.0}, True), ({"top_p": 0.5, "xtc_threshold": 0.01}, True),
+        ({"top_p": 0.97, "xtc_threshold": 0.01}, False),
+    ):  # fmt: skip
+        params = SamplingParams(**({"xtc_probability": 1.0 if "xtc_threshold" in options else 0.0} | options))  # type: ignore[arg-type]
+        facts = cpu_sampling.draw_tokens(rows, 4, np.array([setting(params, 0.5, True)]), [None], rows)[1]
+        assert bool(facts[0] & SURE) is expected, options
 
 
 def test_a_row_that_is_not_finite_says_so_under_any_mask() -> None:

@@ -20,8 +20,9 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
 **A constraint is asked afterwards** where its answer is most likely yes: where it allowed the last draw's largest logit. What is
 drawn without a mask and turns out to be allowed is kept; if it is not, the mask is computed, and the draw repeated under it with
 another random number. For a greedy request that is the same token. For one that filters nothing it is the same distribution: p of
-a token, and its share of what is refused, p + (1 - A) * p / A = p / A, where A is what is allowed. Requests with filters, which
-choose among what is allowed, get their masks first. Which way a draw goes depends on the sequence's own past alone.
+a token, and its share of what is refused, p + (1 - A) * p / A = p / A, where A is what is allowed. Filters choose among what is
+allowed: there a token is kept only if they left no other, since a mask would leave none either; else the draw is made anew under
+the mask, with the same random number. Which way a draw goes depends on the sequence's own past alone.
 
 vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
 top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
@@ -63,7 +64,15 @@ from nanovllm_cli.kernels.cpu_sampling import (
     mask_words,
     row_addresses,
 )
-from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, TEMPERATURE, UNIFORM, XTC_THRESHOLD
+from nanovllm_cli.kernels.cpu_sampling_rows import (
+    LARGEST_ALLOWED,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    SURE,
+    TEMPERATURE,
+    UNIFORM,
+    XTC_THRESHOLD,
+)
 
 Mask = torch.Tensor | Words | None
 
@@ -198,12 +207,14 @@ class Sampler:
 
     def _ask_constraints(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of what was drawn without a mask, keeps what is allowed; the rest is drawn again under its mask."""
-        unknown = [draw for draw in draws if draw.is_open and not draw.is_known_allowed()]
+        unknown = [draw for draw in draws if draw.is_open and not (draw.may_stay and draw.is_known_allowed())]
         if not unknown:
             return
         self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.is_open and draw.state.guide})
         self._put_masks([draw for draw in unknown if draw.is_open])
-        self._draw([draw for draw in unknown if draw.is_open and not draw.is_in_mask], logits, DRAW_AGAIN)
+        refused = [draw for draw in unknown if draw.is_open and not (draw.may_stay and draw.is_in_mask)]
+        self._draw([draw for draw in refused if draw.state.is_filtered], logits, DRAW_TOKEN)
+        self._draw([draw for draw in refused if not draw.state.is_filtered], logits, DRAW_AGAIN)
 
     def _draw(self, draws: Sequence[_Draw], logits: torch.Tensor, purpose: int) -> None:
         """A token for each that is not settled, by the random numbers of this purpose."""
@@ -227,11 +238,12 @@ class Sampler:
         matrix = as_rows(logits)
         assert matrix.shape[1] == self._vocab_size
         sources, scratch = self._edited(row_addresses(matrix, [draw.row for draw in draws]), edits, allowed)
-        ids, tops = draw_tokens(sources, self._vocab_size, _settings(states, purpose), allowed, scratch)
-        for draw, token_id, top in zip(draws, ids.tolist(), tops.tolist(), strict=True):
+        ids, facts = draw_tokens(sources, self._vocab_size, _settings(states, purpose), allowed, scratch)
+        for draw, token_id, known in zip(draws, ids.tolist(), facts.tolist(), strict=True):
             draw.found(token_id)
+            draw.may_stay = bool(known & SURE) or not draw.state.is_filtered
             if draw.mask is not None:
-                draw.state.expects_allowed = top
+                draw.state.expects_allowed = bool(known & LARGEST_ALLOWED) and draw.may_stay
 
     def _edited(
         self, rows: Ids, edits: Sequence[Sequence[Edits]], allowed: Sequence[Words | None]
@@ -278,8 +290,8 @@ class Sampler:
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. ends: it draws nothing,
-    its constraint being fulfilled."""
+    """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. may_stay: what was drawn
+    without a mask is good under one that allows it. ends: it draws nothing, its constraint being fulfilled."""
 
     seq_id: int
     state: SequenceState
@@ -288,6 +300,7 @@ class _Draw:
     token_id: int = -1
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    may_stay: bool = True
     ends: bool = False
 
     @property

@@ -25,7 +25,8 @@ class SequenceState:
     """One registered sequence.
 
     bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
-    expects_allowed: whether the last mask that was drawn under allowed the largest logit.
+    is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a draw
+    without it would have been as good.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SequenceState:
         self.draw_settings = draw_settings(params)
         self.guide = guide
         self.expects_allowed = False
-        self._may_draw_first = params.is_greedy or not is_filtered(self.draw_settings)
+        self.is_filtered = is_filtered(self.draw_settings)
         self.params = params
         self.seed = new.seed
         self.output_ids: list[int] = []
@@ -77,7 +78,7 @@ class SequenceState:
     @property
     def draws_first(self) -> bool:
         """Whether the next draw is made without a mask, and its constraint asked afterwards."""
-        return self.expects_allowed and self._may_draw_first and self.guide is not None and self.guide.may_say
+        return self.expects_allowed and self.guide is not None and self.guide.may_say
 
     @property
     def takes_the_largest(self) -> bool:

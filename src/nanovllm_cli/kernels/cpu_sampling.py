@@ -147,9 +147,9 @@ def is_filtered(settings: Sequence[float]) -> bool:
 
 def draw_tokens(
     rows: Ids, vocab_size: int, settings: NDArray[np.float64], masks: Sequence[Words | None], scratch: Ids
-) -> tuple[Ids, NDArray[np.bool_]]:
+) -> tuple[Ids, NDArray[np.uint8]]:
     """An id for each row of logits [V] at addresses [B], by its settings [B, SETTINGS]; NOT_FINITE or NOTHING_LEFT in its place.
-    And whether its mask allows the largest logit.
+    And facts [B] uint8 of each draw: LARGEST_ALLOWED, SURE.
 
     Of XTC's threshold, 0 says that its chance did not come up. masks: what may be drawn, None for everything. scratch: addresses
     [B] of float32 [V] that a row with a mask writes to; its own address is as good.
@@ -161,15 +161,15 @@ def draw_tokens(
     assert all(mask is None or (mask.dtype == np.uint32 and mask.flags.c_contiguous) for mask in masks)
     words = np.array([0 if mask is None else mask.ctypes.data for mask in masks], dtype=np.int64)
     sizes = np.array([-1 if mask is None else len(mask) for mask in masks], dtype=np.int64)
-    drawn, tops = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.uint8)
+    drawn, facts = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.uint8)
     work = _DRAW_WORK if settings[:, cpu_sampling_rows.TEMPERATURE].any() else _GREEDY_WORK
     work = len(rows) * vocab_size * work if len(rows) > 1 else 0
     ints = (
         rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, words.ctypes.data, sizes.ctypes.data, scratch.ctypes.data,
-        drawn.ctypes.data, tops.ctypes.data,
+        drawn.ctypes.data, facts.ctypes.data,
     )  # fmt: skip
     cpu.launch(cpu_sampling_rows.draw_rows, work, "", ints)
-    return drawn, tops.view(np.bool_)
+    return drawn, facts
 
 
 def largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
