@@ -9,7 +9,8 @@ Overhead: 16 sequences decode with the whole engine in this process; rounds with
 turns with rounds without. The weights may be random: no answer ends. "random": such a model knows nothing of its constraint, so
 that most draws need their mask, which is the worst case. "followed": after each forward one logit is raised, that of the next
 token of a text which fits the constraint (without one, of any text), as if a model had learned to write it. "filtered": the same
-with Qwen3's own settings, top_k and top_p, for which every draw needs its mask. Processor time is told, too, for a machine that
+with Qwen3's own settings, top_k and top_p. "undecided": with these settings, and a second token half as likely at every place, so
+that every draw needs its mask; what a model writes is somewhere between the two. Processor time is told, too, for a machine that
 is not quiet.
 Masks: processor time of the draws of a step by themselves, for such logits and for those of a model that follows its constraint.
 """
@@ -44,7 +45,7 @@ from nanovllm_cli.kernels.cpu_sampling import as_rows
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 BATCH, STEPS, PROMPT = 16, 12, 8
-KINDS = ("random", "followed", "filtered")
+KINDS = ("random", "followed", "filtered", "undecided")
 SCHEMA = {
     "type": "array",
     "minItems": 500,
@@ -213,13 +214,14 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
     )  # fmt: skip
     ids = range(tokenizer.vocab_size)
     vocabulary, sample = vocabulary_of(tokenizer), worker.runner.sampler.sample
-    texts, of_sequence = list[Iterator[int]](), dict[int, Iterator[int]]()
+    texts, of_sequence, second_logit = list[Iterator[int]](), dict[int, Iterator[int]](), [0.0]
 
     def sample_next(seq_ids: Sequence[int], logits: torch.Tensor, rows: Sequence[int] | None = None) -> Any:
         for seq_id, row in zip(seq_ids, range(len(seq_ids)) if rows is None else rows, strict=True):
             if seq_id not in of_sequence and texts:
                 of_sequence[seq_id] = texts.pop()
             if seq_id in of_sequence:
+                as_rows(logits)[row, (seq_id * 31 + row) % logits.shape[1]] = second_logit[0]
                 as_rows(logits)[row, next(of_sequence[seq_id])] = 1e4
         return sample(seq_ids, logits, rows)
 
@@ -228,7 +230,9 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
     def decode(form: Constraint | None, steps: int, kind: str) -> tuple[list[float], list[float]]:
         """Seconds of each step after the one that ended the prompts, and seconds of processor time."""
         texts[:] = [iter(fitting(form, vocabulary, steps + 2, seed)) for seed in range(BATCH)] if kind != "random" else []
-        settings = {"temperature": 0.6, "top_k": 20, "top_p": 0.95} if kind == "filtered" else {"temperature": 1.0}
+        second_logit[0] = 1e4 - 0.4 if kind == "undecided" else 0.0
+        filters = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+        settings = filters if kind in ("filtered", "undecided") else {"temperature": 1.0}
         for i in range(BATCH):
             params = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True, constraint=form, **settings)
             engine.add(f"r{i}", [ids[(7919 * (j + 1) + 104729 * i) % len(ids)] for j in range(PROMPT)], params)

@@ -142,15 +142,18 @@ def test_filters_choose_among_what_is_allowed(sampler: Sampler, options: dict[st
         assert {token for step in tokens[0] for token in step} <= set(range(ord("a"), ord("m") + 1)) | {STOP}
 
 
-def test_a_filtered_draw_is_asked_about_where_filters_leave_one_token(
+def test_masks_of_filtered_draws_are_computed_only_where_questions_do_not_decide(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[set[int]] = []
     start = sampler._mask_thread.start
     monkeypatch.setattr(sampler._mask_thread, "start", lambda guides: (asked.append(set(guides)), start(guides))[1])
-    sharp, flat = logits_of(0, "aaaa"), logits_of(0, "abc")
+    sharp, two, flat, other = logits_of(0, "aaaa"), logits_of(0, "aaabbb"), logits_of(0, "a"), logits_of(0, "aaxxxx")
     add(sampler, 0, top_p=0.9, trusts=False)
-    for logits, expected in ((sharp, [{0}]), (sharp, []), (flat, [{0}]), (flat, [{0}]), (sharp, [{0}]), (sharp, [])):
+    for logits, expected in (
+        (sharp, [{0}]), (sharp, []), (two, []), (flat, [{0}]), (flat, [{0}]), (two, [{0}]), (two, []),
+        (other, [{0}]), (other, [{0}]),
+    ):  # fmt: skip
         draws(sampler, [0], logits)
         assert asked == expected
         asked.clear()
@@ -177,7 +180,7 @@ def test_a_row_that_is_not_finite_and_a_matcher_that_gives_up_end_their_own_sequ
         add(sampler, seq_id)
     logits = logits_of(0).repeat(3, 1)
     logits[1, 7] = math.nan
-    monkeypatch.setattr(type(sampler._states[0].guide), "surely_allows", breaks)
+    monkeypatch.setattr(type(sampler._states[0].guide), "allows", breaks)
     errors = [entry.error or "" for entry in sampler.sample(range(3), logits)]
     assert "ZeroDivisionError" in errors[0]
     assert "not finite" in errors[1]
@@ -193,6 +196,6 @@ def test_inside_reasoning_everything_but_the_end_is_allowed() -> None:
     guide = compiler.guide(params, (STOP,))
     assert guide is not None
     for token_id in b"so </a>":
-        assert [each for each in range(VOCAB + 9) if guide.surely_allows(each)] == list(range(256))
+        assert [each for each in range(VOCAB + 9) if guide.allows(each)] == list(range(256))
         guide.accept(token_id)
-    assert [each for each in range(VOCAB + 9) if guide.surely_allows(each)] == [ord("y")]
+    assert [each for each in range(VOCAB + 9) if guide.allows(each)] == [ord("y")]

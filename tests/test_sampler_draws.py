@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from nanovllm_cli.kernels import cpu, cpu_sampling
 from nanovllm_cli.kernels.cpu_sampling import RowLogprobs
-from nanovllm_cli.kernels.cpu_sampling_rows import LARGEST_ALLOWED, NOT_FINITE, NOTHING_LEFT, SURE, UNIFORM, XTC_THRESHOLD
+from nanovllm_cli.kernels.cpu_sampling_rows import LISTED, NOT_FINITE, NOTHING_LEFT, UNIFORM, XTC_THRESHOLD
 from nanovllm_cli.sampling_params import SamplingParams
 from sampler_reference import NearTie, distribution, exact_draw, exact_edits, exact_weights, masked, softmax
 
@@ -225,58 +225,73 @@ def test_a_draw_under_a_mask_is_that_of_what_it_allows(
         rows = cpu_sampling.row_addresses(mine, [0])
         for scratch in (cpu_sampling.row_addresses(others, [0]), rows):
             table = np.array([setting(asked, uniform, exclude_top)])
-            (drawn,), (facts,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
+            (drawn,), (top,), _ = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
             if (under == -np.inf).all():
                 assert drawn == NOTHING_LEFT
             else:
                 assert drawn == (under.argmax() if asked.is_greedy else exact_draw(under, asked, uniform, exclude_top))
-            assert bool(facts & LARGEST_ALLOWED) == (under.max() == logits.max())
+            assert top == (under.max() == logits.max())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    params=filters(), exclude_top=st.booleans(), size=st.sampled_from([1, 31, 65, 700, 4097]), share=st.sampled_from([0.01, 0.5, 1.0]),
-    lead=st.floats(0, 12), seed=st.integers(0, 999), uniform=st.floats(0, 1 - 2**-53), other=st.floats(0, 1 - 2**-53),
+    params=filters(), exclude_top=st.booleans(), size=st.sampled_from([1, 2, 31, 65, 700, 4097]),
+    spread=st.sampled_from([0.5, 2.0, 6.0]),
+    share=st.sampled_from([0.02, 0.5, 0.9, 1.0]), seed=st.integers(0, 9999), uniform=st.floats(0, 1 - 2**-53),
 )  # fmt: skip
-def test_a_sure_draw_is_the_same_under_any_mask_that_allows_it(
-    params: SamplingParams, exclude_top: bool, size: int, share: float, lead: float, seed: int, uniform: float, other: float
+def test_a_draw_by_questions_is_that_under_the_mask(
+    params: SamplingParams, exclude_top: bool, size: int, spread: float, share: float, seed: int, uniform: float
 ) -> None:
-    logits, random = row(size, seed)[None], np.random.default_rng(seed)
-    largest = int(logits.argmax())
-    logits[0, largest] += np.float32(lead)
+    """Equal logits too, where the spread is small: they are rounded."""
+    random = np.random.default_rng(seed)
+    logits = (np.round(random.standard_normal((1, size)) * 8) / 8 * spread).astype(np.float32)
+    allowed, asked = random.random(size) < share, list[int]()
+    allowed[logits.argmax()] |= share > 0.4
+
+    def allows(token_id: int) -> bool:
+        asked.append(token_id)
+        return bool(allowed[token_id])
+
+    rows, table = cpu_sampling.row_addresses(logits, [0]), np.array([setting(params, uniform, exclude_top)])
+    free = cpu_sampling.draw_tokens(rows, size, table, [None], rows)
+    drawn = cpu_sampling.draw_allowed(free.kept[0], table[0], allows)
+    assert len(asked) <= LISTED
+    if drawn is not None:
+        mask = cpu_sampling.packed_bits(allowed)
+        assert drawn == exact_draw(masked(logits[0], mask), params, uniform, exclude_top)
+
+
+def test_what_questions_decide() -> None:
+    """Shares of 0.6, 0.3, 0.06 and 0.04; what is refused, whether that is enough, and who was asked."""
+    logits = np.log(np.array([[0.06, 0.6, 0.04, 0.3]], dtype=np.float32))
     rows = cpu_sampling.row_addresses(logits, [0])
-
-    def draw(params: SamplingParams, uniform: float, mask: cpu_sampling.Words | None) -> tuple[int, bool]:
-        table = np.array([setting(params, uniform, exclude_top)])
-        (drawn,), (facts,) = cpu_sampling.draw_tokens(rows, size, table, [mask], scratch)
-        return int(drawn), bool(facts & SURE)
-
-    copies = np.empty_like(logits)
-    scratch = cpu_sampling.row_addresses(copies, [0])
-    for asked in (params, SamplingParams(temperature=0)):
-        drawn, is_sure = draw(asked, uniform, None)
-        kept = [exact_draw(logits[0], asked, u / 64, False) for u in range(64)] if not asked.is_greedy else [largest]
-        assert is_sure <= (set(kept) == {largest})  # and where few are kept, no other is ever drawn
-        if is_sure:
-            allowed = random.random(size) < share
-            allowed[largest] = True
-            assert drawn == largest
-            assert draw(asked, other, cpu_sampling.packed_bits(allowed)) == (largest, True)
-
-
-def test_which_draws_are_sure() -> None:
-    """The second token has a share of 0.05 beside the first, with two others of 0.01 each."""
-    logits = np.log(np.array([[0.01, 0.93, 0.05, 0.01]], dtype=np.float32))
-    rows = cpu_sampling.row_addresses(logits, [0])
-    for options, expected in (
-        ({"top_p": 0.9}, True), ({"top_p": 0.94}, False), ({"top_k": 1}, True), ({"top_k": 2}, False), ({"min_p": 0.06}, True),
-        ({"min_p": 0.05}, False), ({"top_p": 0.98, "temperature": 0.5}, True), ({"top_p": 0.9, "typical_p": 0.9}, False), ({}, False),
-        ({"top_k": 2, "top_p": 0.94}, True), ({"temperature": 0.0}, True), ({"top_p": 0.5, "xtc_threshold": 0.01}, True),
-        ({"top_p": 0.97, "xtc_threshold": 0.01}, False),
+    for options, refused, expected in (
+        ({"top_p": 0.5}, [], ([1], 1)),
+        ({"top_p": 0.95}, [], ([1, 3, 0], 3)),
+        ({"top_p": 0.8}, [], ([1, 3], 3)),
+        ({"top_p": 0.8}, [3], ([1, 3], 1)),  # 0.6 of what is 0.7 at most
+        ({"top_p": 0.88}, [3], ([1, 3], None)),
+        ({"top_p": 0.95}, [3], ([1, 3, 0], None)),
+        ({"top_p": 0.95}, [0], ([1, 3, 0], 3)),  # 0.9 of 0.94
+        ({"top_p": 0.62, "top_k": 2}, [], ([1], 1)),
+        ({"top_p": 0.92}, [], ([1, 3, 0], None)),  # two are enough if the last is refused
+        ({"top_k": 2}, [], ([1, 3], 3)),
+        ({"top_k": 2}, [3], ([1, 3], None)),  # another takes its place
+        ({"min_p": 0.4}, [3], ([1, 3], 1)),
+        ({"min_p": 0.4}, [1], ([1], None)),
+        ({"top_k": 4}, [0, 2], ([], None)),  # which filters nothing
+        ({"top_k": 3}, [0], ([1, 3, 0], None)),
+        ({"typical_p": 0.9}, [], ([], None)),
+        ({"top_p": 0.95, "xtc_probability": 1.0, "xtc_threshold": 0.2}, [], ([], None)),
     ):  # fmt: skip
-        params = SamplingParams(**({"xtc_probability": 1.0 if "xtc_threshold" in options else 0.0} | options))  # type: ignore[arg-type]
-        facts = cpu_sampling.draw_tokens(rows, 4, np.array([setting(params, 0.5, True)]), [None], rows)[1]
-        assert bool(facts[0] & SURE) is expected, options
+        asked: list[int] = []
+        table = np.array([setting(SamplingParams(**options), 0.99, "xtc_threshold" in options)])  # type: ignore[arg-type]
+        kept = cpu_sampling.draw_tokens(rows, 4, table, [None], rows).kept[0]
+        drawn = cpu_sampling.draw_allowed(
+            kept, table[0], lambda token_id, refused=refused, asked=asked: (asked.append(token_id), token_id not in refused)[1]
+        )
+        assert (asked, drawn) == expected, (options, refused)
+        assert cpu_sampling.draw_allowed(kept, table[0], lambda token_id: None) is None
 
 
 def test_a_row_that_is_not_finite_says_so_under_any_mask() -> None:

@@ -79,21 +79,21 @@ class Guide:
 
     @property
     def may_say(self) -> bool:
-        """Whether `surely_allows` is worth a question."""
+        """Whether `allows` is worth a question."""
         place = self._place
         if self.matcher is None or place.forced:
             return False
         return place.part == "inside" or (place.part == "answer" and self.asks_matcher)
 
-    def surely_allows(self, token_id: int) -> bool:
-        """Whether the next mask allows a token, in some microseconds. False is no answer: then the mask says."""
+    def allows(self, token_id: int) -> bool | None:
+        """Whether the next mask allows a token, in some microseconds. None: only the mask can say."""
         if self.matcher is None or not self.may_say or token_id in self._stop_ids:
-            return False
-        if not (0 <= token_id < self._vocabulary.end_id):
-            return False
+            return None
+        if not (0 <= token_id < self._vocabulary.end_id) or token_id in self._vocabulary.special_ids:
+            return None
         if self._place.part == "inside":
-            return bool(self._vocabulary.tokens[token_id])
-        return token_id not in self._vocabulary.special_ids and self.matcher.allows(token_id)
+            return True if self._vocabulary.tokens[token_id] else None
+        return self.matcher.allows(token_id)
 
     @property
     def is_complete(self) -> bool:
@@ -131,13 +131,14 @@ class Guide:
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens, MAX_ROLLBACK at the most."""
         assert 0 <= num_tokens <= len(self._past)
-        was = self._place
+        was, began_anew = self._place, False
         for _ in range(num_tokens):
+            began_anew |= self._place.part == "inside"
             self._place = self._past.pop()
         self._ended = False
         if self.matcher is None:
             return
-        if self._place.part == "opening" and was.num_followed < self._place.num_followed:  # it began anew inside
+        if self._place.part == "opening" and began_anew:
             self.matcher.rollback(was.num_followed)
             for token_id in self._place.led[: self._place.num_followed]:
                 self.matcher.accept(token_id)

@@ -21,8 +21,9 @@ registered. The sampler appends what it draws. What happens to a row of logits, 
 drawn without a mask and turns out to be allowed is kept; if it is not, the mask is computed, and the draw repeated under it with
 another random number. For a greedy request that is the same token. For one that filters nothing it is the same distribution: p of
 a token, and its share of what is refused, p + (1 - A) * p / A = p / A, where A is what is allowed. Filters choose among what is
-allowed: there a token is kept only if they left no other, since a mask would leave none either; else the draw is made anew under
-the mask, with the same random number. Which way a draw goes depends on the sequence's own past alone.
+allowed: of what they left without a mask, the likeliest are asked about until they decide what would be left under one
+(`kernels.cpu_sampling.draw_allowed`), and drawn from by the same random number. Which way a draw goes depends on the
+sequence's own past alone.
 
 vLLM's parameters come in vLLM's order; typical_p and XTC stand where llama.cpp has them between and behind top_k and
 top_p, on probabilities at the given temperature. `kernels/cpu_sampling.py` says how a token is drawn, and why the batch
@@ -56,6 +57,7 @@ from nanovllm_cli.kernels.cpu_sampling import (
     RowLogprobs,
     Words,
     as_rows,
+    draw_allowed,
     draw_tokens,
     edit_rows,
     has_bit,
@@ -65,10 +67,9 @@ from nanovllm_cli.kernels.cpu_sampling import (
     row_addresses,
 )
 from nanovllm_cli.kernels.cpu_sampling_rows import (
-    LARGEST_ALLOWED,
     NOT_FINITE,
     NOTHING_LEFT,
-    SURE,
+    NUM_KEPT,
     TEMPERATURE,
     UNIFORM,
     XTC_THRESHOLD,
@@ -207,14 +208,13 @@ class Sampler:
 
     def _ask_constraints(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of what was drawn without a mask, keeps what is allowed; the rest is drawn again under its mask."""
-        unknown = [draw for draw in draws if draw.is_open and not (draw.may_stay and draw.is_known_allowed())]
+        unknown = [draw for draw in draws if draw.is_open and not draw.is_known_allowed() and draw.is_open]
         if not unknown:
             return
-        self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.is_open and draw.state.guide})
-        self._put_masks([draw for draw in unknown if draw.is_open])
-        refused = [draw for draw in unknown if draw.is_open and not (draw.may_stay and draw.is_in_mask)]
-        self._draw([draw for draw in refused if draw.state.is_filtered], logits, DRAW_TOKEN)
-        self._draw([draw for draw in refused if not draw.state.is_filtered], logits, DRAW_AGAIN)
+        self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.state.guide})
+        self._put_masks(unknown)
+        self._draw([draw for draw in unknown if draw.state.is_filtered], logits, DRAW_TOKEN)
+        self._draw([draw for draw in unknown if not (draw.state.is_filtered or draw.is_in_mask)], logits, DRAW_AGAIN)
 
     def _draw(self, draws: Sequence[_Draw], logits: torch.Tensor, purpose: int) -> None:
         """A token for each that is not settled, by the random numbers of this purpose."""
@@ -238,12 +238,14 @@ class Sampler:
         matrix = as_rows(logits)
         assert matrix.shape[1] == self._vocab_size
         sources, scratch = self._edited(row_addresses(matrix, [draw.row for draw in draws]), edits, allowed)
-        ids, facts = draw_tokens(sources, self._vocab_size, _settings(states, purpose), allowed, scratch)
-        for draw, token_id, known in zip(draws, ids.tolist(), facts.tolist(), strict=True):
+        settings = _settings(states, purpose)
+        drawn = draw_tokens(sources, self._vocab_size, settings, allowed, scratch)
+        for index, (draw, token_id) in enumerate(zip(draws, drawn.ids.tolist(), strict=True)):
             draw.found(token_id)
-            draw.may_stay = bool(known & SURE) or not draw.state.is_filtered
+            draw.kept, draw.setting = drawn.kept[index], settings[index]
             if draw.mask is not None:
-                draw.state.expects_allowed = bool(known & LARGEST_ALLOWED) and draw.may_stay
+                is_told = not draw.state.is_filtered or bool(draw.kept[NUM_KEPT])
+                draw.state.expects_allowed = bool(drawn.largest_allowed[index]) and is_told
 
     def _edited(
         self, rows: Ids, edits: Sequence[Sequence[Edits]], allowed: Sequence[Words | None]
@@ -290,8 +292,8 @@ class Sampler:
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. may_stay: what was drawn
-    without a mask is good under one that allows it. ends: it draws nothing, its constraint being fulfilled."""
+    """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. kept, setting: what
+    filters left, and what they were. ends: it draws nothing, its constraint being fulfilled."""
 
     seq_id: int
     state: SequenceState
@@ -300,7 +302,8 @@ class _Draw:
     token_id: int = -1
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
-    may_stay: bool = True
+    kept: Ids | None = None
+    setting: NDArray[np.float64] | None = None
     ends: bool = False
 
     @property
@@ -312,10 +315,16 @@ class _Draw:
         return isinstance(self.mask, np.ndarray) and has_bit(self.mask, self.token_id)
 
     def is_known_allowed(self) -> bool:
-        """What its constraint says of the token, as far as it can without its mask."""
+        """Whether this is a draw under its constraint, as far as that can be told without its mask. A filtered one then is."""
         assert self.state.guide is not None
         try:
-            return self.state.guide.surely_allows(self.token_id)
+            if not self.state.is_filtered:
+                return self.state.guide.allows(self.token_id) is True
+            assert self.kept is not None
+            assert self.setting is not None
+            token_id = draw_allowed(self.kept, self.setting, self.state.guide.allows)
+            self.token_id = self.token_id if token_id is None else token_id
+            return token_id is not None
         except Exception as error:  # whatever it is, the other sequences go on
             self.error = _reason(error)
             return False

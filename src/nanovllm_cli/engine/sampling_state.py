@@ -25,8 +25,8 @@ class SequenceState:
     """One registered sequence.
 
     bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
-    is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a draw
-    without it would have been as good.
+    is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a
+    draw without it would have been as good.
     """
 
     def __init__(

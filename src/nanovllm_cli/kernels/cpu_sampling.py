@@ -22,7 +22,7 @@ Legend: B rows, V tokens of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from nanovllm_cli.kernels import cpu, cpu_sampling_edits, cpu_sampling_rows
 from nanovllm_cli.kernels.cpu_sampling_edits import EDIT, SCALE, TOKEN
-from nanovllm_cli.kernels.cpu_sampling_rows import MIN_P_GAP, SETTINGS, UNIFORM
+from nanovllm_cli.kernels.cpu_sampling_rows import KEPT, LISTED, MIN_P_GAP, SETTINGS, TOP_P, UNIFORM
 from nanovllm_cli.sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
@@ -55,6 +55,15 @@ class RowLogprobs(NamedTuple):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class Draws(NamedTuple):
+    """Of B rows. ids [B]: what was drawn; NOT_FINITE or NOTHING_LEFT in its place. largest_allowed [B]: whether its mask allows
+    the largest logit. kept [B, KEPT]: what filters left, as far as that is told."""
+
+    ids: Ids
+    largest_allowed: NDArray[np.bool_]
+    kept: Ids
 
 
 def as_rows(logits: torch.Tensor) -> Logits:
@@ -147,9 +156,8 @@ def is_filtered(settings: Sequence[float]) -> bool:
 
 def draw_tokens(
     rows: Ids, vocab_size: int, settings: NDArray[np.float64], masks: Sequence[Words | None], scratch: Ids
-) -> tuple[Ids, NDArray[np.uint8]]:
-    """An id for each row of logits [V] at addresses [B], by its settings [B, SETTINGS]; NOT_FINITE or NOTHING_LEFT in its place.
-    And facts [B] uint8 of each draw: LARGEST_ALLOWED, SURE.
+) -> Draws:
+    """An id for each row of logits [V] at addresses [B], by its settings [B, SETTINGS].
 
     Of XTC's threshold, 0 says that its chance did not come up. masks: what may be drawn, None for everything. scratch: addresses
     [B] of float32 [V] that a row with a mask writes to; its own address is as good.
@@ -161,15 +169,53 @@ def draw_tokens(
     assert all(mask is None or (mask.dtype == np.uint32 and mask.flags.c_contiguous) for mask in masks)
     words = np.array([0 if mask is None else mask.ctypes.data for mask in masks], dtype=np.int64)
     sizes = np.array([-1 if mask is None else len(mask) for mask in masks], dtype=np.int64)
-    drawn, facts = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.uint8)
+    drawn, tops = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.uint8)
+    kept = np.empty((len(rows), KEPT), dtype=np.int64)
     work = _DRAW_WORK if settings[:, cpu_sampling_rows.TEMPERATURE].any() else _GREEDY_WORK
     work = len(rows) * vocab_size * work if len(rows) > 1 else 0
     ints = (
         rows.ctypes.data, len(rows), vocab_size, settings.ctypes.data, words.ctypes.data, sizes.ctypes.data, scratch.ctypes.data,
-        drawn.ctypes.data, facts.ctypes.data,
+        drawn.ctypes.data, tops.ctypes.data, kept.ctypes.data,
     )  # fmt: skip
     cpu.launch(cpu_sampling_rows.draw_rows, work, "", ints)
-    return drawn, facts
+    return Draws(drawn, tops.view(np.bool_), kept)
+
+
+def draw_allowed(kept: Ids, setting: NDArray[np.float64], allows: Callable[[int], bool | None]) -> int | None:
+    """What would be drawn from a row by its settings [SETTINGS] if some of its tokens were banned, known by what filters kept
+    of it without bans [KEPT] and by asking for as few tokens as possible. None where that, or an answer of None, decides nothing.
+
+    A ban lets no token in but at top_k's end, and the total only falls: to no less than what is known to be allowed. Where
+    the smallest and the largest total cut at the same place, they say what is kept.
+    """
+    count, total, weakest, *rest = kept.tolist()
+    top_p, allowed, held = float(setting[TOP_P]), list[tuple[int, int]](), 0
+    for token_id, weight in zip(rest[:count], rest[LISTED:], strict=False):
+        is_allowed = allows(token_id)
+        if is_allowed:
+            allowed.append((token_id, weight))
+            held += weight
+        elif is_allowed is None or not allowed:  # weights are relative to the largest logit's
+            return None
+        else:
+            total += weakest - weight
+        if held >= _share(top_p, total):
+            break
+    else:
+        return None
+    if held - allowed[-1][1] >= _share(top_p, held):
+        return None
+    aim = int(float(setting[UNIFORM]) * float(held))
+    for token_id, weight in sorted(allowed):
+        aim -= weight
+        if aim < 0:
+            return token_id
+    raise AssertionError("a random number of 1 or more")
+
+
+def _share(top_p: float, total: int) -> int:
+    """The weight that a nucleus has to reach."""
+    return max(1, math.ceil(top_p * float(total))) if top_p < 1.0 else total
 
 
 def largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:

@@ -40,8 +40,11 @@ TEMPERATURE, MIN_P_GAP, TOP_K, TYPICAL_P, TOP_P, XTC_THRESHOLD, UNIFORM, SETTING
 
 NOTHING_LEFT, NOT_FINITE = -1, -2
 """In place of an id: every logit is -inf; NaN or +inf among them."""
-LARGEST_ALLOWED, SURE = 1, 2
-"""Facts of a draw, added up: its mask allows the largest logit; filters left nothing else to draw, nor would if more were banned."""
+LISTED = 16
+NUM_KEPT, TOTAL, WEAKEST, KEPT_IDS, KEPT_WEIGHTS, KEPT = 0, 1, 2, 3, 3 + LISTED, 3 + 2 * LISTED
+"""Columns of what filters kept of a row, int64. NUM_KEPT: how many tokens, or 0 where they are more than LISTED or are not told.
+TOTAL: the weight that top_p was a share of. WEAKEST: the least weight that top_k let through, if it kept any out. Ids and weights
+of the kept, the most likely first."""
 
 _DIGIT = 11
 _LOWEST = np.float32(np.finfo(np.float32).min)
@@ -270,20 +273,34 @@ def _hit_in_row(logits, peaks, peak, temperature, uniform):
 
 
 @inner
-def _drawn(logits, peaks, peak, setting):
-    """The place of what is drawn from logits [V] by settings [SETTINGS], NOTHING_LEFT where all are -inf; and whether it would be
-    the same if others were banned, whatever the random number."""
+def _list_kept(ids, gaps, weights, count, kept):
+    """The candidates to kept [KEPT], in order."""
+    for i in range(count):
+        place = i
+        while place > 0 and gaps[kept[KEPT_IDS + place - 1]] < gaps[i]:
+            kept[KEPT_IDS + place] = kept[KEPT_IDS + place - 1]
+            place -= 1
+        kept[KEPT_IDS + place] = i
+    for place in range(count):
+        i = kept[KEPT_IDS + place]
+        kept[KEPT_IDS + place], kept[KEPT_WEIGHTS + place] = ids[i], weights[i]
+    kept[NUM_KEPT] = count
+
+
+@inner
+def _drawn(logits, peaks, peak, setting, kept):
+    """The place of what is drawn from logits [V] by settings [SETTINGS]; NOTHING_LEFT where all are -inf. kept [KEPT]: places."""
     size = len(logits)
     if peak == -np.inf:
-        return NOTHING_LEFT, False
+        return NOTHING_LEFT
     if setting[TEMPERATURE] == 0.0:
-        return _first_largest(logits, peaks, peak), True
+        return _first_largest(logits, peaks, peak)
     temperature, top_k = np.float32(setting[TEMPERATURE]), np.int64(setting[TOP_K])
     limit = top_k if top_k < size else 0
     whole = setting[MIN_P_GAP] == -np.inf and limit == 0
     typical_p, top_p, threshold = setting[TYPICAL_P], setting[TOP_P], setting[XTC_THRESHOLD]
     if whole and typical_p == 1.0 and top_p == 1.0 and threshold == 0.0:
-        return _hit_in_row(logits, peaks, peak, temperature, setting[UNIFORM]), False
+        return _hit_in_row(logits, peaks, peak, temperature, setting[UNIFORM])
     ids, gaps, weights = np.empty(size, np.int64), np.empty(size, np.float32), np.empty(size, np.int64)
     if whole and typical_p == 1.0 and top_p < 1.0:
         # Tokens further below than `widest` cannot hold what top_p leaves out; a nearer floor mostly does.
@@ -300,6 +317,8 @@ def _drawn(logits, peaks, peak, setting):
         floor = max(_LOWEST, np.float32(max(np.float64(_LOWEST), np.float64(peak) + setting[MIN_P_GAP])))
         count = _most_likely(logits, peaks, floor, limit, ids)
         total = _weigh(logits, peak, temperature, ids, gaps, weights, count)
+        if count == limit:
+            kept[WEAKEST] = weights[:count].min()
         if typical_p < 1.0:
             keys = _typical_keys(gaps, weights, count, total)
             target = np.int64(math.ceil(typical_p * np.float64(total)))
@@ -308,8 +327,9 @@ def _drawn(logits, peaks, peak, setting):
     if top_p < 1.0:
         target = np.int64(math.ceil(top_p * np.float64(total)))
         count = _keep_until(_keys_of_float32(gaps[:count]), np.int64(32), ids, gaps, weights, count, target)
-    # Without others the largest logit holds no smaller share, and no other comes nearer to it. What is typical may change.
-    is_sure = count == 1 and typical_p == 1.0
+    if count <= LISTED and typical_p == 1.0 and threshold == 0.0:
+        kept[TOTAL] = total
+        _list_kept(ids, gaps, weights, count, kept)
     if threshold > 0.0:
         count = _without_top_choices(ids, gaps, weights, count, threshold)
     aim = np.int64(setting[UNIFORM] * np.float64(_sum(weights, count)))
@@ -318,36 +338,35 @@ def _drawn(logits, peaks, peak, setting):
     while aim >= 0:
         i += 1
         aim -= weights[i]
-    return ids[i], is_sure
+    return ids[i]
 
 
 @inner
-def _draw(logits, mask, num_words, copy, setting, facts):
+def _draw(logits, mask, num_words, copy, setting, top, kept):
     """The id drawn from logits [V] by settings [SETTINGS], or why there is none. num_words: -1 without a mask; otherwise copy [V]
-    is written to. facts [1]: LARGEST_ALLOWED, SURE."""
+    is written to, and top [1] says whether the largest logit is allowed. kept [KEPT]: what filters left."""
     size = len(logits)
     peaks = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
     peak = block_peaks(logits, peaks)
-    facts[0] = LARGEST_ALLOWED
+    top[0], kept[NUM_KEPT], kept[WEAKEST] = 1, 0, 0
     if peak == np.inf:
         return NOT_FINITE
     if num_words < 0:
-        place, is_sure = _drawn(logits, peaks, peak, setting)
-        facts[0] = LARGEST_ALLOWED | (SURE * is_sure)
-        return place
+        return _drawn(logits, peaks, peak, setting, kept)
     words = carray(typed_pointer(mask, np.uint32(0)), (num_words,))
     count = num_allowed(words, size)
     if count > size // 4:
         highest = copy_allowed(logits, peaks, words, copy)
-        place, is_sure = _drawn(copy, peaks, highest, setting)
-        facts[0] = (LARGEST_ALLOWED * (highest == peak)) | (SURE * is_sure)
-        return place
+        top[0] = highest == peak
+        return _drawn(copy, peaks, highest, setting, kept)
     ids, few = np.empty(count, np.int64), copy[:count]  # far fewer logits, in the same order
     gather_allowed(logits, words, ids, few)
     peaks = peaks[: (count + BLOCK - 1) // BLOCK]
     highest = block_peaks(few, peaks) if count > 0 else NEG_INF
-    place, is_sure = _drawn(few, peaks, highest, setting)
-    facts[0] = (LARGEST_ALLOWED * (highest == peak)) | (SURE * is_sure)
+    top[0] = highest == peak
+    place = _drawn(few, peaks, highest, setting, kept)
+    for i in range(kept[NUM_KEPT]):
+        kept[KEPT_IDS + i] = ids[kept[KEPT_IDS + i]]
     return ids[place] if place >= 0 else place
 
 
@@ -356,20 +375,22 @@ def draw_rows(arguments, thread, threads):
     """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64.
 
     masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is not drawn. -1: no mask.
-    scratch [B]: addresses of float32 [V] for rows that have a mask. facts [B] uint8: LARGEST_ALLOWED, SURE.
+    scratch [B]: addresses of float32 [V] for rows that have a mask. tops [B] uint8: whether the largest logit is allowed.
+    kept [B, KEPT] int64: what filters left.
     """
-    rows, num_rows, size, settings, masks, mask_sizes, scratch, drawn, facts = fields(arguments)
+    rows, num_rows, size, settings, masks, mask_sizes, scratch, drawn, tops, kept = fields(arguments)
     addresses = carray(typed_pointer(rows, np.int64(0)), (num_rows,))
     table = carray(typed_pointer(settings, np.float64(0)), (num_rows, SETTINGS))
     words = carray(typed_pointer(masks, np.int64(0)), (num_rows,))
     num_words = carray(typed_pointer(mask_sizes, np.int64(0)), (num_rows,))
     copies = carray(typed_pointer(scratch, np.int64(0)), (num_rows,))
     out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
-    found = carray(typed_pointer(facts, np.uint8(0)), (num_rows,))
+    allowed = carray(typed_pointer(tops, np.uint8(0)), (num_rows,))
+    left = carray(typed_pointer(kept, np.int64(0)), (num_rows, KEPT))
     for r in share(num_rows, thread, threads):
         logits = carray(typed_pointer(addresses[r], np.float32(0)), (size,))
         copy = carray(typed_pointer(copies[r], np.float32(0)), (size,))
-        out[r] = _draw(logits, words[r], num_words[r], copy, table[r], found[r : r + 1])
+        out[r] = _draw(logits, words[r], num_words[r], copy, table[r], allowed[r : r + 1], left[r])
 
 
 @kernel()
