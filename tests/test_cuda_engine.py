@@ -43,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> Engine:
-    config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "dtype": "bfloat16"} | settings)
+    """On the CPU where device is None, on a machine with a GPU too."""
+    defaults = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "dtype": "bfloat16"}
+    config = EngineConfig(**defaults | settings | ({"device": "cpu"} if device is None else {}))
     platform = None if device is None else CudaPlatform(config, device)
     with open_checkpoint(folder) as checkpoint:
         worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES, platform=platform)

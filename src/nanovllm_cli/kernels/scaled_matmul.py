@@ -114,12 +114,13 @@ def _scaled(
     out = torch.empty(padded, weight.codes.shape[0], dtype=out_dtype, device=x.codes.device)
 
     def compute() -> None:
-        if groups == 1:
+        if not x.codes.is_cuda:
+            _on_host(_padded(x, padded), weight, bias, out)
+        elif groups == 1:
             args = (x.codes, weight.codes.t(), x.scales.view(-1, 1), weight.scales)
             torch._scaled_mm(*args, bias=bias, out_dtype=out_dtype, out=out)
         else:
-            multiply = _blocks_on_gpu if x.codes.is_cuda else _blocks_on_host
-            multiply(_padded(x, padded), weight, out)
+            _blocks_on_gpu(_padded(x, padded), weight, out)
             if bias is not None:
                 out.add_(bias)
         if residual is not None:
@@ -145,9 +146,13 @@ def _blocks_on_gpu(x: Scaled, weight: Scaled, out: torch.Tensor) -> None:
     )
 
 
-def _blocks_on_host(x: Scaled, weight: Scaled, out: torch.Tensor) -> None:
-    """The same in float32 and rounded once, for kernels that run without a GPU."""
-    values = [
-        side.codes.float() * side.scales.t().repeat_interleave(BLOCK, 1)[:, : side.codes.shape[1]] for side in (x, weight)
-    ]
-    out.copy_(values[0] @ values[1].t())
+def _on_host(x: Scaled, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """The same in float32 and rounded once, for kernels that run without a GPU: torch's own take scales of rows from 2.12 on."""
+    total = x.codes.float() * _by_column(x) @ (weight.codes.float() * _by_column(weight)).t()
+    out.copy_(total if bias is None else total + bias.float())
+
+
+def _by_column(side: Scaled) -> torch.Tensor:
+    """Its scales [rows, K], or [rows, 1] where a row has one."""
+    scales = side.scales.t()
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(BLOCK, 1)[:, : side.codes.shape[1]]
