@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -88,6 +89,112 @@ def test_a_call_resumes_where_another_ended(tmp_path: Path, monkeypatch: pytest.
     assert "| ceilings | done, by an earlier call |" in (tmp_path / "table.md").read_text()
 
 
+def test_what_no_call_came_to_runs_before_what_failed_and_results_are_kept_where_nothing_better_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = {
+        "matmul": done(a=1) | {"status": "timed out", "why": "late"},
+        "ceilings": done(b=1),
+        "batch-1": done(c=1) | {"status": "failed", "why": "broke"},
+        "attention": done(d=1) | {"status": "running"},
+        "prefill": sections.skipped("no time left"),
+    }
+    (tmp_path / "first.json").write_text(json.dumps({"sections": records}))
+    earlier = command_line.earlier(tmp_path / "first.json")
+    assert earlier["attention"]["status"] == "timed out"
+    names = ["matmul", "ceilings", "batch-1", "attention", "workload", "prefill"]
+    assert command_line.still_to_do(names, earlier) == ["prefill", "workload", "batch-1", "attention", "matmul"]
+
+    def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
+        report("matmul", done() | {"status": "failed", "why": "broke at once"})
+        report("batch-1", done(e=2) | {"status": "running"})
+        report("batch-1", done(e=2))
+        report("attention", sections.skipped("no time left"))
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", run_all)
+    words = ["--resume", str(tmp_path / "first.json"), "--output", str(tmp_path / "second.json")]
+    assert command_line.main(words) == 1
+    found = json.loads((tmp_path / "second.json").read_text())["sections"]
+    assert {name: (record["status"], record["results"]) for name, record in found.items()} == {
+        "matmul": ("failed", {"a": 1}), "ceilings": ("done", {"b": 1}), "batch-1": ("done", {"e": 2}),
+        "attention": ("timed out", {"d": 1}),
+    }  # fmt: skip
+    assert (found["matmul"]["why"], found["matmul"]["earlier"]) == ("broke at once", True)
+
+
+def test_what_was_measured_outlives_a_report_that_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
+        report("kernels", done(test_a="what no report expects"))
+        report("ceilings", done(b=1))
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", run_all)
+    assert command_line.main(["--output", str(tmp_path / "gpu.json"), "--table", str(tmp_path / "gpu.md")]) == 0
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["sections"]) == ["kernels", "ceilings"]
+    assert "TypeError" in capsys.readouterr().err
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from gpu import all as command_line, sections
+child, output = sys.argv[1:]
+run_all = sections.run_all
+sections.SECTIONS, sections.GLANCE_SECONDS = (sections.Section("hang", "", "", 60, ()),), 0.05
+sections.run_all = lambda names, command, *rest: run_all(names, [sys.executable, "-c", child], *rest)
+command_line.why_not = lambda: None
+command_line.end_whole()
+command_line.main(["--output", output])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_is_ended_keeps_what_it_found(number: signal.Signals, tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    call = subprocess.Popen([sys.executable, "-c", ENDED, CHILD, str(output)], env=environment)
+    deadline = time.monotonic() + 20
+    while not output.exists() or "child" not in json.loads(output.read_text())["sections"]["hang"]["results"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    call.send_signal(number)
+    assert call.wait(10) == (143 if number == signal.SIGTERM else -number)
+    record = json.loads(output.read_text())["sections"]["hang"]
+    assert (record["status"], record["results"]["first"]) == ("running", 1)
+    child = record["results"]["child"]
+    if number == signal.SIGTERM:
+        assert not running(child)
+    else:  # nobody could see to it; whoever ends a command ends its session
+        assert os.getsid(child) == os.getsid(0)
+        os.killpg(os.getpgid(child), signal.SIGKILL)
+
+
+def test_a_wheel_that_does_not_fit_keeps_no_other_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "broken", "c"):
+        (tmp_path / f"{name}.whl").touch()
+    installed: list[str] = []
+
+    def run(command: list[str]) -> types.SimpleNamespace:
+        files = [Path(word).stem for word in command if word.endswith(".whl")]
+        if "broken" not in files:
+            installed.extend(files)
+        return types.SimpleNamespace(returncode=int("broken" in files))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    command_line.install(tmp_path, "site")
+    assert installed == ["a", "c"]
+    (tmp_path / "broken.whl").unlink()
+    command_line.install(tmp_path, "site")
+    assert installed == ["a", "c", "a", "c"]
+    with pytest.raises(SystemExit, match="no wheels"):
+        command_line.install(tmp_path / "nothing", "site")
+
+
 def test_every_section_has_its_function() -> None:
     for section in sections.SECTIONS:
         file, name = section.function.split(":")
@@ -119,12 +226,14 @@ def test_sections_need_all_that_they_import() -> None:
 # ---- sections in processes ----
 
 CHILD = """
-import json, subprocess, sys, time
+import json, os, subprocess, sys, time
 name, path = sys.argv[1:]
-def put(results, error=None): open(path, "w").write(json.dumps({"results": results, "error": error}))
+def put(results, error=None):
+    open(path + ".part", "w").write(json.dumps({"results": results, "error": error}))
+    os.replace(path + ".part", path)
 put({"first": 1})
 if name == "crash": put({"first": 1}, "Traceback\\nValueError: it broke"); sys.exit(1)
-if name == "killed": import os; print("last words", flush=True); os.kill(os.getpid(), 9)
+if name == "killed": print("last words", flush=True); os.kill(os.getpid(), 9)
 if name == "skip": put({}, "nothing here"); sys.exit(77)
 if name == "hang":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -202,13 +311,13 @@ def test_inside_a_section_results_and_the_traceback_are_kept(tmp_path: Path, mon
     assert json.loads(path.read_text())["error"] == "not here"
 
 
-def test_sections_keep_their_order_and_report_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_run_in_the_order_asked_for_and_report_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "SECTIONS", tuple(Section(name, "", "", 20, ()) for name in ("crash", "fine", "skip")))
     seen: list[tuple[str, str]] = []
     sections.run_all(
         ["skip", "crash"], [sys.executable, "-c", CHILD], 100, lambda n, r: seen.append((n, r["status"])), dict(os.environ)
     )
-    assert seen == [("crash", "failed"), ("skip", "skipped")]
+    assert seen == [("skip", "skipped"), ("crash", "failed")]
 
 
 # ---- the report ----
@@ -418,6 +527,19 @@ def test_the_gpus_engine_is_measured_and_judged_by_the_cpus(untied: Shape) -> No
     found = checks.judged(cpu, wrong)
     assert found["the CPU's first"] < 0.2
     assert not found["near-ties only"]
+
+
+@needs_emulation
+def test_a_request_that_fails_ends_the_measuring(untied: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would: the engine lives on, and no token would ever come."""
+    loaded = load(untied, EmulatedDevice(), **ROOM)
+
+    def broken(*args: object, **named: object) -> None:
+        raise TypeError("a kernel's argument")
+
+    monkeypatch.setattr(loaded.worker.model, "run", broken)
+    with pytest.raises(RuntimeError, match="request 0-0 failed: an internal error"):
+        decode(loaded, 1, 20, 3)
 
 
 @needs_emulation

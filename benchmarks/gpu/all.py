@@ -7,10 +7,12 @@ and how near is that to what the device can do.
     python benchmarks/gpu/all.py --list
 
 Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
-in a process of its own; after each one the results are written, so that who is killed loses one section. Random weights of real
-shapes, random data, medians. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's
-own. A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary
-:all: -d .whl gguf llguidance`, for its Python); what a section misses it says. Without a GPU it says why and ends with status 6.
+in a process of its own; results are written as they come, so that who is killed loses none. Random weights of real shapes, random
+data, medians. --resume runs what an earlier call never came to, and then once more what failed there or took too long; what it
+can't do better it keeps. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's own.
+A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary :all:
+--python-version 3.12 --platform manylinux_2_31_x86_64 -d .whl gguf 'llguidance>=1.9'`); what a section misses it says. Without a
+GPU it says why and ends with status 6.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +74,40 @@ def measure(options: argparse.Namespace, budget: float, environment: dict[str, s
     results = earlier(options.resume) if options.resume else {}
 
     def keep(name: str, record: sections.Record) -> None:
+        before = results.get(name)
+        if before and before["results"] and not record["results"]:
+            came_to_it = record["status"] not in ("running", "skipped")
+            record = record | {"results": before["results"], "earlier": True} if came_to_it else before
         results[name] = record
-        print(f"{name}: {record['status']}, {record['seconds']} s {report.last_line(record.get('why'))}", flush=True)
-        sections.write_json(options.output, {"sections": results, "bars": report.bars(results)})
+        if record["status"] != "running":
+            print(f"{name}: {record['status']}, {record['seconds']} s {report.last_line(record.get('why'))}", flush=True)
+        bars, table = shown(results)
+        sections.write_json(options.output, {"sections": results, "bars": bars})
         if options.table:
-            options.table.write_text(report.markdown(results))
+            options.table.write_text(table)
 
-    names = [name for name in options.only or known_names() if name not in results]
     command = [sys.executable, __file__, "--section"]
-    sections.run_all(names, command, budget, keep, environment)
-    print("\n" + report.markdown(results))
+    sections.run_all(still_to_do(options.only or known_names(), results), command, budget, keep, environment)
+    print("\n" + shown(results)[1])
     return int(any(record["status"] in ("failed", "timed out") for record in results.values()))
+
+
+def shown(results: dict[str, sections.Record]) -> tuple[list[dict[str, Any]], str]:
+    """Bars and table. What breaks while they are made is said in their place: the results are worth more."""
+    try:
+        return report.bars(results), report.markdown(results)
+    except Exception:
+        problem = traceback.format_exc()
+        print(problem, file=sys.stderr)
+        return [], problem
+
+
+def still_to_do(names: list[str], results: dict[str, sections.Record]) -> list[str]:
+    """First what no earlier call came to, each kind in the order of sections."""
+    ordered = [name for name in known_names() if name in names]
+    return [name for name in ordered if name not in results] + [
+        name for name in ordered if name in results and results[name]["status"] != "done"
+    ]
 
 
 def why_not() -> Any:
@@ -95,13 +122,21 @@ def install(wheels: Path, site: str) -> None:
     if not files:
         raise SystemExit(f"no wheels in {wheels}")
     flags = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", site]
-    subprocess.run([sys.executable, "-m", "pip", "install", *flags, *files], check=True)
+    command = [sys.executable, "-m", "pip", "install", *flags]
+    if subprocess.run([*command, *files]).returncode:
+        for file in files:  # one that does not fit this machine keeps none of the others away
+            subprocess.run([*command, file])
 
 
 def earlier(path: Path) -> dict[str, sections.Record]:
-    """What another call has done, marked as that call's."""
+    """What another call has found, marked as that call's. What ran when it was ended did not come to its end."""
     found = json.loads(path.read_text())["sections"]
-    return {name: record | {"earlier": True} for name, record in found.items() if record["status"] == "done"}
+    ended = {"status": "timed out", "why": "the call was ended"}
+    return {
+        name: record | (ended if record["status"] == "running" else {}) | {"earlier": True}
+        for name, record in found.items()
+        if record["status"] != "skipped"
+    }
 
 
 def known_names() -> list[str]:
@@ -116,5 +151,11 @@ def known_sections(text: str) -> list[str]:
     return names
 
 
+def end_whole() -> None:
+    """SIGTERM, which `timeout` sends, ends the section too that runs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 if __name__ == "__main__":
+    end_whole()
     sys.exit(main())

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu.engines import Loaded, gpu, load, release, serve
+from gpu.engines import Loaded, finished, gpu, load, release, serve
 from gpu.sections import TAIL, Output, Skipped
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import Request, prompt
@@ -133,7 +133,7 @@ def judged(cpu: Loaded, answers: list[tuple[int, ...]]) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
         cpu.engine.add(str(i), [*prompt(PROMPT_LEN, i, cpu.vocab), *answer], params)
     while cpu.engine.has_unfinished():
-        done.update({output.request_id: output for output in cpu.engine.step() if output.finished})
+        done.update(finished(cpu))
     gaps = []
     for i in range(len(answers)):
         read = done[str(i)].prompt_logprobs

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from gpu.engines import Decoded, Loaded, decode, gpu, load, release, serve
+from gpu.engines import Decoded, Loaded, decode, finished, gpu, load, release, serve
 from gpu.sections import Output
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import PROMPT, Request, nano_vllm, prompt
@@ -87,7 +87,7 @@ def prefill_of(loaded: Loaded, shape: Shape, tokens: int, count: int, rounds: in
         for i, ids in enumerate(prompts):
             loaded.engine.add(f"{salt}-{i}", ids, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         while loaded.engine.has_unfinished():
-            loaded.engine.step()
+            finished(loaded)
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times[2:])
     return {

@@ -157,7 +157,7 @@ def decode(
     done: dict[str, RequestOutput] = {}
 
     def step() -> None:
-        done.update({output.request_id: output for output in engine.step() if output.finished})
+        done.update(finished(loaded))
 
     while engine.stats().generated_tokens - before < batch * (1 + WARM_STEPS):
         step()
@@ -182,8 +182,19 @@ def serve(
         params = SamplingParams(temperature=temperature, max_tokens=request.answer_len, ignore_eos=True, seed=seed)
         loaded.engine.add(str(i), [token % loaded.vocab for token in request.prompt], params)
     while loaded.engine.has_unfinished():
-        done.update({output.request_id: output for output in loaded.engine.step() if output.finished})
+        done.update(finished(loaded))
     return time.perf_counter() - begin, [done[str(i)] for i in range(len(requests))]
+
+
+def finished(loaded: Loaded) -> dict[str, RequestOutput]:
+    """A step, and the requests that ended in it, by id. RuntimeError where one failed: the engine goes on without it, and would
+    be measured at doing nothing."""
+    done = {output.request_id: output for output in loaded.engine.step() if output.finished}
+    for name, output in done.items():
+        for answer in output.outputs:
+            if answer.finish_reason == "error":
+                raise RuntimeError(f"request {name} failed: {answer.error}")
+    return done
 
 
 def _waited(loaded: Loaded) -> float:

@@ -1,7 +1,8 @@
 """Sections of the run: each in a process of its own with a limit of its own, so that none takes another with it.
 
 A section is a function of an Output, to which it gives a result at a time; what it gave before it crashed, hung or ran out of
-time is kept. A record is what the report has of a section: status (done, failed, timed out, skipped), seconds, results, and why.
+time is kept. A record is what the report has of a section: status (running, done, failed, timed out, skipped), seconds, results,
+and why.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +26,11 @@ ENGINE = ("numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "jinj
 """What the engine imports beside torch."""
 LEAST_SECONDS = 15.0
 """A section that would have less is not started."""
+GLANCE_SECONDS = 1.0
+"""How often a running section's results are looked at."""
 TAIL = 4000
 SKIPPED_STATUS = 77
+NO_TIME = "no time left"
 Record = dict[str, Any]
 
 
@@ -89,39 +94,62 @@ def write_json(path: Path, value: Any) -> None:
     unfinished.replace(path)
 
 
-def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
-    """The named sections in their order. report(name, record) is called after each. command: what runs one section when its name
-    and a file are added. budget: seconds for all together."""
+def run_all(
+    names: list[str], command: list[str], budget: float, report: Callable[[str, Record], None], environment: dict[str, str]
+) -> None:
+    """The named sections, one after the other. report(name, record) is called after each, and while it runs whenever it has more:
+    who ends this process loses nothing. command: what runs one section when its name and a file are added. budget: seconds for
+    all together."""
     end = time.monotonic() + budget
-    for section in SECTIONS:
-        if section.name in names:
-            report(section.name, run(section, command, end - time.monotonic(), environment))
+    by_name = {section.name: section for section in SECTIONS}
+    for name in names:
+
+        def keep(record: Record, name: str = name) -> None:
+            report(name, record)
+
+        keep(run(by_name[name], command, end - time.monotonic(), environment, keep))
 
 
-def run(section: Section, command: list[str], left: float, environment: dict[str, str]) -> Record:
+def run(
+    section: Section,
+    command: list[str],
+    left: float,
+    environment: dict[str, str],
+    so_far: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """so_far: called with a record of status running where there are new results."""
     absent = [package for package in section.needs if importlib.util.find_spec(package) is None]
     if absent:
         return skipped(f"not installed: {', '.join(absent)}; carry wheels and name their folder with --wheels")
     if left < LEAST_SECONDS:
-        return skipped("no time left")
+        return skipped(NO_TIME)
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder) / "results.json", Path(folder) / "log"
         limit, begin = min(section.limit, left), time.monotonic()
+
+        def record_of(found: Record) -> Record:
+            return {"seconds": round(time.monotonic() - begin, 1), "results": found["results"]}
+
         with log.open("w") as errors:
+            # A group of its own, to end all that it starts; not a session, which would outlive whoever ends this one.
             process = subprocess.Popen(
-                [*command, section.name, str(path)], stdout=errors, stderr=errors, start_new_session=True, env=environment
+                [*command, section.name, str(path)], stdout=errors, stderr=errors, process_group=0, env=environment
             )
             try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
+                status, known = None, 0
+                while status is None and (waits := limit - (time.monotonic() - begin)) > 0:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        status = process.wait(min(GLANCE_SECONDS, waits))
+                    if status is None and path.exists() and (changed := path.stat().st_mtime_ns) != known:
+                        known = changed
+                        so_far(record_of(json.loads(path.read_text())) | {"status": "running"})
             finally:
                 with contextlib.suppress(ProcessLookupError):  # what it started too
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         found = json.loads(path.read_text()) if path.exists() else {"results": {}, "error": None}
         tail = log.read_text(errors="replace")[-TAIL:]
-    record: Record = {"seconds": round(time.monotonic() - begin, 1), "results": found["results"]}
+    record = record_of(found)
     if status is None:
         return record | {"status": "timed out", "why": f"not done after {limit:.0f} s", "log": tail}
     if status == 0:
