@@ -217,8 +217,9 @@ class LLM:
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
         (params,) = _params_for(params or self.default_params, 1)
         self.prepare([params])
-        request_id = self._add(self._ids(prompt), params)
+        ids, request_id = self._ids(prompt), self._new_id()
         try:
+            self._add(request_id, ids, params)
             finished = False
             while not finished:
                 for output in self._readers.step((request_id,)):
@@ -239,7 +240,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(ids, _params_for(params, 1)[0], request_id)
+                    self._add(request_id, ids, _params_for(params, 1)[0])
                     running.add(request_id)
                 if not running:
                     return
@@ -329,11 +330,11 @@ class LLM:
     def _generate(self, prompts: list[list[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
         each = _params_for(self.default_params if params is None else params, len(prompts))
         self.prepare(each)
-        ids: list[str] = []
+        ids = [self._new_id() for _ in prompts]
         done: dict[str, RequestOutput] = {}
         try:
-            for prompt, wanted in zip(prompts, each, strict=True):
-                ids.append(self._add(prompt, wanted))
+            for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
+                self._add(request_id, prompt, wanted)
             mine = set(ids)
             while len(done) < len(ids):
                 for output in self._readers.step(mine):
@@ -345,11 +346,12 @@ class LLM:
             self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
 
-    def _add(self, ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        request_id = request_id or f"request-{next(self._request_ids)}"
+    def _new_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
+
+    def _add(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> None:
         salt = self.cache_salt(len(ids))
         self._readers.use(lambda engine: engine.add(request_id, ids, params, cache_salt=salt))
-        return request_id
 
     def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
         """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were

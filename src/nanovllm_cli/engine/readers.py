@@ -2,6 +2,7 @@
 
 Threads take turns, one step each, so their requests run together. A stream that nobody holds any more is closed by the
 garbage collector, at any point of the program, even in the middle of a step: what it asked for then ends behind that step.
+Ctrl-C ends what it interrupts, and takes nothing from the others (`interrupts`).
 A process that was forked from the one that loaded the model has neither its threads nor its device, and is told so.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm_cli.errors import UsageError
 
@@ -41,10 +43,11 @@ class Readers:
         with self._turn:
             if self._is_closed:
                 raise UsageError("this model is closed", "load it again")
-            self._end_dropped()
-            result = action(self._engine)
-            self._end_dropped()
-            return result
+            with held():
+                self._end_dropped()
+                result = action(self._engine)
+                self._end_dropped()
+                return result
 
     def step(self, wanted: Collection[str]) -> list[RequestOutput]:
         """What is new of the wanted requests, after a step if nothing is. What the step does for others, such as a stream that
@@ -57,7 +60,8 @@ class Readers:
         self._dropped.extend(request_ids)
         if os.getpid() == self._process and self._turn.acquire(blocking=False):
             try:
-                self._end_dropped()
+                with held():
+                    self._end_dropped()
             finally:
                 self._turn.release()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.graphs import GraphCache
+from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
@@ -42,8 +43,11 @@ class Runner:
         self.sampler.start_masks(draws)
         rows = [first + len(share.wanted_rows) - 1 for share, first in owners for _ in share.draws]
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
-            return StepOutput(self.sampler.sample(draws, self.graphs.logits(inputs), rows), {})
-        hidden = self.model.run(inputs, self.cache)
+            with let_in():
+                logits = self.graphs.logits(inputs)
+            return StepOutput(self.sampler.sample(draws, logits, rows), {})
+        with let_in():
+            hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
             share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
             for share, first in owners
