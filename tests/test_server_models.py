@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,13 @@ class StandIn:
         self.state = EngineState.ASLEEP
         self.facts: Facts | None = None
         self.num_loads = 0
+        self.is_ending = False
 
     def announce(self) -> None:
         self.state = EngineState.LOADING
 
     async def load(self) -> Facts:
+        assert not self.is_ending
         self.num_loads += 1
         self.state = EngineState.LOADING
         await asyncio.sleep(0.02)
@@ -47,7 +51,9 @@ class StandIn:
         return FACTS
 
     async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
-        self.state = state
+        self.state, self.is_ending = state, True
+        await asyncio.sleep(0.01)
+        self.is_ending = False
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +91,6 @@ def test_the_one_used_least_recently_makes_room(run: Run) -> None:
             assert await asyncio.gather(answers(models, "c"), answers(models, "c")) == ["c", "c"]
             assert models.engines()["c"].num_loads == 1  # type: ignore[attr-defined]
             assert states(models) == {"a": EngineState.READY, "b": EngineState.ASLEEP, "c": EngineState.READY}
-            async with models.use("a"), models.use("c"):
-                with pytest.raises(ApiError) as caught:
-                    await answers(models, "b")
-                assert (caught.value.status, caught.value.retry_after) == (503, 5)
             with pytest.raises(ApiError) as caught:
                 await answers(models, "nobody")
             assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -164,5 +166,193 @@ def test_one_that_cannot_be_loaded_fails_at_the_start_and_later(run: Run) -> Non
             assert (caught.value.status, caught.value.code) == (503, "model_load_failed")
             assert "secret" not in caught.value.message
         assert await answers(models, "a") == "a"
+
+    run(scenario())
+
+
+def test_who_asks_while_all_are_in_use_waits_for_room(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1)
+        await models.start()
+        async with models.use("a"):
+            waiting = [asyncio.create_task(answers(models, "b")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            assert not any(task.done() for task in waiting)
+            assert states(models) == {"a": EngineState.READY, "b": EngineState.ASLEEP}
+        assert await asyncio.gather(*waiting) == ["b"] * 3
+        assert models.engines()["b"].num_loads == 1  # type: ignore[attr-defined]
+        await models.close()
+
+    run(scenario())
+
+
+def test_those_who_wait_are_not_overtaken_and_go_together(run: Run) -> None:
+    """However many ask for the model that is loaded: those who came behind the first for another one come behind it."""
+
+    async def scenario() -> None:
+        models = ServedModels([settings("b"), settings("a")], max_loaded=1)
+        await models.start()
+        assert await answers(models, "a") == "a"
+        ended: list[str] = []
+
+        async def ask(name: str) -> None:
+            async with models.use(name) as model:
+                assert model.engine.state is EngineState.READY
+                async with models.use(name):  # as routes do; who uses a model does not wait for himself
+                    await asyncio.sleep(0.1)
+            ended.append(name)
+
+        tasks = []
+        for name in "aababbaab":
+            tasks.append(asyncio.create_task(ask(name)))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+        assert "".join(ended) == "aabbbbaaa"
+        assert [engine.num_loads for engine in models.engines().values()] == [2, 2]  # type: ignore[attr-defined]
+        await models.close()
+
+    run(scenario())
+
+
+def test_the_first_that_is_free_makes_room_and_others_are_used_on(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b"), settings("c")], max_loaded=2)
+        await models.start()
+        async with models.use("a"):
+            async with models.use("b"):
+                waiting = asyncio.create_task(answers(models, "c"))
+                await asyncio.sleep(0.02)  # a takes nobody new, being the one that was not asked for longest
+                assert await answers(models, "b") == "b"
+            assert await waiting == "c"
+            assert await asyncio.wait_for(asyncio.create_task(answers(models, "a")), 1) == "a"
+        assert states(models)["b"] is EngineState.ASLEEP
+        await models.close()
+
+    run(scenario())
+
+
+def test_who_waits_too_long_is_told_when_to_come_back_and_holds_up_nobody(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.1)
+        await models.start()
+        async with models.use("a"):  # an answer that does not end
+            for _ in range(2):
+                asked = [asyncio.create_task(answers(models, name)) for name in ("b", "a")]
+                with pytest.raises(ApiError) as caught:
+                    await asked[0]
+                assert (caught.value.status, caught.value.code, caught.value.retry_after) == (503, "no_room", 5)
+                assert await asyncio.wait_for(asked[1], 0.05) == "a"
+            gone = asyncio.create_task(answers(models, "b"))
+            await asyncio.sleep(0.01)
+            gone.cancel()
+            await asyncio.sleep(0.01)
+            assert await asyncio.wait_for(asyncio.create_task(answers(models, "a")), 0.05) == "a"
+        assert models.engines()["b"].num_loads == 0  # type: ignore[attr-defined]
+        assert await answers(models, "b") == "b"
+        await models.close()
+
+    run(scenario())
+
+
+def test_who_keeps_asking_for_one_that_gets_no_room_shuts_nobody_out(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.2)
+        await models.start()
+
+        async def insist() -> None:
+            while True:
+                asyncio.create_task(answers(models, "b")).add_done_callback(lambda task: task.exception())
+                await asyncio.sleep(0.02)
+
+        async with models.use("a"):
+            insisting = asyncio.create_task(insist())
+            for _ in range(3):
+                assert await asyncio.create_task(answers(models, "a")) == "a"
+            insisting.cancel()
+        await models.close()
+
+    run(scenario())
+
+
+def test_who_asks_while_a_model_is_put_to_sleep_waits_until_it_is_back(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a")], sleep_idle=0.01)
+        await models.start()
+        for _ in range(4):
+            while states(models)["a"] is not EngineState.ASLEEP:
+                await asyncio.sleep(0)
+            assert await answers(models, "a") == "a"
+        await models.close()
+
+    run(scenario())
+
+
+def test_the_end_is_told_to_those_who_wait_and_nothing_is_loaded_behind_it(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b"), settings("c")], max_loaded=1)
+        await models.start()
+        async with models.use("a"):
+            waiting = [asyncio.create_task(answers(models, name)) for name in "bcb"]
+            await asyncio.sleep(0.01)
+            await models.close()
+            for task in waiting:
+                with pytest.raises(ApiError) as caught:
+                    await task
+                assert (caught.value.status, caught.value.code) == (503, "draining")
+        assert set(states(models).values()) == {EngineState.STOPPED}
+
+    run(scenario())
+
+
+def test_one_load_that_fails_is_told_to_all_who_wait_for_it(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("bad")])
+        await models.start()
+        failed = await asyncio.gather(*(answers(models, "bad") for _ in range(5)), return_exceptions=True)
+        assert [error.code for error in failed if isinstance(error, ApiError)] == ["model_load_failed"] * 5
+        assert models.engines()["bad"].num_loads == 1  # type: ignore[attr-defined]
+        await models.close()
+
+    run(scenario())
+
+
+def test_one_whose_files_are_broken_puts_nobody_to_sleep(run: Run, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b", path=tmp_path)], max_loaded=1)
+        await models.start()
+        with pytest.raises(ApiError, match="could not be loaded"):
+            await answers(models, "b")
+        assert states(models)["a"] is EngineState.READY
+        await models.close()
+
+    run(scenario())
+
+
+def test_any_mix_of_requests_is_answered_within_the_room_that_there_is(run: Run) -> None:
+    async def scenario() -> None:
+        rng = random.Random(4)
+        models = ServedModels([settings(name) for name in "abcd"], max_loaded=2, sleep_idle=0.02)
+        await models.start()
+        most = 0
+
+        async def ask(name: str, seconds: float, patience: float | None) -> None:
+            nonlocal most
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience), models.use(name) as model:
+                    assert model.engine.state is EngineState.READY
+                    await asyncio.sleep(seconds)
+                    assert model.engine.state is EngineState.READY
+                    loaded = [state for state in states(models).values() if state is not EngineState.ASLEEP]
+                    most = max(most, len(loaded))
+
+        tasks = []
+        for _ in range(150):
+            patience = 0.05 * rng.random() if rng.random() < 0.2 else None
+            tasks.append(asyncio.create_task(ask(rng.choice("aaabbcd"), 0.02 * rng.random(), patience)))
+            await asyncio.sleep(0.005 * rng.random())
+        await asyncio.gather(*tasks)
+        assert most == 2
+        assert not any(slot.users or slot.waiting for slot in models._slots)
+        await models.close()
 
     run(scenario())

@@ -132,13 +132,17 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
-        """Ends the process. What is running ends with an error."""
+        """Ends the process. What is running ends with an error, and so does a `load` that waits."""
+        self._state = state
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(NanovllmError(f"the engine of {self.name} was stopped while it loaded"))
+            self._ready.exception()  # there may be nobody who waits
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await keeper
-        self._state = state
+        self._state = state  # again: its last word may have been that it is ready
 
     async def _keep(self, ready: asyncio.Future[Facts]) -> None:
         """Runs the process, again and again. Ends where it never got ready, or when cancelled."""

@@ -1,6 +1,10 @@
 """The models behind one address: loaded when they are asked for, and put to sleep when others need the room or nobody asks.
 
 Each has an engine process of its own; asleep it has none, and what stays is its tokenizer and template.
+
+Where all that there is room for are in use, requests for another wait in line: one of those in use takes nobody new, and makes
+room when its answers are finished. Who asks for that one meanwhile stands behind them in the line. So under any load everybody's
+turn comes, and all who wait for a model share one.
 """
 
 from __future__ import annotations
@@ -28,8 +32,6 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-
-_UNLOADED = (EngineState.ASLEEP, EngineState.FAILED, EngineState.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +61,57 @@ class TextSide(NamedTuple):
     thinking_switch: str | None
 
 
+@dataclass
+class _Turn:
+    """A model's place in the line for room, until it is loaded."""
+
+    has_room: asyncio.Future[None]
+    task: asyncio.Task[None]
+
+
 class _Slot:
+    """users: the tasks that use the model, once for each use. waiting: those that do as soon as it is loaded."""
+
     def __init__(self, settings: ModelSettings, engine: EngineClient) -> None:
         self.settings = settings
         self.engine = engine
         self.created = int(time.time())
-        self.loading = asyncio.Lock()
         self.text: TextSide | None = None
-        self.num_users = 0
+        self.users: list[asyncio.Task[Any] | None] = []
+        self.waiting: list[asyncio.Task[Any] | None] = []
+        self.turn: _Turn | None = None
         self.used = 0.0
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.engine.state in (EngineState.READY, EngineState.STUCK, EngineState.RESTARTING)
 
     @property
     def context_len(self) -> int | None:
         return self.engine.facts.context_len if self.engine.facts is not None else None
 
+    def admit(self) -> None:
+        self.users += self.waiting
+        self.waiting.clear()
+
 
 class ServedModels:
-    """See ports.Models. max_loaded: most models in memory at once. sleep_idle: seconds without a request after which one is put
-    to sleep; None never does."""
+    """See ports.Models. max_loaded: most models in memory at once. room_seconds: how long a request waits for others to make room
+    for its model. sleep_idle: seconds without a request after which one is put to sleep; None never does."""
 
     def __init__(
         self,
         models: Sequence[ModelSettings],
         *,
         max_loaded: int = 1,
+        room_seconds: float = 60.0,
         sleep_idle: float | None = None,
         stuck_seconds: float = 120.0,
         observer: Observer | None = None,
         on_loading: Callable[[str, Loading], None] | None = None,
     ) -> None:
         self._max_loaded = max_loaded
+        self._room_seconds = room_seconds
         self._sleep_idle = sleep_idle
         self._observer = observer or Observer()
         self._tell = on_loading or (lambda _name, _progress: None)
@@ -97,23 +120,29 @@ class ServedModels:
         self._first = self._slots[:max_loaded]
         for slot in self._first:
             slot.engine.announce()
-        self._room = asyncio.Lock()
-        self._is_started = False
+        self._room = asyncio.Lock()  # the line: who holds it is its first
+        self._leaving: _Slot | None = None  # takes nobody new, to make room for the first of the line
+        self._news = asyncio.Event()  # for the first of the line: somebody has left
+        self._is_started = self._is_closed = False
         self._sleeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Loads as many as may be loaded, in their order. Raises what loading raises."""
         for slot in self._first:
+            await self._read_text(slot)
             await self._load(slot)
         self._is_started = True
         if self._sleep_idle is not None:
             self._sleeper = asyncio.create_task(self._put_to_sleep(self._sleep_idle))
 
     async def close(self) -> None:
+        self._is_closed = True
+        self._news.set()
         if self._sleeper is not None:
             self._sleeper.cancel()
         for slot in self._slots:
             await slot.engine.unload(EngineState.STOPPED)
+        await asyncio.gather(*(slot.turn.task for slot in self._slots if slot.turn is not None), return_exceptions=True)
 
     def cards(self) -> list[ModelCard]:
         return [
@@ -130,12 +159,19 @@ class ServedModels:
 
     @asynccontextmanager
     async def _use(self, slot: _Slot) -> AsyncIterator[ServedModel]:
-        slot.num_users += 1
+        user = asyncio.current_task()
+        # Who uses it already is let in again: it cannot be unloaded before he leaves.
+        is_let_in = user in slot.users or (slot.is_loaded and slot is not self._leaving)
+        (slot.users if is_let_in else slot.waiting).append(user)
+        slot.used = time.monotonic()
         try:
-            yield await self._ready(slot)
+            if not is_let_in:
+                await self._wait_for(slot)
+            yield self._served(slot)
         finally:
-            slot.num_users -= 1
+            (slot.users if user in slot.users else slot.waiting).remove(user)
             slot.used = time.monotonic()
+            self._news.set()
 
     def _find(self, name: str | None) -> _Slot:
         if name is None:
@@ -145,13 +181,7 @@ class ServedModels:
             raise ApiError(404, message, code="model_not_found", param="model")
         return self._by_name[name]
 
-    async def _ready(self, slot: _Slot) -> ServedModel:
-        if slot.engine.state in _UNLOADED:
-            if not self._is_started:
-                raise ApiError(503, "the model is being loaded", code="model_not_ready", retry_after=2)
-            async with slot.loading:
-                if slot.engine.state in _UNLOADED:
-                    await self._wake(slot)
+    def _served(self, slot: _Slot) -> ServedModel:
         engine, text = slot.engine, slot.text
         if engine.facts is None or text is None:
             raise ApiError(503, f"the model is {engine.state}", code="model_not_ready", retry_after=2)
@@ -167,41 +197,80 @@ class ServedModels:
             text.format,
         )
 
-    async def _wake(self, slot: _Slot) -> None:
+    async def _wait_for(self, slot: _Slot) -> None:
+        """Until it is loaded and this request is one of its users."""
+        if not self._is_started:
+            raise ApiError(503, "the model is being loaded", code="model_not_ready", retry_after=2)
+        if slot.turn is None or slot.turn.task.done():
+            has_room = asyncio.get_running_loop().create_future()
+            slot.turn = _Turn(has_room, asyncio.create_task(self._take_turn(slot, has_room)))
+            slot.turn.task.add_done_callback(_hear)
+        turn = slot.turn
+        await asyncio.wait((turn.has_room, turn.task), timeout=self._room_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not (turn.has_room.done() or turn.task.done()):
+            raise _no_room()
+        await asyncio.shield(turn.task)
+
+    async def _take_turn(self, slot: _Slot, has_room: asyncio.Future[None]) -> None:
+        """Loads it when its turn comes, for all who wait for it by then. Raises ApiError 503."""
         async with self._room:
-            await self._make_room(slot)
             try:
-                await self._load(slot)
+                if not slot.is_loaded:
+                    await self._read_text(slot)
+                    await self._make_room(slot)
+                    if self._is_closed:
+                        raise ApiError(503, "the server is about to end", code="draining", retry_after=5)
+                    if not slot.waiting:
+                        return
+                    has_room.set_result(None)
+                    await self._load(slot)
             except NanovllmError as error:
-                name = slot.settings.names[0]
-                message = f"the model {name!r} could not be loaded"
+                message = f"the model {slot.settings.names[0]!r} could not be loaded"
                 raise ApiError(503, message, code="model_load_failed", retry_after=30) from error
+            slot.admit()
 
     async def _make_room(self, wanted: _Slot) -> None:
-        """Puts the one to sleep that nobody has used for longest, until there is room for this one. It may be on its way into
-        memory: who asked for it first has left."""
-        unloaded = (EngineState.ASLEEP, EngineState.FAILED)
-        awake = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
-        idle = sorted((slot for slot in awake if not slot.num_users), key=lambda slot: slot.used)
-        for slot in idle[: max(0, len(awake) + 1 - self._max_loaded)]:
-            await slot.engine.unload()
-            awake.remove(slot)
-        if len(awake) >= self._max_loaded:
-            raise ApiError(503, "other models are in use, and there is no room for this one", retry_after=5)
+        """Until there is room for one more: puts the one to sleep that nobody uses and that was not asked for longest; where all
+        are in use, waits, while one of them takes nobody new. That must end: there may be answers that never do.
 
-    async def _load(self, slot: _Slot) -> None:
+        Returns early where nobody wants the room any more, and where the server ends.
+        """
+        try:
+            async with asyncio.timeout(self._room_seconds):
+                while wanted.waiting and not self._is_closed:
+                    unloaded = (EngineState.ASLEEP, EngineState.FAILED)
+                    others = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
+                    if len(others) < self._max_loaded:
+                        return
+                    idle = [slot for slot in others if not slot.users]
+                    if idle:
+                        await min(idle, key=_last_used).engine.unload()
+                        continue
+                    self._leaving = self._leaving or min(others, key=_last_used)
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise _no_room() from None
+        finally:
+            self._leaving = None
+
+    async def _read_text(self, slot: _Slot) -> None:
         if slot.text is None:
             slot.text = await asyncio.to_thread(open_text_side, slot.settings)
+
+    async def _load(self, slot: _Slot) -> None:
+        assert slot.text is not None
         facts = await slot.engine.load()
         slot.used = time.monotonic()
         check_vocabulary(slot.text, facts)
 
     async def _put_to_sleep(self, idle_seconds: float) -> None:
         while True:
-            now = time.monotonic()
             for slot in self._slots:
-                if slot.engine.state is EngineState.READY and not slot.num_users and now - slot.used >= idle_seconds:
-                    await slot.engine.unload()
+                async with self._room:  # who asks for it from now on waits until it is gone, and loads it again
+                    idle = not slot.users and time.monotonic() - slot.used >= idle_seconds
+                    if slot.engine.state is EngineState.READY and idle:
+                        await slot.engine.unload()
             await asyncio.sleep(min(1.0, idle_seconds / 4))
 
     def _engine(self, settings: ModelSettings, stuck_seconds: float) -> EngineClient:
@@ -213,6 +282,20 @@ class ServedModels:
             on_loading=lambda progress: self._tell(name, progress),
             on_restart=lambda: self._observer.engine_restarted(name),
         )
+
+
+def _no_room() -> ApiError:
+    return ApiError(503, "other models are in use, and there is no room for this one", code="no_room", retry_after=5)
+
+
+def _last_used(slot: _Slot) -> float:
+    return slot.used
+
+
+def _hear(task: asyncio.Task[None]) -> None:
+    """What a turn raises is told to those who wait for it. There may be none, which asyncio would complain of."""
+    if not task.cancelled():
+        task.exception()
 
 
 def open_text_side(settings: ModelSettings) -> TextSide:
