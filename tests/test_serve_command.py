@@ -104,6 +104,8 @@ def test_one_model_may_have_several_names(parsed: Callable[..., Served]) -> None
         (["tiny", "--sleep-idle", "nan"], "--sleep-idle"), (["tiny", "--ssl-key-file", "x"], "--ssl-cert-file"),
         (["tiny", "--temp", "-1"], "temperature"), (["tiny", "-c", "-5"], "-5"), (["tiny", "--timeout", "0"], "--timeout"),
         (["tiny", "--max-requests", "0"], "max_requests"), (["tiny", "--api-key-file", os.devnull], "no key"),
+        (["tiny", "--api-key-file", "nowhere"], "nowhere"), (["tiny", "--api-key-file", "."], "directory"),
+        (["tiny", "--swap-timeout", "0"], "--swap-timeout"), (["tiny", "--swap-timeout", "inf"], "--swap-timeout"),
     ],
     ids=str,
 )  # fmt: skip
@@ -116,7 +118,9 @@ def test_keys_come_from_the_option_the_environment_and_a_file(
 ) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\n\nanother-long-key\n")
     served = parsed("tiny", "--host", "0.0.0.0", "--api-key", "given-on-the-line", "--api-key-file", "keys")
-    assert served.settings.api_keys == ("given-on-the-line", KEY, "another-long-key")
+    assert served.settings.api_keys == ("given-on-the-line",)
+    assert served.settings.key_file is not None
+    assert served.settings.key_file.keys == (KEY, "another-long-key")
     monkeypatch.setenv("NANOVLLM_API_KEY", KEY)
     assert parsed("tiny").settings.api_keys == (KEY,)
 

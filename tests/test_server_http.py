@@ -25,7 +25,7 @@ from starlette.responses import Response
 from http_server import Answer, Running, read_answer, running
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.server import errors, middleware
+from nanovllm_cli.server import errors, keys
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
@@ -157,7 +157,7 @@ def test_keys_are_compared_in_constant_time_with_every_key(guarded: Running, mon
         compared.append(key)
         return in_constant_time(given, key)
 
-    monkeypatch.setattr(middleware.hmac, "compare_digest", compare)
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
     assert guarded.ask("GET", "/version", x_api_key=KEY).status == 200
     assert compared == [KEY.encode(), OTHER.encode()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ import typer
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import expand
-from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.model import chat_template
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
 from nanovllm_cli.cli.output import Console, console
@@ -65,6 +65,8 @@ def serve(
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:
         raise UsageError("--sleep-idle must be more than 0")
+    if not 0 < model.swap_timeout < math.inf:
+        raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()
     config = engine.config(model, max_num_seqs=limits.parallel, policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
@@ -118,6 +120,7 @@ def _run(
     models = ServedModels(
         served,
         max_loaded=model.max_models or len(served),
+        room_seconds=model.swap_timeout,
         sleep_idle=model.sleep_idle,
         observer=observer,
         on_loading=_teller(screen),
@@ -148,6 +151,7 @@ def _run(
 
 
 def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptions) -> ServeSettings:
+    from nanovllm_cli.server.keys import KeyFile
     from nanovllm_cli.server.settings import ServeSettings
 
     return ServeSettings(
@@ -157,7 +161,8 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
         tls_certificate=address.ssl_cert_file,
         tls_key=address.ssl_key_file,
         tls_password_file=address.ssl_key_password_file,
-        api_keys=_keys(access),
+        api_keys=tuple(dict.fromkeys(access.api_key or ())),
+        key_file=None if access.api_key_file is None else KeyFile(access.api_key_file),
         allowed_hosts=tuple(access.allowed_host or ()),
         cors_origins=tuple(access.cors_origin or ()),
         max_body_bytes=limits.max_body or MAX_BODY,
@@ -167,18 +172,6 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
         drain_seconds=limits.drain_timeout,
         ping_seconds=limits.ping_interval,
     )
-
-
-def _keys(access: AccessOptions) -> tuple[str, ...]:
-    """Those of the option, then those of the file; lines that begin with # and empty ones are none."""
-    keys = list(access.api_key or ())
-    if access.api_key_file is not None:
-        lines = decode(read_file(access.api_key_file), access.api_key_file).splitlines()
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise UsageError(f"{access.api_key_file} has no key", "one a line")
-        keys += found
-    return tuple(dict.fromkeys(keys))
 
 
 def _id(name: str) -> str:
@@ -232,7 +225,7 @@ def _example(name: str, settings: ServeSettings, listener: Listener) -> str:
         at = "http://localhost"
     words += [f"{at}/v1/chat/completions", "-H", "Content-Type: application/json"]
     line = shlex.join(words)
-    if settings.api_keys:
+    if settings.needs_key:
         line += ' -H "Authorization: Bearer $KEY"'
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return f"{line} -d {shlex.quote(body)}"

@@ -23,7 +23,7 @@ from nanovllm_cli.errors import UsageError
 ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
 HOST, PORT = "127.0.0.1", 8080
 MAX_REQUESTS, MAX_BODY = 512, 16 << 20
-DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS = 30.0, 30.0, 15.0
+DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS, SWAP_SECONDS = 30.0, 30.0, 15.0, 60.0
 
 
 def _seconds(flag: str, help: str, default: str, panel: str = LIMITS) -> Any:
@@ -62,6 +62,14 @@ class ServedOptions:
             "Takes a model out of memory when nobody asked it for so long; the next request loads it.", "never", MODEL,
         ),
     ] = None  # fmt: skip
+    swap_timeout: Annotated[
+        float,
+        _seconds(
+            "--swap-timeout",
+            "With --max-models: how long a request waits until others that are in use make room for its model.",
+            f"{SWAP_SECONDS:g}", MODEL,
+        ),
+    ] = SWAP_SECONDS  # fmt: skip
     tool_call_parser: Annotated[
         str | None,
         option(
@@ -133,7 +141,9 @@ class AccessOptions:
             panel=ACCESS, metavar="TEXT",
         ),
     ] = None  # fmt: skip
-    api_key_file: Annotated[str | None, _file("--api-key-file", "Keys, one a line.", ACCESS)] = None
+    api_key_file: Annotated[
+        str | None, _file("--api-key-file", "Keys, one a line; what changes in it counts at once.", ACCESS)
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         option(

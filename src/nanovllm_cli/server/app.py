@@ -74,7 +74,7 @@ def create_app(context: ServerContext) -> FastAPI:
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
-    app.openapi = lambda: _description(app, needs_key=bool(settings.api_keys))  # type: ignore[method-assign]
+    app.openapi = lambda: _description(app, needs_key=settings.needs_key)  # type: ignore[method-assign]
     return app
 
 

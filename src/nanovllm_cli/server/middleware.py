@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
@@ -24,6 +22,7 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.errors import as_api_error, error_response
 from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
 from nanovllm_cli.server.gate import Gate, Turnstile
+from nanovllm_cli.server.keys import Keys
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.settings import ServeSettings
 
@@ -114,7 +113,7 @@ class Doors:
     def __init__(self, app: ASGIApp, settings: ServeSettings, gate: Gate, observer: Observer) -> None:
         self._app, self._settings, self._gate, self._observer = app, settings, gate, observer
         self._turnstile = Turnstile()
-        self._tenants = {key.encode(): _tenant(key) for key in settings.api_keys}
+        self._keys = Keys(settings.api_keys, settings.key_file)
         self._hosts = {name.lower() for name in settings.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +158,7 @@ class Doors:
         named = [value for name, value in scope["headers"] if name == b"host"]
         if len(named) > 1 or (not named and scope["http_version"] != "1.0"):
             raise ApiError(400, "there must be one Host header", code="invalid_host")
-        if not named or (self._settings.api_keys and not self._hosts):
+        if not named or (self._keys.are_needed and not self._hosts):
             return
         host = _host_name(named[0])
         if not (host in self._hosts or "*" in self._hosts or host == self._settings.host.lower() or _is_own(host)):
@@ -167,13 +166,10 @@ class Doors:
 
     def _tenant_of(self, scope: Scope) -> str | None:
         """Whose key it is. Raises ApiError 401, for paths that do not exist as well."""
-        if not self._tenants or (scope["path"] in PUBLIC and scope["method"] == "GET"):
+        if not self._keys.are_needed or (scope["path"] in PUBLIC and scope["method"] == "GET"):
             return None
         given = _key(scope)
-        tenant = None
-        for key, its_tenant in self._tenants.items():
-            if hmac.compare_digest(given, key):
-                tenant = its_tenant
+        tenant = self._keys.tenant_of(given)
         if tenant is None:
             text = "the API key is not known here" if given else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, text, code="invalid_api_key")
@@ -209,10 +205,6 @@ def _key(scope: Scope) -> bytes:
         if name == b"x-api-key":
             return header.strip()
     return b""
-
-
-def _tenant(key: str) -> str:
-    return hashlib.blake2b(key.encode(), digest_size=16, person=b"nanovllm tenant").hexdigest()
 
 
 def _host_name(header: bytes) -> str:

@@ -8,14 +8,15 @@ import math
 from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.server.keys import KeyFile, check_keys
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """host, port: where to listen; port 0 is any that is free. unix_socket: a path, instead of both.
 
-    api_keys: who may ask; empty lets everybody in, which is refused beyond this machine. allowed_hosts: names in `Host` besides
-    this machine's own and `host` (`*` is any). cors_origins: whose pages may read answers; none by default.
+    api_keys, key_file: who may ask; without both everybody, which is refused beyond this machine. allowed_hosts: names in `Host`
+    besides this machine's own and `host` (`*` is any). cors_origins: whose pages may read answers; none by default.
 
     max_*: what one request may cost, and how many are under way at once (more are answered 429). *_seconds: how long a request
     may take to arrive, a connection to lie idle, a client not to read, an answer to take in all (None sets no limit), running
@@ -29,6 +30,7 @@ class ServeSettings:
     tls_key: str | None = None
     tls_password_file: str | None = None
     api_keys: tuple[str, ...] = ()
+    key_file: KeyFile | None = None
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
@@ -48,11 +50,10 @@ class ServeSettings:
             raise UsageError(f"--port {self.port} is not a port", "0 to 65535; 0 takes any that is free")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise UsageError("--ssl-cert-file and --ssl-key-file belong together")
-        if any(not key.isascii() or not key.isprintable() or " " in key or len(key) < 8 for key in self.api_keys):
-            raise UsageError("an API key is too short or has odd characters", "at least 8 of ASCII, without spaces")
+        check_keys(self.api_keys)
         if not self.host:
             raise UsageError("--host is empty", "127.0.0.1 is this machine alone, 0.0.0.0 all addresses")
-        if not self.is_private and not self.api_keys:
+        if not self.is_private and not self.needs_key:
             raise UsageError(
                 f"at {self.host} everybody on the network could use this server",
                 "say who may by --api-key or --api-key-file, or leave --host out",
@@ -65,6 +66,10 @@ class ServeSettings:
                 raise UsageError(f"{name} must be more than 0")
         if self.request_seconds is not None and not 0 < self.request_seconds < math.inf:
             raise UsageError("--timeout must be more than 0")
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self.api_keys) or self.key_file is not None
 
     @property
     def is_private(self) -> bool:

@@ -1,0 +1,125 @@
+"""Who may ask: API keys that were given, and those of a file, which may change while the server runs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from nanovllm_cli.errors import AccessRefusedError, NanovllmError, UsageError
+
+SHORTEST = 8
+MAX_FILE_BYTES = 1 << 20
+_SETTLED_NS = 100_000_000
+
+_Stamp = tuple[int, ...] | None
+
+logger = logging.getLogger(__name__)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raises UsageError."""
+    if any(not key.isascii() or not key.isprintable() or " " in key or len(key) < SHORTEST for key in keys):
+        raise UsageError("an API key is too short or has odd characters", f"at least {SHORTEST} of ASCII, without spaces")
+
+
+class KeyFile:
+    """Keys, one a line; lines that begin with # and empty ones are none.
+
+    Raises UsageError or AccessRefusedError where it cannot be read, has no key, or one that is none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stamp = self._look()
+        self._keys = _read(path)
+        self._failure: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """As the file has them now. While it is away, empty or broken, those that it had last: neither everybody gets in then, nor
+        is everybody shut out. A pipe is read once."""
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._read_again()
+        return self._keys
+
+    def _read_again(self) -> None:
+        before, failure_before = self._keys, self._failure
+        try:
+            self._keys, self._failure = _read(self._path), None
+        except NanovllmError as error:
+            self._failure = error.message
+        if self._failure is None and self._keys != before:
+            logger.warning("%s has changed; %d keys count now", self._path, len(self._keys))
+        elif self._failure is not None and self._failure != failure_before:
+            logger.error("%s; the keys that count are those from before", self._failure)
+
+    def _look(self) -> _Stamp:
+        """What tells one state of the file from another. A file that is just being written may change again without showing it in
+        its times: until it has rested, no two looks at it are the same."""
+        try:
+            found = os.stat(self._path)
+        except (OSError, ValueError):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            return ()
+        now = time.time_ns()
+        changed = max(found.st_mtime_ns, found.st_ctime_ns)
+        return (found.st_dev, found.st_ino, found.st_size, changed, now if 0 <= now - changed < _SETTLED_NS else 0)
+
+
+class Keys:
+    """Those who are let in. Without any keys everybody is."""
+
+    def __init__(self, given: tuple[str, ...], file: KeyFile | None) -> None:
+        self._given, self._file = given, file
+        self._from_file: tuple[str, ...] = ()
+        self._tenants = _tenants(given)
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._given) or self._file is not None
+
+    def tenant_of(self, given: bytes) -> str | None:
+        """Whose key it is; None for nobody's."""
+        if self._file is not None and (keys := self._file.keys) is not self._from_file:
+            self._from_file, self._tenants = keys, _tenants((*self._given, *keys))
+        tenant = None
+        for key, its_tenant in self._tenants.items():
+            if hmac.compare_digest(given, key):
+                tenant = its_tenant
+        return tenant
+
+
+def _read(path: str) -> tuple[str, ...]:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except PermissionError:
+        raise AccessRefusedError(f"cannot read {path}: no permission") from None
+    except (OSError, ValueError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else "it is no path"
+        raise UsageError(f"cannot read {path}: {reason}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"{path} is no list of keys: it has more than {MAX_FILE_BYTES >> 20} MiB")
+    lines = [line.strip() for line in data.decode("utf-8-sig", "replace").splitlines() if not line.startswith("#")]
+    keys = tuple(dict.fromkeys(filter(None, lines)))
+    if not keys:
+        raise UsageError(f"{path} has no key", "one a line")
+    try:
+        check_keys(keys)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}", error.hint) from None
+    return keys
+
+
+def _tenants(keys: Iterable[str]) -> dict[bytes, str]:
+    """By key: a name that does not tell it."""
+    return {key.encode(): hashlib.blake2b(key.encode(), digest_size=16, person=b"nanovllm tenant").hexdigest() for key in keys}
