@@ -118,6 +118,11 @@ def test_a_batch_from_stdin_and_without_a_template(tmp_path: Path) -> None:
     first, second = lines_of(result.out)
     assert first["answers"][0]["text"] == "[raw text]"
     assert "messages need a model with a chat template" in second["error"]["message"]
+    result = nanovllm(tmp_path, "run", "-q", "tiny", "--raw", "--batch", "-", stdin=lines)
+    first, second = lines_of(result.out)
+    assert first["answers"][0]["text"] == "[raw text]"
+    assert second["error"]["message"] == "messages need a chat template, and --raw leaves it out"
+    assert second["error"]["hint"] == "use prompt, or leave --raw away"
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,7 +63,7 @@ class QuantizeOptions:
         ),
     ] = None  # fmt: skip
     num_samples: Annotated[
-        int,
+        int | None,
         option(
             "--num-samples",
             help="Most pieces of 512 tokens to calibrate with. [128]",
@@ -71,7 +71,7 @@ class QuantizeOptions:
             min=1,
             max=100_000,
         ),
-    ] = 128
+    ] = None
     tensor_type: Annotated[
         list[str] | None,
         option(
@@ -177,7 +177,9 @@ def quantize(
     card = None
     with open_original(name, resolved.path) as original:
         plan = make_plan(original, choices)
-        method = pipeline.Method(options.algorithm, calibration, options.num_samples)
+        method = pipeline.Method(options.algorithm, calibration)
+        if options.num_samples is not None:
+            method = replace(method, num_samples=options.num_samples)
         if options.target_bpw is not None:
             plan = pipeline.plan_with_target(original, plan, options.target_bpw, method, progress)
         if options.dry_run:
@@ -208,10 +210,13 @@ def quantize(
 
 def _check_together(options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
-    if options.calibration is not None and options.algorithm == "rtn" and options.target_bpw is None:
-        raise UsageError(
-            "--calibration is given, and nothing is calibrated", "add --algorithm gptq or awq, or leave it away"
-        )
+    if options.algorithm == "rtn" and options.target_bpw is None:
+        for flag, value in (("--calibration", options.calibration), ("--num-samples", options.num_samples)):
+            if value is not None:
+                hint = "add --algorithm gptq or awq, or leave it away"
+                raise UsageError(f"{flag} is given, and nothing is calibrated", hint)
+    if options.no_verify and options.verify_text is not None:
+        raise UsageError("--verify-text is given, and --no-verify leaves the quality card out", "leave one of them away")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(
             f"{options.to} makes a folder, and {options.output} is called like a GGUF file",

@@ -18,8 +18,8 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Hold:
-    """In the place of a handler. is_open: what comes is passed on to it, as is in any case what comes behind the first: who insists
-    gets through."""
+    """In the place of a handler. is_open: what comes is passed on to it. So is, in any case, what comes behind the first: who
+    insists gets through."""
 
     def __init__(self, handler: _Handler) -> None:
         self._handler = handler
