@@ -42,8 +42,8 @@ class KeyFile:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """As the file has them now. While it is away, empty or broken, those that it had last: neither everybody gets in then, nor
-        is everybody shut out. A pipe is read once."""
+        """As the file has them now. While it is away, empty or broken, those that it had last: then neither everybody gets in,
+        nor nobody. A pipe is read once."""
         stamp = self._look()
         if stamp != self._stamp:
             self._stamp = stamp
