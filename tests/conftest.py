@@ -19,6 +19,14 @@ LONGEST = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def own_numbers(request: pytest.FixtureRequest) -> None:
+    """A test's random numbers are the same whatever ran before it, in its file or in another that shares the generator."""
+    generator = getattr(request.module, "GENERATOR", None)
+    if generator is not None:
+        generator.manual_seed(generator.initial_seed())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     servers = len(LONGEST) // 2

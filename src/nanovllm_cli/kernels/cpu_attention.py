@@ -14,8 +14,6 @@ A quantized cache (cpu_cache) has one byte for each element, in the same order. 
 rows of the work's tile; codes are exact in the compute type. A key's scale multiplies its score. A value's scale multiplies its
 weight before that is rounded: put into the value, it would round that one as well.
 
-Numba frees an array after its last use by name, whatever addresses of it are still about: addresses are taken where they
-are used, inside the loop.
 """
 
 from __future__ import annotations
@@ -24,7 +22,17 @@ import numpy as np
 from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
-from nanovllm_cli.kernels.cpu_numbers import FAST, dot16, dot64, exp_not_positive, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import (
+    FAST,
+    dot16,
+    dot64,
+    exp_not_positive,
+    floats_at,
+    keep,
+    scratch,
+    store,
+    whole_lines,
+)
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_f32
@@ -104,27 +112,39 @@ def paged_attention(arguments, thread, threads):
     tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
     sink_of = carray(typed_pointer(sinks, np.float32(0)), (heads,))
     group = heads // kv_heads
-    k_codes, v_codes = dim * BLOCK, padded * BLOCK
+    k_codes, v_codes, most_rows = dim * BLOCK, padded * BLOCK, max(MAX_TILE_ROWS, group)
+    k_bytes = whole_lines(size * scratch_size(k_kind, BLOCKS_PER_TILE * k_codes))
+    v_bytes = whole_lines(size * scratch_size(v_kind, BLOCKS_PER_TILE * v_codes))
+    acc_bytes, row_bytes, state_bytes = 4 * most_rows * padded, whole_lines(size * most_rows * dim), whole_lines(8 * most_rows)
+    memory = scratch(k_bytes + v_bytes + acc_bytes + row_bytes + state_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 256)
+    k_scratch = memory.ctypes.data
+    v_scratch = k_scratch + k_bytes
+    acc_at = v_scratch + v_bytes
+    rows_at = acc_at + acc_bytes
+    state_at = rows_at + row_bytes
+    scores_at = state_at + state_bytes
+    weights_at = scores_at + 4 * MAX_ROWS * KEYS
+    rest = weights_at + size * MAX_ROWS * KEYS
+    all_acc, state = floats_at(acc_at, (most_rows, padded)), floats_at(state_at, (most_rows, 2))
+    rows = carray(typed_pointer(rows_at, tag), (most_rows, dim))
+    scores, weights = floats_at(scores_at, (MAX_ROWS, KEYS)), carray(typed_pointer(weights_at, tag), (MAX_ROWS, KEYS))
+    k_scales, v_scales = floats_at(rest, (KEYS,)), floats_at(rest + 4 * KEYS, (KEYS,))
+    lanes = floats_at(rest + 8 * KEYS, (LANES,))
+    keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
+    values = carray(typed_pointer(rest + 8 * KEYS + 128, np.int64(0)), (BLOCKS_PER_TILE,))
     for task in share(num_tiles * kv_heads, thread, threads):
         kv_head = task // num_tiles
         seq, first_row, count, first_position = tile_of[task % num_tiles]
         num_rows = count * group
-        rows = np.empty((num_rows, dim), queries.dtype)
-        weights = np.empty((MAX_ROWS, KEYS), queries.dtype)
-        scores = scratch(4 * MAX_ROWS * KEYS).view(np.float32).reshape((MAX_ROWS, KEYS))
-        lanes = np.empty(LANES, np.float32)
-        keys, values = np.empty(BLOCKS_PER_TILE, np.int64), np.empty(BLOCKS_PER_TILE, np.int64)
-        k_scratch = scratch(size * scratch_size(k_kind, BLOCKS_PER_TILE * k_codes))
-        v_scratch = scratch(size * scratch_size(v_kind, BLOCKS_PER_TILE * v_codes))
-        k_scales, v_scales = np.zeros(KEYS, np.float32), np.zeros(KEYS, np.float32)
-        acc = scratch(4 * num_rows * padded).view(np.float32).reshape((num_rows, padded))
+        acc = all_acc[:num_rows]
         acc[:] = np.float32(0.0)
-        state = np.zeros((num_rows, 2), np.float32)
+        k_scales[:] = np.float32(0.0)
+        v_scales[:] = np.float32(0.0)
         for r in range(num_rows):
             query = queries[first_row + r // group, kv_head * group + r % group]
             for d in range(dim):  # a whole row would bring numba's messages about shapes, which take seconds to compile
                 rows[r, d] = query[d]
-            state[r, 0] = NEG_INF
+            state[r, 0], state[r, 1] = NEG_INF, np.float32(0.0)
         end = first_position + count
         begin = max(0, first_position - window + 1) if window > 0 else 0
         for tile in range(begin // KEYS, (end + KEYS - 1) // KEYS):
@@ -141,15 +161,15 @@ def paged_attention(arguments, thread, threads):
                 k_ahead, v_ahead = k_cache + later * k_record, v_cache + later * v_record
                 of_block = slice(b * BLOCK, (b + 1) * BLOCK)
                 take_scales(k_kind, keys[b], k_codes, k_scales[of_block])
-                keys[b] = readable(tag, k_kind, keys[b], k_codes, k_scratch.ctypes.data + b * k_codes * size, k_ahead)
+                keys[b] = readable(tag, k_kind, keys[b], k_codes, k_scratch + b * k_codes * size, k_ahead)
                 take_scales(v_kind, values[b], v_codes, v_scales[of_block])
-                values[b] = readable(tag, v_kind, values[b], v_codes, v_scratch.ctypes.data + b * v_codes * size, v_ahead)
+                values[b] = readable(tag, v_kind, values[b], v_codes, v_scratch + b * v_codes * size, v_ahead)
             keys[blocks:] = keys[blocks - 1]
             for r in range(0, num_rows, MAX_ROWS):
                 some = min(MAX_ROWS, num_rows - r)
                 dot64(
-                    tag, some, rows.ctypes.data + r * dim * size, dim * size, keys[0], keys[1], keys[2], keys[3], 64,
-                    dim // pair, scores.ctypes.data, 256, 0,
+                    tag, some, rows_at + r * dim * size, dim * size, keys[0], keys[1], keys[2], keys[3], 64,
+                    dim // pair, scores_at, 256, 0,
                 )  # fmt: skip
                 for i in range(some):
                     scale_by(k_kind, scores[i], k_scales)
@@ -160,7 +180,7 @@ def paged_attention(arguments, thread, threads):
                         v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
                 for b in range(blocks):
-                    p, o = weights.ctypes.data + b * BLOCK * size, acc.ctypes.data + r * padded * 4
+                    p, o = weights_at + b * BLOCK * size, acc_at + r * padded * 4
                     step, steps, stride = padded * 4, BLOCK // pair, padded * 4
                     d = 0
                     while d + TILE_COLUMNS <= padded:
@@ -179,3 +199,4 @@ def paged_attention(arguments, thread, threads):
             target = result[first_row + r // group, head]
             for d in range(dim):
                 store(target, d, acc[r, d] * inverse)
+    keep(memory)

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_matmul import put_row
-from nanovllm_cli.kernels.cpu_numbers import scratch
+from nanovllm_cli.kernels.cpu_numbers import floats_at, keep, scratch
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import FETCH_BYTES, MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_compact import ENTRY_BYTES, FEW_ROWS, STEP_BYTES, TABLE_BYTES, few_rows, unpack_steps
@@ -140,43 +140,47 @@ def compact_matmul(arguments, thread, threads):
     out_f32, bias_f32 = carray(typed_pointer(out, _F32), (num_rows, n)), carray(typed_pointer(bias, _F32), (n,))
     out_bf16, bias_bf16 = carray(typed_pointer(out, _BF16), (num_rows, n)), carray(typed_pointer(bias, _BF16), (n,))
     whole_at = carray(typed_pointer(whole, np.int64(0)), (num_tiles,))
+    most_rows = min(num_rows, ROWS_PER_TASK)
+    memory = scratch(4 * TILE_COLUMNS * (most_rows + LARGE_PANEL_STEPS))
+    sums_at = memory.ctypes.data
+    panel, sums = sums_at + 4 * TILE_COLUMNS * most_rows, floats_at(sums_at, (most_rows, TILE_COLUMNS))
     for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
-        sums = scratch(4 * (end - begin) * TILE_COLUMNS).view(np.float32).reshape((end - begin, TILE_COLUMNS))
         at, record, listed = x + begin * x_stride, records + tile * tile_bytes, _listed(patches, most, tile)
         prefetch(listed + (most + 1) * ENTRY_BYTES)
         if whole_at[tile] != 0:
-            _add_products(at, end - begin, x_stride, whole_at[tile], steps, sums, 0, 0)
+            _add_products(at, end - begin, x_stride, whole_at[tile], steps, sums_at, 0, 0)
         elif num_rows <= 2 * FEW_ROWS:
             half = num_rows if num_rows <= FEW_ROWS else (num_rows + 1) // 2
             for row in range(0, num_rows, half):
-                rows, to = min(half, num_rows - row), sums.ctypes.data + row * TILE_COLUMNS * 4
+                rows, to = min(half, num_rows - row), sums_at + row * TILE_COLUMNS * 4
                 few_rows(rows, at + row * x_stride, x_stride, record + TABLE_BYTES, record, steps, listed, to)
         else:
-            _by_panels(at, end - begin, x_stride, record, steps, listed, sums)
+            _by_panels(at, end - begin, x_stride, record, steps, listed, sums_at, panel)
         for r in range(end - begin):
             if wide:
                 put_row(sums[r], out_f32[begin + r], tile * TILE_COLUMNS, bias_f32, bias != 0)
             else:
                 put_row(sums[r], out_bf16[begin + r], tile * TILE_COLUMNS, bias_bf16, bias != 0)
+    keep(memory)
 
 
 @njit(nogil=True, error_model="numpy")
-def _by_panels(x, num_rows, x_stride, record, steps, listed, sums):
+def _by_panels(x, num_rows, x_stride, record, steps, listed, sums, panel):
     most = SMALL_PANEL_STEPS if num_rows <= SMALL_PANEL_ROWS else LARGE_PANEL_STEPS
-    panel = scratch(most * TILE_COLUMNS * 4).view(np.uint32)
+    words = carray(typed_pointer(panel, np.uint32(0)), (most * TILE_COLUMNS,))
     patch = carray(typed_pointer(listed, np.uint32(0)), (steps * TILE_COLUMNS + 1, 2))
     i = 0
     for first in range(0, steps, most):
         some = min(most, steps - first)
         codes = record + TABLE_BYTES + first * STEP_BYTES
-        unpack_steps(codes, record, some, panel.ctypes.data)
+        unpack_steps(codes, record, some, panel)
         while patch[i, 0] < (first + some) * TILE_COLUMNS:
-            panel[patch[i, 0] - first * TILE_COLUMNS] = patch[i, 1]
+            words[patch[i, 0] - first * TILE_COLUMNS] = patch[i, 1]
             i += 1
         ahead = codes + some * STEP_BYTES
-        _add_products(x + 4 * first, num_rows, x_stride, panel.ctypes.data, some, sums, first, ahead)
+        _add_products(x + 4 * first, num_rows, x_stride, panel, some, sums, first, ahead)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -184,7 +188,7 @@ def _add_products(x, num_rows, x_stride, w, steps, sums, accumulate, ahead):
     """ahead: address of what will come from memory next, for which the first rows ask meanwhile; or 0."""
     for row in range(0, num_rows, MAX_ROWS):
         rows = min(MAX_ROWS, num_rows - row)
-        target = sums.ctypes.data + row * TILE_COLUMNS * 4
+        target = sums + row * TILE_COLUMNS * 4
         asked = ahead + row // MAX_ROWS * steps * FETCH_BYTES if ahead != 0 and row < 2 * MAX_ROWS else w
         dot64_bf16_ahead(
             rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, target, 4 * TILE_COLUMNS, accumulate,

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, put_scale
-from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load, store
+from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_of_squares
@@ -119,9 +119,12 @@ def rope_and_cache(arguments, thread, threads):
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
     run_of = carray(typed_pointer(run, np.int32(0)), (num_tokens,))
     group = heads // kv_heads
+    memory = scratch(12 * dim)
+    buffer = floats_at(memory.ctypes.data, (dim,))
+    k_codes = carray(typed_pointer(memory.ctypes.data + 4 * dim, k_kind), (dim,))
+    v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
     for task in share(num_tokens * kv_heads, thread, threads):
         t, h = task // kv_heads, task % kv_heads
-        buffer = np.empty(dim, np.float32)
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
             _norm_and_rotate(tag, source[t, i], buffer, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
@@ -131,14 +134,12 @@ def rope_and_cache(arguments, thread, threads):
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
-        k_codes = np.empty(dim, key.dtype)
         _norm_and_rotate(tag, source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        v_codes = np.empty(dim, values.dtype)
         row, column = source[t, heads + kv_heads + h], values[offset // pair, :, offset % pair]
         for d in range(dim):
             buffer[d] = load(row, d)
@@ -153,3 +154,4 @@ def rope_and_cache(arguments, thread, threads):
                 stale = values[o // pair, :, o % pair]
                 for d in range(padded):
                     stale[d] = v_kind
+    keep(memory)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import (
     BF16,
@@ -66,9 +66,12 @@ def quantize(arguments, thread, threads):
     tag, x, num_rows, x_stride, width, group, per_row, order, out, stride = fields(arguments)
     padded = (width + STEP - 1) // STEP * STEP
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
+    memory = scratch(4 * padded)
+    values = floats_at(memory.ctypes.data, (padded,))
+    for i in range(width, padded):
+        values[i] = np.float32(0.0)
     for r in share(num_rows, thread, threads):
         line = carray(typed_pointer(x + r * x_stride, tag), (width,))
-        values = np.zeros(padded, np.float32)
         if order == 0:
             for i in range(width):
                 values[i] = load(line, i)
@@ -99,6 +102,7 @@ def quantize(arguments, thread, threads):
                 scales[g] = scale if finite else np.float32(np.nan)
                 scales[groups + g] = scales[g] * np.float32(total)
                 sums[g] = total
+    keep(memory)
 
 
 @njit(inline="always")
@@ -218,12 +222,18 @@ def integer_matmul(arguments, thread, threads):
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
+    most_rows = min(num_rows, ROWS_PER_TASK)
+    memory = scratch(CHUNK * TILE + 4 * TILE * (1 + 2 * _MOST_GROUPS + most_rows))
+    panel = memory.ctypes.data
+    scales_at = panel + CHUNK * TILE
+    lows_at = scales_at + 4 * _MOST_GROUPS * TILE
+    factors_at = lows_at + 4 * _MOST_GROUPS * TILE
+    sums_at = factors_at + 4 * TILE
+    scales, lows = floats_at(scales_at, (_MOST_GROUPS * TILE,)), floats_at(lows_at, (_MOST_GROUPS * TILE,))
+    factors, sums = floats_at(factors_at, (TILE,)), floats_at(sums_at, (most_rows, TILE))
     for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
-        panel, factors = scratch(CHUNK * TILE), scratch(4 * TILE).view(np.float32)
-        scales, lows = scratch(4 * _MOST_GROUPS * TILE).view(np.float32), scratch(4 * _MOST_GROUPS * TILE).view(np.float32)
-        sums = scratch(4 * (end - begin) * TILE).view(np.float32).reshape((end - begin, TILE))
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             groups = (k + group - 1) // group
@@ -237,33 +247,32 @@ def integer_matmul(arguments, thread, threads):
                 at = x + (chunk * num_rows + begin) * x_stride
                 if low == NO_LOW:
                     one_row(
-                        bits, codes, scales.ctypes.data, 0, k // STEP, group // 4, offset, at, groups, sums.ctypes.data, chunk
+                        bits, codes, scales_at, 0, k // STEP, group // 4, offset, at, groups, sums_at, chunk
                     )  # fmt: skip
                 else:
                     one_row_low(
-                        bits, codes, scales.ctypes.data, lows.ctypes.data, k // STEP, group // 4, offset, at, groups,
-                        sums.ctypes.data, chunk,
+                        bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk
                     )  # fmt: skip
                 continue
             ahead = codes + PREFETCH_BYTES
             if bits != 8:
                 # the products of more rows have time to ask for what comes next, evenly
-                unpack_panel(step_bytes, unpacker, table, codes, k, panel.ctypes.data, ahead if end - begin <= 3 else codes)
-                codes = panel.ctypes.data
+                unpack_panel(step_bytes, unpacker, table, codes, k, panel, ahead if end - begin <= 3 else codes)
+                codes = panel
             ahead_step = step_bytes // STEP_UNITS
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
                 at = x + (chunk * num_rows + row) * x_stride
-                target = sums.ctypes.data + (row - begin) * TILE * 4
+                target = sums_at + (row - begin) * TILE * 4
                 if low == NO_LOW:
                     dot_panel(
-                        rows, codes, scales.ctypes.data, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
-                        chunk, ahead, ahead_step,
+                        rows, codes, scales_at, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4, chunk,
+                        ahead, ahead_step,
                     )  # fmt: skip
                 else:
                     dot_panel_low(
-                        rows, codes, scales.ctypes.data, lows.ctypes.data, k // 4, group // 4, offset, at, x_stride, groups,
-                        target, TILE * 4, chunk, ahead, ahead_step,
+                        rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
+                        chunk, ahead, ahead_step,
                     )  # fmt: skip
                 ahead, ahead_step = record, 0
         first, columns = tile * TILE, min(TILE, n - tile * TILE)
@@ -274,6 +283,7 @@ def integer_matmul(arguments, thread, threads):
                     sums[r, c] += load(added, first + c)
             for c in range(columns):
                 store(line, c, sums[r, c])
+    keep(memory)
 
 
 @kernel()
@@ -292,10 +302,15 @@ def integer_rows(arguments, thread, threads):
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
     dst = carray(typed_pointer(out, out_tag), (num_ids, width))
     values = carray(typed_pointer(table, np.uint8(0)), (16,))
+    memory = scratch(CHUNK * TILE + 4 * TILE * (1 + 2 * _MOST_GROUPS))
+    panel = memory.ctypes.data
+    scales = floats_at(panel + CHUNK * TILE, (_MOST_GROUPS * TILE,))
+    lows = floats_at(panel + CHUNK * TILE + 4 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
+    factors = floats_at(panel + CHUNK * TILE + 8 * _MOST_GROUPS * TILE, (TILE,))
+    for i in range(lows.size):
+        lows[i] = np.float32(0.0)
     for r in share(num_ids, thread, threads):
         tile, column = rows[r] // TILE, rows[r] % TILE
-        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
-        factors, panel = np.empty(TILE, np.float32), scratch(CHUNK * TILE if unpacker != 0 else 0)
         line = dst[r]
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
@@ -303,8 +318,8 @@ def integer_rows(arguments, thread, threads):
             unpack_scales(record, k, group, scale, low, unit, scales, lows, factors)
             codes = record + codes_at(k, group, scale, low)
             if unpacker != 0:
-                call_unpacker(unpacker, codes, k // STEP, panel.ctypes.data, codes, table)
-                codes = panel.ctypes.data
+                call_unpacker(unpacker, codes, k // STEP, panel, codes, table)
+                codes = panel
             planes = carray(typed_pointer(codes, np.uint8(0)), (k // STEP, bits, TILE, 4))
             for i in range(min(k, width - chunk * CHUNK)):
                 code = np.float32(packed_code(planes, bits, column, i))
@@ -318,6 +333,7 @@ def integer_rows(arguments, thread, threads):
                     store(line, position, scales[at] * (code - lows[at]))
                 else:
                     store(line, position, scales[at] * (code - np.float32(offset)) + lows[at])
+    keep(memory)
 
 
 @njit(inline="always")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from nanovllm_cli.kernels.cpu_numbers import dot64, load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import dot64, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, typed_pointer
 
@@ -62,31 +62,20 @@ def matmul(arguments, thread, threads):
     num_chunks = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     dst = carray(typed_pointer(out, out_tag), (num_rows, n))
     added = carray(typed_pointer(bias, out_tag), (n,))
+    memory = scratch(4 * MAX_ROWS * TILE_COLUMNS)
+    sums_at = memory.ctypes.data
+    sums = floats_at(sums_at, (MAX_ROWS, TILE_COLUMNS))
     for task in share(num_blocks * num_chunks, thread, threads):
         block, chunk = task // num_chunks, task % num_chunks
         w = weight + block * steps * TILE_COLUMNS * 4
-        sums = scratch(4 * MAX_ROWS * TILE_COLUMNS).view(np.float32).reshape((MAX_ROWS, TILE_COLUMNS))
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)
         while row < end:
             rows = min(MAX_ROWS, end - row)
-            dot64(
-                tag,
-                rows,
-                x + row * x_stride,
-                x_stride,
-                w,
-                w + 64,
-                w + 128,
-                w + 192,
-                256,
-                steps,
-                sums.ctypes.data,
-                256,
-                0,
-            )
+            dot64(tag, rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, sums_at, 256, 0)
             for r in range(rows):
                 put_row(sums[r], dst[row + r], block * TILE_COLUMNS, added, bias != 0)
             row += rows
+    keep(memory)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-from nanovllm_cli.kernels.simd import dot16_bf16, dot16_f32, dot64_bf16, dot64_f32
+from nanovllm_cli.kernels.simd import dot16_bf16, dot16_f32, dot64_bf16, dot64_f32, typed_pointer
 
 # Neither `reassoc` nor `arcp`: a kernel's bits would depend on whether it was just compiled or comes from the cache. No `nnan`,
 # no `ninf`: masked scores are -inf, and a NaN must come out as one.
@@ -22,10 +22,33 @@ LOG2_E = np.float32(1.4426950408889634)
 
 @njit(nogil=True, error_model="numpy")
 def scratch(num_bytes):
-    """u8 [num_bytes] from the beginning of a cache line on: a vector that lies in two lines takes twice the time."""
+    """u8 [num_bytes] from the beginning of a cache line on: a vector that lies in two lines takes twice the time.
+
+    A thread has one of these for all its tasks, and reaches what lies in it by address. Of arrays that are made on the way numba
+    counts the users, slices too, by locked instructions behind which every load waits: up to half of a kernel's time. It frees an
+    array after its last use by name, whatever addresses of it are about, so that `keep` comes last.
+    """
     memory = np.empty(num_bytes + 64, np.uint8)
     skip = (64 - np.int64(memory.ctypes.data) % 64) % 64
     return memory[skip : skip + num_bytes]
+
+
+@njit(nogil=True)
+def keep(memory):
+    """Scratch is in use until here."""
+    memory[:1] = 0
+
+
+@njit(inline="always")
+def floats_at(address, shape):
+    """fp32 of this shape at an address."""
+    return carray(typed_pointer(address, np.float32(0)), shape)
+
+
+@njit(inline="always")
+def whole_lines(num_bytes):
+    """As many bytes, or up to the end of a cache line."""
+    return (num_bytes + 63) // 64 * 64
 
 
 @intrinsic

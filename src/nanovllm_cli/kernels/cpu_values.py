@@ -19,7 +19,7 @@ from numba import carray, njit, types
 from numba.extending import overload
 
 from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_panel, unpack_scales
-from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, load, scratch, store
+from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, ZERO
 from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
@@ -160,16 +160,24 @@ def value_matmul(arguments, thread, threads):
     added = carray(typed_pointer(bias, out_tag), (n,))
     factors = carray(typed_pointer(x_scales, np.float32(0)), (num_rows, max(1, x_groups)))
     by_group = scaled_after(tag) or x_groups > 1
+    most_rows = min(num_rows, ROWS_PER_TASK)
+    memory = scratch(CHUNK * TILE * (1 + size) + 4 * TILE * (1 + 3 * _MOST_GROUPS + most_rows + MAX_ROWS))
+    unpacked_at = memory.ctypes.data
+    panel_at = unpacked_at + CHUNK * TILE
+    sums_at = panel_at + CHUNK * TILE * size
+    partial_at = sums_at + 4 * TILE * most_rows
+    rest = partial_at + 4 * TILE * MAX_ROWS
+    unpacked = carray(typed_pointer(unpacked_at, np.uint32(0)), (CHUNK * TILE // 4,))
+    panel = carray(typed_pointer(panel_at, tag), (CHUNK * TILE,))
+    sums, partial = floats_at(sums_at, (most_rows, TILE)), floats_at(partial_at, (MAX_ROWS, TILE))
+    scales, lows = floats_at(rest, (_MOST_GROUPS * TILE,)), floats_at(rest + 4 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
+    taken = floats_at(rest + 8 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
+    of_supers = floats_at(rest + 12 * _MOST_GROUPS * TILE, (TILE,))
+    for i in range(_MOST_GROUPS * TILE):
+        lows[i], taken[i] = np.float32(0.0), np.float32(offset)
     for task in share(num_tiles * num_parts, thread, threads):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
-        unpacked = scratch(CHUNK * TILE).view(np.uint32)
-        panel = _empty_like(tag, CHUNK * TILE)
-        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
-        of_supers = np.empty(TILE, np.float32)
-        taken = np.full(_MOST_GROUPS * TILE, np.float32(offset), np.float32)
-        sums = scratch(4 * (end - begin) * TILE).view(np.float32).reshape((end - begin, TILE))
-        partial = scratch(4 * MAX_ROWS * TILE).view(np.float32).reshape((MAX_ROWS, TILE))
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
             real = min(k, width - chunk * CHUNK)
@@ -182,7 +190,7 @@ def value_matmul(arguments, thread, threads):
                     lows[i] = np.float32(0.0)
             codes = record + codes_at(k, group, scale, low)
             if step_bytes != 8 * UNIT_BYTES:
-                unpack_panel(step_bytes, unpacker, table, codes, k, unpacked.ctypes.data, codes + PREFETCH_BYTES)
+                unpack_panel(step_bytes, unpacker, table, codes, k, unpacked_at, codes + PREFETCH_BYTES)
                 fill_panel(tag, unpacked, k // 4, group, kind, values, taken, scales, lows, panel)
             else:
                 whole = carray(typed_pointer(codes, np.uint32(0)), (_UNITS * TILE,))
@@ -192,16 +200,15 @@ def value_matmul(arguments, thread, threads):
                 at = x + row * x_stride + chunk * CHUNK * size
                 first = row - begin
                 if not by_group:
-                    w = panel.ctypes.data
-                    target = sums.ctypes.data + first * TILE * 4
+                    w, target = panel_at, sums_at + first * TILE * 4
                     dot64(tag, rows, at, x_stride, w, w + 64, w + 128, w + 192, 256, real, target, TILE * 4, chunk)
                     continue
                 for g in range(groups):
-                    w = panel.ctypes.data + g * group * TILE * size
+                    w = panel_at + g * group * TILE * size
                     steps = (min(group, real - g * group) * size + 3) // 4
                     dot64(
-                        tag, rows, at + g * group * size, x_stride, w, w + 64, w + 128, w + 192, 256, steps, partial.ctypes.data,
-                        TILE * 4, 0,
+                        tag, rows, at + g * group * size, x_stride, w, w + 64, w + 128, w + 192, 256, steps, partial_at, TILE * 4,
+                        0,
                     )  # fmt: skip
                     for r in range(rows):
                         of_x = factors[row + r, (chunk * CHUNK // group + g)] if x_groups > 1 else np.float32(1.0)
@@ -229,6 +236,7 @@ def value_matmul(arguments, thread, threads):
                     sums[r, c] += load(added, first + c)
             for c in range(columns):
                 store(line, c, sums[r, c])
+    keep(memory)
 
 
 @kernel()
@@ -313,15 +321,3 @@ def _per_word(tag):
 def _per_word_of(tag):
     count = 2 if tag == types.uint16 else 1
     return lambda tag: count
-
-
-def _empty_like(tag, size):
-    """An array of the tag's type."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_empty_like)
-def _empty_like_of(tag, size):
-    if tag == types.uint16:
-        return lambda tag, size: scratch(2 * size).view(np.uint16)
-    return lambda tag, size: scratch(4 * size).view(np.float32)
