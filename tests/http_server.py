@@ -84,7 +84,7 @@ def running(settings: ServeSettings | None = None, context: ServerContext | None
     if routes is not None:
         app.include_router(routes)
     listener = listen(settings)
-    server = HttpServer(http_config(app, settings))
+    server = HttpServer(http_config(app, settings), settings.header_seconds)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(listener.sockets)))
     thread.start()

@@ -84,7 +84,7 @@ def test_a_file_that_is_broken_leaves_the_keys_from_before(
     keys = Keys((), KeyFile(str(path)))
     before = keys.tenant_of(OLD.encode())
     assert before is not None
-    with caplog.at_level(logging.WARNING, "nanovllm_cli.server.keys"):
+    with caplog.at_level(logging.WARNING, "nanovllm_cli.server.reread"):
         break_it(path)
         for _ in range(3):
             assert keys.are_needed
@@ -115,9 +115,9 @@ def test_a_file_that_rests_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "keys"
     path.write_text(OLD)
     file = KeyFile(str(path))
-    monkeypatch.setattr("nanovllm_cli.server.keys._SETTLED_NS", 0)
+    monkeypatch.setattr("nanovllm_cli.server.reread.SETTLED_NS", 0)
     assert file.keys == (OLD,)
-    monkeypatch.setattr("nanovllm_cli.server.keys._read", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(file._file, "_make", lambda: pytest.fail("read again"))
     assert file.keys == (OLD,)
 
 

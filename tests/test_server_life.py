@@ -271,6 +271,50 @@ def test_https_with_its_certificate(certificate: Path, key: str) -> None:
         assert server.say(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n", client).status == 200
 
 
+def test_who_begins_no_handshake_is_not_waited_for_longer_than_for_a_head(certificate: Path) -> None:
+    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
+    with running(ServeSettings(port=0, tls_certificate=cert, tls_key=key, header_seconds=0.3)) as server:
+        silent = [server.connect() for _ in range(3)]
+        silent[1].sendall(b"\x16\x03\x01")  # the beginning of one
+        for sock in silent:
+            sock.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+            sock.close()
+
+
+def test_a_certificate_that_is_renewed_counts_with_the_next_connection(certificate: Path, tmp_path: Path) -> None:
+    """Renewed file by file, so that for a moment certificate and key do not fit: the old ones count until they do."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for path in (cert, key):
+        shutil.copy(certificate / path.name, path)
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=renewed"
+    subprocess.run(f"{make} -keyout new-key.pem -out new-cert.pem".split(), cwd=tmp_path, check=True, capture_output=True)
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    with running(ServeSettings(port=0, tls_certificate=str(cert), tls_key=str(key))) as server:
+
+        def shown() -> str:
+            with server.connect(anybody) as sock:
+                assert isinstance(sock, ssl.SSLSocket)
+                return ssl.DER_cert_to_PEM_cert(sock.getpeercert(binary_form=True) or b"").strip()
+
+        old, new = (path.read_text().strip() for path in (cert, tmp_path / "new-cert.pem"))
+        assert shown() == old
+        (tmp_path / "new-cert.pem").rename(cert)
+        assert shown() == old
+        (tmp_path / "new-key.pem").rename(key)
+        assert shown() == new
+        key.unlink()
+        assert shown() == new
+
+
+def test_a_socket_file_has_no_tls(certificate: Path, tmp_path: Path) -> None:
+    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
+    with pytest.raises(UsageError, match="--unix-socket"):
+        ServeSettings(unix_socket=str(tmp_path / "s"), tls_certificate=cert, tls_key=key)
+
+
 def test_files_that_are_no_certificate_are_refused(certificate: Path, tmp_path: Path) -> None:
     (tmp_path / "junk.pem").write_text("junk")
     good, junk = str(certificate / "cert.pem"), str(tmp_path / "junk.pem")

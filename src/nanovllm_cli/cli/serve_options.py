@@ -123,7 +123,9 @@ class AddressOptions:
     unix_socket: Annotated[
         str | None, _file("--unix-socket", "A socket file instead, for its owner alone.", metavar="PATH")
     ] = None
-    ssl_cert_file: Annotated[str | None, _file("--ssl-cert-file", "HTTPS: the certificate, PEM.")] = None
+    ssl_cert_file: Annotated[
+        str | None, _file("--ssl-cert-file", "HTTPS: the certificate, PEM; one that is renewed counts at once.")
+    ] = None
     ssl_key_file: Annotated[str | None, _file("--ssl-key-file", "HTTPS: its key, PEM.")] = None
     ssl_key_password_file: Annotated[str | None, _file("--ssl-key-password-file", "HTTPS: the key's password.")] = None
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
-import stat
-import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-from nanovllm_cli.errors import AccessRefusedError, NanovllmError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, UsageError
+from nanovllm_cli.server.reread import Reread
 
 SHORTEST = 8
 MAX_FILE_BYTES = 1 << 20
-_SETTLED_NS = 100_000_000
-
-_Stamp = tuple[int, ...] | None
-
-logger = logging.getLogger(__name__)
 
 
 def check_keys(keys: Iterable[str]) -> None:
@@ -31,48 +24,17 @@ def check_keys(keys: Iterable[str]) -> None:
 class KeyFile:
     """Keys, one a line; lines that begin with # and empty ones are none.
 
-    Raises UsageError or AccessRefusedError where it cannot be read, has no key, or one that is none.
+    Raises UsageError or AccessRefusedError where the file cannot be read, has no key, or one that is none.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._stamp = self._look()
-        self._keys = _read(path)
-        self._failure: str | None = None
+        self._file = Reread((path,), partial(_read, path))
 
     @property
     def keys(self) -> tuple[str, ...]:
         """As the file has them now. While it is away, empty or broken, those that it had last: then neither everybody gets in,
-        nor nobody. A pipe is read once."""
-        stamp = self._look()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._read_again()
-        return self._keys
-
-    def _read_again(self) -> None:
-        before, failure_before = self._keys, self._failure
-        try:
-            self._keys, self._failure = _read(self._path), None
-        except NanovllmError as error:
-            self._failure = error.message
-        if self._failure is None and self._keys != before:
-            logger.warning("%s has changed; %d keys count now", self._path, len(self._keys))
-        elif self._failure is not None and self._failure != failure_before:
-            logger.error("%s; the keys that count are those from before", self._failure)
-
-    def _look(self) -> _Stamp:
-        """What tells one state of the file from another. A file that is just being written may change again without showing it in
-        its times: until it has rested, no two looks at it are the same."""
-        try:
-            found = os.stat(self._path)
-        except (OSError, ValueError):
-            return None
-        if not stat.S_ISREG(found.st_mode):
-            return ()
-        now = time.time_ns()
-        changed = max(found.st_mtime_ns, found.st_ctime_ns)
-        return (found.st_dev, found.st_ino, found.st_size, changed, now if 0 <= now - changed < _SETTLED_NS else 0)
+        nor nobody."""
+        return self._file.now()
 
 
 class Keys:

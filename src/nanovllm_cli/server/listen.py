@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm_cli.errors import AccessRefusedError, NanovllmError, UsageError
+from nanovllm_cli.server.reread import Reread
 from nanovllm_cli.server.settings import ServeSettings
 
 BACKLOG = 2048
@@ -61,9 +62,23 @@ def listen(settings: ServeSettings) -> Listener:
 
 
 def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """None without TLS. Raises UsageError for files that are no certificate and its key."""
+    """None without TLS. A certificate that is renewed counts with the next connection. Raises UsageError for files that are no
+    certificate and its key."""
     if settings.tls_certificate is None:
         return None
+    files = (settings.tls_certificate, settings.tls_key, settings.tls_password_file)
+    renewed = Reread([path for path in files if path is not None], lambda: _tls_context(settings))
+
+    def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = renewed.now()
+
+    first = renewed.now()
+    first.sni_callback = choose
+    return first
+
+
+def _tls_context(settings: ServeSettings) -> ssl.SSLContext:
+    assert settings.tls_certificate is not None
     password = None
     if settings.tls_password_file is not None:
         try:

@@ -12,8 +12,10 @@ import gc
 import logging
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
@@ -97,7 +99,7 @@ class _Life:
     def __init__(
         self, config: uvicorn.Config, app: FastAPI, settings: ServeSettings, listener: Listener, models: Loads
     ) -> None:
-        self._http = HttpServer(config)
+        self._http = HttpServer(config, settings.header_seconds)
         self._app, self._settings, self._listener, self._models = app, settings, listener, models
         self._gate: Gate = app.state.gate
         self._signals: list[int] = []
@@ -173,7 +175,25 @@ class _Life:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which leaves signals to others."""
+    """uvicorn, which leaves signals to others. handshake_seconds: how long a client has for TLS's handshake."""
+
+    def __init__(self, config: uvicorn.Config, handshake_seconds: float) -> None:
+        super().__init__(config)
+        self._handshake_seconds = handshake_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own leaves a client a minute for the handshake, in which its connection is not counted."""
+        loop, config = asyncio.get_running_loop(), self.config
+        make: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        protocol = partial(make, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        limit = None if config.ssl is None else self._handshake_seconds
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

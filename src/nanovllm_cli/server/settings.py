@@ -50,6 +50,8 @@ class ServeSettings:
             raise UsageError(f"--port {self.port} is not a port", "0 to 65535; 0 takes any that is free")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise UsageError("--ssl-cert-file and --ssl-key-file belong together")
+        if self.unix_socket is not None and self.tls_certificate is not None:
+            raise UsageError("--unix-socket and --ssl-cert-file exclude each other", "leave one away")
         check_keys(self.api_keys)
         if not self.host:
             raise UsageError("--host is empty", "127.0.0.1 is this machine alone, 0.0.0.0 all addresses")
