@@ -43,6 +43,8 @@ KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 POOL_ROWS = 256
 """Rows that are really quantized; the others are theirs again."""
+LOADED_ROWS = 16 * POOL_ROWS
+"""At once."""
 
 
 # ---- kernels ----
@@ -60,12 +62,12 @@ def product_case(launcher: Launcher, name: str, outputs: int, width: int, rows: 
     """A weight in a format with a norm before it, through its storage."""
     form = parse_format(name)
     formats = CudaFormats(launcher, rounds=True, deterministic=False)
-    some = quantized_rows(form, width, launcher.device)
+    many = repeated(quantized_rows(form, width, launcher.device))
     storages = []
     for _ in range(copies_for(outputs * form.row_bytes(width))):
         storages.append(formats.make(form, outputs, width, BF16))
-        for first in range(0, outputs, POOL_ROWS):
-            storages[-1].load_rows(first, first_rows(some, min(POOL_ROWS, outputs - first)))
+        for first in range(0, outputs, LOADED_ROWS):
+            storages[-1].load_rows(first, first_rows(many, min(LOADED_ROWS, outputs - first)))
     hidden = Normed(randn(launcher, rows, width), randn(launcher, width), 1e-6, 0.0)
 
     def call(storage: Any) -> Callable[[], object]:
@@ -79,6 +81,12 @@ def quantized_rows(form: Format, width: int, device: torch.device) -> QuantizedR
     """POOL_ROWS random ones."""
     rows = torch.randn(POOL_ROWS, width) * width**-0.5
     return form.quantize(rows if isinstance(form, Blocks) else rows.to(device))
+
+
+def repeated(rows: QuantizedRows) -> QuantizedRows:
+    """LOADED_ROWS of POOL_ROWS."""
+    times = LOADED_ROWS // POOL_ROWS
+    return type(rows)(*(None if part is None else part.repeat(times, 1) for part in rows))
 
 
 def first_rows(rows: QuantizedRows, count: int) -> QuantizedRows:
@@ -109,14 +117,14 @@ def crossover(output: Output) -> None:
 
 
 def packed_weight(launcher: Launcher, kind: packed.Kind, form: Format, outputs: int, width: int) -> Packed:
-    some = quantized_rows(form, width, launcher.device)
+    some = repeated(quantized_rows(form, width, launcher.device))
     assert isinstance(some, IntegerRows | Fp8Rows | Nf4Rows)
     group = width // some.scales.shape[1] if some.scales.shape[1] > 1 else 0
     weight = packed.empty(
         kind, outputs, width, group, some.scales.dtype, zeros=False, ordered=False, device=launcher.device
     )
-    for first in range(0, outputs, POOL_ROWS):
-        count = min(POOL_ROWS, outputs - first)
+    for first in range(0, outputs, LOADED_ROWS):
+        count = min(LOADED_ROWS, outputs - first)
         packed.pack_rows(weight, first, some.codes[:count], some.scales[:count])
     return weight
 
@@ -170,12 +178,9 @@ class RandomBlocks(PlainReader):
         key = form, shape[1]
         if key not in self._pool:
             self._pool[key] = quantized_rows(form, shape[1], torch.device("cpu"))
-        pool = self._pool[key]
-        assert isinstance(pool, BlockRows)
-        times = 16
-        many = BlockRows(pool.data.repeat(times, 1))
-        for first in range(0, shape[0], times * POOL_ROWS):
-            yield first_rows(many, min(times * POOL_ROWS, shape[0] - first)), first
+        many = repeated(self._pool[key])
+        for first in range(0, shape[0], LOADED_ROWS):
+            yield first_rows(many, min(LOADED_ROWS, shape[0] - first)), first
 
 
 def _is_precious(name: str) -> bool:

@@ -1,0 +1,78 @@
+"""The GPU's engine on a device that is not this machine's memory: nothing of the host's meets what lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from emulation.fake_gpu import CUDA, FakeGpu, fake_cuda
+from engines import SMALL, greedy, random_model, run, save
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.quant import block_layout
+from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built for CPUs only")
+SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+                 "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+PROMPTS = [[i, i + 1, 2 * i] for i in range(3, 14)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
+
+
+def test_what_is_not_on_the_device_is_noticed() -> None:
+    with fake_cuda():
+        there = torch.zeros(3, device=CUDA)
+        assert there.device == torch.ones(3).to(CUDA).device == CUDA
+        with pytest.raises(RuntimeError, match="device"):
+            there + torch.ones(3)
+
+
+@pytest.mark.parametrize("count", [2, 11])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"deterministic": True},
+        *({"quant": name} for name in ("fp8", "fp8:block=128", "int8", "int4", "nf4", "q4_k", "q6_k")),
+    ],
+    ids=str,
+)
+def test_steps_need_nothing_of_the_host(settings: dict[str, Any], count: int, folder: Path) -> None:
+    config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | settings)
+    device = FakeGpu()
+    with fake_cuda():
+        with open_checkpoint(folder) as checkpoint:
+            worker = Worker(checkpoint, config, platform=CudaPlatform(config, device))
+        engine = Engine(
+            InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+            num_blocks=worker.num_blocks, ahead=worker.ahead,
+        )  # fmt: skip
+        params = [greedy(6), SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=6, ignore_eos=True, logprobs=3)]
+        outputs = run(engine, [(prompt, params[i % 2]) for i, prompt in enumerate(PROMPTS[:count])])
+    assert [output.outputs[0].error for output in outputs] == [None] * count
+    assert [output.outputs[0].token_ids for output in outputs] == [(0,) * 6] * count
+    assert (device.graphs > 0) == ("deterministic" not in settings)
+
+
+@pytest.mark.parametrize("name", block_layout.TYPES)
+def test_blocks_are_packed_for_the_device(name: str) -> None:
+    rows = torch.zeros(32, int(Blocks(name).row_bytes(512)), dtype=torch.uint8)
+    with fake_cuda():
+        for source in (rows, rows.to(CUDA)) if name not in block_layout.LOOKED_UP else (rows,):
+            weight = block_layout.empty(name, 48, 512, CUDA)
+            block_layout.pack_rows(weight, 16, source)
+            assert weight.data.device == CUDA
