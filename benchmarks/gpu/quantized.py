@@ -31,7 +31,7 @@ from nanovllm_cli.quant import cuda_unpacked
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import parse_format
-from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
+from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 from nanovllm_cli.weights.weight_reader import PlainReader, Slices
 
 FORMATS = ("fp8", "fp8:block=128", "fp8-weight-only", "int8", "int8-weight-only", "int4", "nf4", "q4_k", "q6_k", "q8_0")

@@ -1,6 +1,6 @@
 """A GPU of which only names are there: its tensors are torch's FakeTensors, with shapes, types and a device, and no numbers.
 
-What emulation can't see, for there everything lies in the same memory: a tensor of the host that meets one of the device, a number
+What emulation can't see, for there all lies in the same memory: a tensor of the host that meets one of the device, a number
 that the host reads off the device while a step runs, and what only torch's CUDA side does (matmuls by the vendor's libraries, by
 their meta functions). Launches are checked for where their arguments lie, and do nothing; what is drawn is always token 0.
 """
