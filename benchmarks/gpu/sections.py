@@ -60,7 +60,7 @@ SECTIONS = (
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 90),
-    Section("transformers", "the peer, compiled with a StaticCache", "peers:transformers_section", 200, (*ENGINE, "transformers")),
+    Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 200, (*ENGINE, "transformers")),
     Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
     Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 200),
 )
