@@ -252,10 +252,13 @@ def value_rows(arguments, thread, threads):
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
     dst = carray(typed_pointer(out, tag), (num_ids, width))
+    memory = scratch(4 * TILE * (1 + 2 * _MOST_GROUPS))
+    scales_at = memory.ctypes.data
+    scales = floats_at(scales_at, (_MOST_GROUPS * TILE,))
+    lows = floats_at(scales_at + 4 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
+    of_supers = floats_at(scales_at + 8 * _MOST_GROUPS * TILE, (TILE,))
     for r in share(num_ids, thread, threads):
         tile, column = rows[r] // TILE, rows[r] % TILE
-        scales, lows = np.empty(_MOST_GROUPS * TILE, np.float32), np.zeros(_MOST_GROUPS * TILE, np.float32)
-        of_supers = np.empty(TILE, np.float32)
         line = dst[r]
         for chunk in range(num_chunks):
             k = min(CHUNK, padded - chunk * CHUNK)
@@ -266,6 +269,7 @@ def value_rows(arguments, thread, threads):
                 at = i // group * TILE + column
                 code = np.uint32(packed_code(planes, bits, column, i))
                 store(line, chunk * CHUNK + i, scales[at] * _value(code, kind, values, np.float32(0.0)))
+    keep(memory)
 
 
 @kernel()

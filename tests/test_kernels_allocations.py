@@ -1,0 +1,82 @@
+"""No CPU kernel makes an array for each of its tasks.
+
+Numba would count the array's users, and those of each slice, by locked instructions that hold up every load behind them: that was
+half of a decode step's time at one sequence, and no result showed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numba
+import pytest
+import torch
+from numba.core.runtime import _nrt_python
+
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.quant.cpu_formats import make_storage
+from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.quant.format_names import parse_format
+from test_kernels_cpu import GENERATOR, Paged, randn
+from test_kv_quant import QuantizedPaged
+
+assert GENERATOR
+BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Each thread has memory of its own."""
+    threads = numba.get_num_threads()
+    cpu.set_num_threads(1)
+    _nrt_python.memsys_enable_stats()
+    yield
+    _nrt_python.memsys_disable_stats()
+    cpu.set_num_threads(threads)
+
+
+def arrays_made(call: Callable[[], object]) -> int:
+    before = _nrt_python.memsys_get_stats_mi_alloc()
+    call()
+    return int(_nrt_python.memsys_get_stats_mi_alloc() - before)
+
+
+def test_arrays_are_counted() -> None:
+    """Otherwise nothing below could fail."""
+    from nanovllm_cli.kernels.cpu_numbers import scratch
+
+    assert arrays_made(lambda: scratch(5)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "int4:zeros", "Q4_K", "Q6_K", "fp8", "nf4", "int8-weight-only"])
+def test_a_matmul_of_many_tiles_makes_no_more_arrays_than_one_of_few(kind: str, rows: int) -> None:
+    made = []
+    for outputs in (128, 640):
+        weight, x = randn(outputs, 512), randn(rows, 512, dtype=BF16)
+        storage = (
+            DenseStorage(outputs, 512, BF16)
+            if kind == "bf16"
+            else make_storage(parse_format(kind), outputs, 512, BF16, rounds=True)
+        )
+        storage.load_rows(0, weight)
+        storage.matmul(x, None, BF16)
+        made.append(arrays_made(lambda storage=storage, x=x: storage.matmul(x, None, BF16)))
+        ids = torch.arange(outputs)
+        made[-1] += arrays_made(lambda storage=storage, ids=ids: storage.rows(ids, None))
+    assert made[0] == made[1] <= 4
+
+
+@pytest.mark.parametrize("kinds", [None, (INT8, FP8)])
+def test_attention_of_many_sequences_makes_no_more_arrays_than_that_of_one(kinds: tuple[torch.dtype, torch.dtype] | None) -> None:
+    made = []
+    for lens in ([100], [100, 300, 7, 64, 65, 1]):
+        paged = Paged(lens, 2, 64, BF16) if kinds is None else QuantizedPaged(lens, 2, 64, BF16, *kinds)
+        qkv = randn(sum(lens), 8 * 64, dtype=BF16)
+        made.append(arrays_made(lambda paged=paged, qkv=qkv, lens=lens: paged.step(qkv, lens, lens, 4)))
+    assert made[0] == made[1] <= 2
+
+
+def test_dense_matmul_in_fp32_makes_one_array() -> None:
+    packed = torch.zeros(cpu.packed_size(640, 64, torch.float32))
+    assert arrays_made(lambda: cpu.matmul(randn(40, 64), packed, 640, None, torch.float32)) <= 1
