@@ -526,7 +526,7 @@ complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l offline -d 'Use only 
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l to -x -a 'gguf hf safetensors' -d 'gguf: a file for llama.cpp and this program'
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l outtype -l dtype -x -a 'auto f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k' -d 'auto (as it is), f32, f16, bf16'
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -s o -l output -l outfile -r -F -d 'The file, or folder, that is written, whole or not at all'
-complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l split-max-size -x -d 'Most bytes of a file, such as 2G'
+complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l split-max-size -x -d 'Most bytes of tensors in a file, such as 2G'
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l force -d 'Replace the output where it exists'
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l dry-run -d 'Say what would be written, and write nothing'
 complete -c nanovllm -n '__nanovllm_at '\''convert'\''' -l json -d 'What was done as one JSON object'

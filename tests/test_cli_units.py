@@ -70,6 +70,19 @@ def test_bad_memory_sizes_are_refused(text: str) -> None:
         parsers.memory(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"), [("auto", "auto"), ("bf16", "bfloat16"), ("FP8", "fp8"), ("fp8_e4m3", "fp8"), ("Int8", "int8")]
+)
+def test_cache_types_have_the_names_of_llama_cpp_and_vllm_too(text: str, name: str) -> None:
+    assert parsers.cache_type(text) == name
+
+
+@pytest.mark.parametrize(("text", "words"), [("q8_0", "int8 comes nearest"), ("fp8_e5m2", "fp8 is e4m3"), ("", "known|not a KV")])
+def test_other_cache_types_are_refused_with_the_nearest(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parsers.cache_type(text)
+
+
 def test_logit_biases() -> None:
     assert parsers.logit_bias("15043+1") == (15043, 1.0)
     assert parsers.logit_bias("2-1.5") == (2, -1.5)

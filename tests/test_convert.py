@@ -31,7 +31,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quant.gguf_encode import ENCODED
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.checkpoint import GGUFCheckpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import halves_to_pairs, pairs_to_halves
 from nanovllm_cli.weights.convert_tensors import BLOCK_TYPES
 from nanovllm_cli.weights.source import resolve
@@ -68,7 +68,8 @@ CASES: dict[str, tuple[Any, torch.dtype]] = {
     "qwen2": (Qwen2Config(**BASE), torch.float32),
     "qwen3, yarn, tied": (
         Qwen3Config(**BASE | {"head_dim": 40, "tie_word_embeddings": True},
-                    **rope("yarn", factor=2.0, original_max_position_embeddings=256)), torch.bfloat16,
+                    **rope("yarn", factor=2.0, original_max_position_embeddings=256, beta_fast=24.0, beta_slow=2.0,
+                           attention_factor=1.2)), torch.bfloat16,
     ),
 }  # fmt: skip
 SETTINGS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -221,6 +222,17 @@ def test_divisors_that_are_no_llama3_go_into_lists(tmp_path: Path) -> None:
     torch.testing.assert_close(frequencies.double(), plain / torch.linspace(1, 7, 12).double(), rtol=1e-6, atol=0)
 
 
+def metadata_of_llama_cpp(folder: Path, num_parameters: int) -> dict[str, Any]:
+    """What the converter leaves to the `gguf` package: name, card, sampling, roles of tokens, merges, template."""
+    writer = gguf.GGUFWriter(None, "qwen3")
+    metadata = gguf.Metadata.load(None, folder, None, num_parameters)
+    metadata.size_label = metadata.size_label or gguf.size_label(num_parameters, num_parameters, 0, 0)
+    metadata.set_gguf_meta_model(writer)
+    gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
+    fields = {key: field.value for key, field in writer.kv_data[0].items()}
+    return {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in fields.items()}
+
+
 def test_the_bundled_model_there_and_back(tmp_path: Path) -> None:
     made = converted(TINY, tmp_path / "m.gguf", "gguf")
     assert made.notes == []
@@ -237,9 +249,14 @@ def test_the_bundled_model_there_and_back(tmp_path: Path) -> None:
         "tokenizer.ggml.padding_token_id": 4087, "tokenizer.ggml.add_bos_token": False,
     }  # fmt: skip
     assert {key: fields[key] for key in wanted} == wanted
+    for key, value in metadata_of_llama_cpp(TINY, 3_806_720).items():
+        assert fields[key] == value, key
     assert fields["qwen3.attention.layer_norm_rms_epsilon"] == np.float32(1e-6)
-    converted(tmp_path / "m.gguf", tmp_path / "back", "hf")
+    assert converted(tmp_path / "m.gguf", tmp_path / "back", "hf").notes == []
     assert stored(tmp_path / "back") == stored(TINY)
+    for name in ("config.json", "generation_config.json"):
+        old, new = (json.loads((folder / name).read_text()) for folder in (TINY, tmp_path / "back"))
+        assert new["bos_token_id"] == old["bos_token_id"], name
     converted(tmp_path / "back", tmp_path / "again.gguf", "gguf")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
@@ -295,6 +312,56 @@ def test_types_are_those_of_the_gguf_package_bit_by_bit(kind: str, tmp_path: Pat
     assert up.data.tobytes() == encoded.tobytes()
     assert down.tensor_type == (gguf.GGMLQuantizationType.F16 if kind[0] == "q" else numbers)  # rows of 72
     assert found["blk.0.attn_q.bias"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def test_yarn_says_what_llama_cpps_converter_says_of_it(tmp_path: Path) -> None:
+    converted(make(tmp_path / "source", CASES["qwen3, yarn, tied"][0]), tmp_path / "m.gguf", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    found = {key.removeprefix("qwen3.rope.scaling."): field.contents() for key, field in fields.items() if "scaling" in key}
+    assert found == {
+        "type": "yarn", "factor": 2.0, "original_context_length": 256, "yarn_beta_fast": 24.0, "yarn_beta_slow": 2.0,
+        "yarn_attn_factor": np.float32(1.2),
+    }  # fmt: skip
+
+
+def test_origins_are_carried_there_and_back(tmp_path: Path) -> None:
+    source = make(tmp_path / "Some-1B-Instruct", LlamaConfig(**BASE))
+    (source / "README.md").write_text(
+        "---\nlicense: mit\nbase_model: [Org/Some-1B-Base, b/C-7B-v0.1]\ndatasets:\n- a/b\n---\n# Hello\n"
+    )
+    converted(source, tmp_path / "m.gguf", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["general.base_model.1.repo_url"].contents() == "https://huggingface.co/b/C-7B-v0.1"
+    assert converted(tmp_path / "m.gguf", tmp_path / "back", "hf").notes == []
+    card = gguf.Metadata.load_model_card(tmp_path / "back")
+    assert (card["base_model"], card["datasets"]) == (["Org/Some-1B-Base", "b/C-7B-v0.1"], ["a/b"])
+    converted(tmp_path / "back", tmp_path / "again.gguf", "gguf")
+    again = gguf.GGUFReader(tmp_path / "again.gguf").fields
+    assert {k: f.contents() for k, f in again.items()} == {k: f.contents() for k, f in fields.items()}
+
+
+@pytest.mark.parametrize("change", [{"general.base_model.0.repo_url": "https://elsewhere/b"}, {"general.base_model.count": 3}])
+def test_origins_that_no_card_can_say_are_named(change: dict[str, Any], tmp_path: Path) -> None:
+    source = make(tmp_path / "source", LlamaConfig(**BASE))
+    (source / "README.md").write_text("---\nbase_model: a/b\n---\n")
+    converted(source, tmp_path / "m.gguf", "gguf")
+    with convert.open_source(tmp_path / "m.gguf") as checkpoint:
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        checkpoint.config.update(change)  # type: ignore[attr-defined]
+        made = convert.plan(checkpoint, "hf")
+    assert "general.base_model.0.repo_url" in " ".join(made.notes)
+    assert b"base_model" not in made.files["README.md"]
+
+
+def test_a_ternary_file_keeps_embedding_and_head_in_float16(tmp_path: Path) -> None:
+    """As llama.cpp's converter does."""
+    source = make(tmp_path / "source", Qwen3Config(**BASE | {"hidden_size": 256, "intermediate_size": 256}))
+    converted(source, tmp_path / "m.gguf", "gguf", "tq2_0")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert (types["token_embd.weight"], types["output.weight"]) == ("F16", "F16")
+    assert (types["blk.0.ffn_down.weight"], types["blk.1.attn_q.weight"]) == ("TQ2_0", "TQ2_0")
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_TQ2_0
 
 
 def test_every_type_that_can_be_encoded_is_offered() -> None:

@@ -85,6 +85,19 @@ def test_text_that_spells_a_byte_or_control_token_is_not_that_token() -> None:
         assert tokenizer.decode(ids) == text
 
 
+def test_what_merges_make_is_text_even_where_it_looks_like_an_end() -> None:
+    """Qwen's vocabularies have "</s>" among their words, as they have other tags."""
+    tokens = ["<", "/", "s", ">", "</", "</s", "</s>", "<|im_end|>"]
+    fields = gpt2_metadata(tokens=tokens, token_type=[1] * 8, merges=["< /", "</ s", "</s >"], bos_token_id=None, eos_token_id=7)
+    tokenizer = Tokenizer.from_gguf(fields)
+    assert tokenizer.encode("</s>") == [4, 2, 3]
+    assert tokenizer.eos_ids == (7,)
+    assert set(tokenizer.control_tokens) == {"<|im_end|>"}
+    unmerged = Tokenizer.from_gguf(fields | {"tokenizer.ggml.merges": ["< /"]})
+    assert unmerged.encode("</s>") == [6]
+    assert set(unmerged.eos_ids) == {6, 7}
+
+
 def test_phi3_by_name_swallows_space_after_control_tokens() -> None:
     fields = spm_metadata()
     plain = Tokenizer.from_gguf(fields).encode("<|im_end|>  ab")

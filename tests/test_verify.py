@@ -38,7 +38,9 @@ def changed_copy(folder: Path, name: str, change: Any) -> Path:
 def test_a_model_equals_itself() -> None:
     found = compare(traced(TINY), traced(TINY), [])
     assert found.equal
-    assert [layer.name for layer in found.layers] == ["embedding", "layer 0", "layer 1", "layer 2", "layer 3, norm"]
+    assert found.same_bits
+    names = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3, norm", "head"]
+    assert [layer.name for layer in found.layers] == names
     assert all(layer.worst == 0.0 for layer in found.layers)
     assert found.same_top == 1.0
 
@@ -90,6 +92,19 @@ def test_errors_are_relative_lengths_and_a_near_tie_is_none() -> None:
     assert found.same_top == 0.0
 
 
+def test_a_head_that_chooses_alike_but_is_another_is_found() -> None:
+    rows, logits = torch.ones(2, 3), torch.tensor([[1.0, 2.0, 9.0], [4.0, 3.0, 2.0]])
+    other = logits.clone()
+    other[1, 2] = 1.0
+    found = compare(Trace([rows, rows], other, torch.float32), Trace([rows, rows], logits, torch.float32), [])
+    assert found.top is None
+    assert found.first_layer is not None
+    assert (found.first_layer.name, found.first_layer.first_token) == ("head", 1)
+    assert found.first_layer.worst == pytest.approx(29**-0.5)
+    close = compare(Trace([rows, rows], other, torch.float32), Trace([rows, rows], logits, torch.float32), [], tolerance=1.0)
+    assert (close.equal, close.same_bits) == (True, False)
+
+
 def test_a_nan_is_a_difference() -> None:
     good = torch.ones(2, 3)
     bad = good.clone()
@@ -111,6 +126,10 @@ def test_transformers_failures_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     with pytest.raises(UnsupportedError, match="transformers can't load"):
         trace_transformers(tmp_path, IDS)
+    for read in (TransformersWords, lambda path: trace_transformers(path, IDS)):
+        with pytest.raises(UnsupportedError, match="GGUF") as refused:
+            read(TINY / "m.gguf")  # not the folder's own model, which lies beside it
+        assert "convert" in str(refused.value.hint)
 
 
 # ---- tokenizers ----

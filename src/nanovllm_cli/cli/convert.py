@@ -19,6 +19,7 @@ from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -64,7 +65,7 @@ class ConvertOptions:
         int | None,
         option(
             "--split-max-size",
-            help="Most bytes of a file, such as 2G; for GGUF this makes a folder of parts. [5 GB a file of a folder]",
+            help="Most bytes of tensors in a file, such as 2G; for GGUF this makes a folder of parts. [5 GB a file of a folder]",
             panel=OUTPUT, metavar="SIZE", parser=parsers.memory, envvar=None,
         ),
     ] = None  # fmt: skip
@@ -100,7 +101,6 @@ def convert(
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
-        from nanovllm_cli.weights.convert_tensors import check_outtype
         from nanovllm_cli.weights.source import resolve
     signals.check()
     outtype = options.outtype.lower()
@@ -109,9 +109,10 @@ def convert(
     resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
     with conversion.open_source(resolved.path) as checkpoint:
         target = _target(options, checkpoint)
-        check_outtype(outtype, target)
+        _check_outtype(outtype, target, name)
         made = conversion.plan(checkpoint, target, outtype, options.split_max_size, name=resolved.repo)
-        output = Path(options.output or _default_name(resolved.repo or str(resolved.path), made, outtype))
+        default = _default_name(resolved.repo or str(resolved.path), made, outtype)
+        output = Path(default if options.output is None else options.output)
         conversion.check_output(checkpoint, made, output, replace=options.force)
         if not options.dry_run:
             conversion.write(checkpoint, made, output, replace=options.force, progress=progress)
@@ -127,6 +128,20 @@ def _target(options: ConvertOptions, checkpoint: Checkpoint) -> Target:
     from nanovllm_cli.weights.pickled import PickledCheckpoint
 
     return "hf" if checkpoint.format == "gguf" or isinstance(checkpoint, PickledCheckpoint) else "gguf"
+
+
+def _check_outtype(outtype: str, target: Target, name: str) -> None:
+    """Raises UsageError for what is no type of a file; with the command that makes it, where another does."""
+    from nanovllm_cli.quant.format_names import FORMAT_NAMES
+    from nanovllm_cli.quantization.mixes import MIXES
+    from nanovllm_cli.weights.convert_tensors import BLOCK_TYPES, check_outtype
+
+    try:
+        check_outtype(outtype, target)
+    except UsageError as error:
+        if outtype.split(":")[0] not in {*FORMAT_NAMES, *MIXES} - {*BLOCK_TYPES}:
+            raise
+        raise UsageError(error.message, f"nanovllm quantize {shlex.quote(name)} --to {outtype}") from error
 
 
 def _default_name(source: str, made: Plan, outtype: str) -> str:
@@ -154,7 +169,8 @@ def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen
     elif options.dry_run:
         screen.say(f"would write {output} ({size(made.num_bytes)}); nothing was written")
     else:
-        screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
+        if made.has_family:
+            screen.say(f'nanovllm run {shlex.quote(str(output))} "Once upon a time"', "dim")
         screen.answer(f"{output}\n")
 
 

@@ -10,7 +10,11 @@ from nanovllm_cli.config import KVCacheDType
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _CACHE_TYPES = get_args(KVCacheDType)
-_CACHE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_CACHE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8_e4m3": "fp8"}
+_NEAR_CACHE_TYPES = {
+    "q8_0": "for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head",
+    "fp8_e5m2": "fp8 is e4m3",
+}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
@@ -54,11 +58,12 @@ def escaped(text: str) -> str:
 
 
 def cache_type(text: str) -> str:
-    """What K or V is kept as, by EngineConfig's names and llama.cpp's."""
-    name = _CACHE_NAMES.get(text, text)
+    """What K or V is kept as, by EngineConfig's names, llama.cpp's and vLLM's, in any case."""
+    lowered = text.lower()
+    name = _CACHE_NAMES.get(lowered, lowered)
     if name in _CACHE_TYPES:
         return name
-    near = "; for llama.cpp's q8_0 int8 comes nearest, with one scale a token and head" if text == "q8_0" else ""
+    near = f"; {_NEAR_CACHE_TYPES[lowered]}" if lowered in _NEAR_CACHE_TYPES else ""
     raise ValueError(f"{text!r} is not a KV cache type: {', '.join((*_CACHE_TYPES, *_CACHE_NAMES))}{near}")
 
 

@@ -103,15 +103,17 @@ def verify(
     paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
     words = OurWords(paths[0])
     ids = _ids(options, words.tokenizer)
-    a = verification.trace(paths[0], ids, options.dtype, progress)
+    apart: list[str] = []
     if against == "transformers":
         apart = differences(words, TransformersWords(paths[0]))
-        b = verification.trace_transformers(paths[0], ids)
     elif against == "model":
         apart = differences(words, OurWords(paths[1]))
+    a = verification.trace(paths[0], ids, options.dtype, progress)
+    if against == "transformers":
+        b = verification.trace_transformers(paths[0], ids)
+    elif against == "model":
         b = verification.trace(paths[1], ids, options.dtype_b, progress)
     else:
-        apart = []
         b = verification.trace(paths[0], ids, "float32", progress)
     progress.done()
     found = verification.compare(a, b, apart, options.tolerance)
@@ -150,7 +152,7 @@ def _print(found: Difference, tokenizer: Tokenizer, ids: list[int], screen: Cons
         )
     lines += [f"tokenizers differ: {line}" for line in found.tokenizer]
     if found.equal:
-        lines.append("equal within the tolerance")
+        lines.append("equal to the bit" if found.same_bits else "equal within the tolerance")
     elif found.first_layer is not None:
         lines.append(f"different: first at {found.first_layer.name}, token {found.first_layer.first_token}")
     else:

@@ -283,7 +283,16 @@ def _rope_from_gguf(
         return base
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(f"rope scaling {kind!r} in GGUF is not supported", "known: none, linear, yarn, longrope")
-    return replace(base, scaling=kind, factor=factor)  # type: ignore[arg-type]
+    spec = replace(base, scaling=kind, factor=factor)  # type: ignore[arg-type]
+    if kind == "linear":
+        return spec
+    stretch = key("rope.scaling.yarn_attn_factor")  # what llama.cpp's converter makes of config.json's attention_factor
+    return replace(
+        spec,
+        beta_fast=read.number(key("rope.scaling.yarn_beta_fast"), spec.beta_fast),
+        beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
+        attention_factor=read.number(stretch) if read.has(stretch) else None,
+    )
 
 
 def _layers(count: int, read: ConfigReader) -> int:

@@ -1,7 +1,8 @@
 """Where two models, or two ways to compute one, part: the first layer, the first token, and the tokenizer.
 
-Both sides read the same tokens. What is compared is the residual stream before every layer, the rows after the last norm, and the
-most likely next token. A side is a checkpoint in some dtype, computed by this engine; or by transformers, layer by layer as well.
+Both sides read the same tokens. What is compared is the residual stream before every layer, the rows after the last norm, the
+logits, and the most likely next token. A side is a checkpoint in some dtype, computed by this engine; or by transformers, layer
+by layer as well.
 
     relative error of a token at a layer      |a - b| / |b|, lengths of vectors
     near tie                                  b's logits of the two choices lie within `tolerance` of the logits' spread
@@ -22,6 +23,7 @@ from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.verify_text import folder_for_transformers
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
 # Of bf16, with errors that add up over some dozens of layers; and of float32.
@@ -38,8 +40,8 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """name: "embedding", "layer 3" (behind it), "layer 27, norm" (behind the last one and its norm). mean, worst: relative errors
-    of tokens. first_token: whose error is above the tolerance."""
+    """name: "embedding", "layer 3" (behind it), "layer 27, norm" (behind the last one and its norm), "head" (its logits). mean,
+    worst: relative errors of tokens. first_token: whose error is above the tolerance."""
 
     name: str
     mean: float
@@ -76,8 +78,13 @@ class Difference:
     def equal(self) -> bool:
         return self.first_layer is None and self.top is None and not self.tokenizer
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether no number differs, in no layer."""
+        return all(layer.worst == 0 for layer in self.layers)
+
     def as_json(self) -> dict[str, Any]:
-        return {"equal": self.equal} | asdict(self)
+        return {"equal": self.equal, "same_bits": self.same_bits} | asdict(self)
 
 
 def trace(path: Path, ids: Sequence[int], dtype: DTypeName, progress: LoadProgress) -> Trace:
@@ -97,7 +104,7 @@ def trace_transformers(path: Path, ids: Sequence[int]) -> Trace:
         from transformers.utils import logging as messages
     except ImportError as failure:
         raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
-    folder = path if path.is_dir() else path.parent
+    folder = folder_for_transformers(path)
     messages.disable_progress_bar()  # type: ignore[no-untyped-call]  # what stderr shows is decided by who calls this
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -123,9 +130,9 @@ def compare(a: Trace, b: Trace, tokenizer: list[str], tolerance: float | None = 
         )
     limit = max(TOLERANCES[a.dtype], TOLERANCES[b.dtype]) if tolerance is None else tolerance
     last = len(a.streams) - 1
-    names = ["embedding", *(f"layer {i}" for i in range(last - 1)), f"layer {last - 1}, norm"]
-    streams = zip(names, a.streams, b.streams, strict=True)
-    layers = [_layer_difference(name, ours, theirs, limit) for name, ours, theirs in streams]
+    names = ["embedding", *(f"layer {i}" for i in range(last - 1)), f"layer {last - 1}, norm", "head"]
+    sides = zip(names, [*a.streams, a.logits], [*b.streams, b.logits], strict=True)
+    layers = [_layer_difference(name, ours, theirs, limit) for name, ours, theirs in sides]
     same = a.logits.argmax(-1) == b.logits.argmax(-1)
     return Difference(
         a.logits.shape[0],

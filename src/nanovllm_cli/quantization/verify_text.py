@@ -56,6 +56,13 @@ class OurWords:
             return None
 
 
+def folder_for_transformers(path: Path) -> Path:
+    """The folder of a model. UnsupportedError for a GGUF file: what lies beside it is another model."""
+    if path.suffix == ".gguf":
+        raise UnsupportedError(f"{path} is GGUF, and transformers reads folders", "nanovllm convert makes one of it")
+    return path if path.is_dir() else path.parent
+
+
 class TransformersWords:
     """UnsupportedError where transformers is not installed, or refuses the tokenizer."""
 
@@ -67,7 +74,7 @@ class TransformersWords:
             from transformers import AutoTokenizer
         except ImportError as failure:
             raise UnsupportedError("transformers is not installed", "pip install transformers") from failure
-        folder = path if path.is_dir() else path.parent
+        folder = folder_for_transformers(path)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as failure:  # whatever a library does with a tokenizer that it can't read

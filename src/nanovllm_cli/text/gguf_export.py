@@ -7,8 +7,9 @@ made is read again and compared on varied text: a vocabulary that would mean som
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -45,8 +46,11 @@ class GGUFVocabulary(NamedTuple):
     notes: list[str]
 
 
-def gguf_vocabulary(folder: Path, vocab_size: int, end_ids: Sequence[int] = ()) -> GGUFVocabulary:
+def gguf_vocabulary(
+    folder: Path, vocab_size: int, end_ids: Sequence[int] = (), config: Mapping[str, Any] = MappingProxyType({})
+) -> GGUFVocabulary:
     """The tokenizer of `folder` for a model of `vocab_size` rows; `end_ids` are what generation_config.json ends with.
+    `config` is config.json, which names the roles of ids that the tokenizer's files don't.
 
     Raises CheckpointError (broken, or more tokens than rows), UnsupportedError (no such vocabulary in GGUF).
     """
@@ -65,7 +69,7 @@ def gguf_vocabulary(folder: Path, vocab_size: int, end_ids: Sequence[int] = ()) 
             "known: byte-level BPE, SentencePiece BPE",
         )
     notes: list[str] = []
-    common = _tokens(parts, vocab_size) | _around(parts, source) | _templates(parts)
+    common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size) | _templates(parts)
     if kind == "byte_level":
         fields = _byte_level(common, parts, state, source, notes)
     else:
@@ -123,11 +127,13 @@ def _tokens(parts: TokenizerParts, vocab_size: int) -> dict[str, Any]:
     return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
 
 
-def _around(parts: TokenizerParts, source: Tokenizer) -> dict[str, Any]:
+def _around(parts: TokenizerParts, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for attribute, name in _ROLES.items():
         token_id = getattr(parts, attribute)
-        if token_id is not None:
+        if token_id is None:
+            token_id = config.get(attribute.replace("_id", "_token_id"))
+        if type(token_id) is int and 0 <= token_id < vocab_size:
             fields[f"tokenizer.ggml.{name}_token_id"] = token_id
     before, after = list(parts.prefix_ids), list(parts.suffix_ids)
     if before not in ([], [parts.bos_id]) or after not in ([], [parts.eos_id]):

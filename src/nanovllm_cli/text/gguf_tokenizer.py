@@ -61,10 +61,14 @@ class _Fields:
         types = self.array("token_type", int) or [NORMAL] * len(self.tokens)
         if len(types) != len(self.tokens):
             raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
-        self.types = [
-            CONTROL if token in END_TOKENS and kind in (NORMAL, USER_DEFINED) and _is_marked_up(token) else kind
+        ends = {
+            token
             for token, kind in zip(self.tokens, types, strict=True)
-        ]
+            if token in END_TOKENS and kind in (NORMAL, USER_DEFINED) and _is_marked_up(token)
+        }
+        if ends:
+            ends -= {merge.replace(" ", "") for merge in self.array("merges", str)}  # Qwen's "</s>" is text like other tags
+        self.types = [CONTROL if token in ends else kind for token, kind in zip(self.tokens, types, strict=True)]
 
     def text(self, key: str, default: str) -> str:
         value = self.metadata.get(_PREFIX + key, default)

@@ -83,7 +83,7 @@ class Plan:
     """What a conversion will write. `files`: small ones of a folder, by name. `copies`: taken over as they are.
 
     `split_bytes`: most bytes of a file; for GGUF, None is one file. `notes`: what cannot be carried, a line each. `is_known`: the
-    output is of an architecture that can be loaded here.
+    output has been made for an architecture that can be loaded here. `has_family`: the input is of one.
     """
 
     target: Target
@@ -95,6 +95,7 @@ class Plan:
     split_bytes: int | None = None
     tokenizer: Tokenizer | None = None
     is_known: bool = False
+    has_family: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -141,15 +142,18 @@ def plan(
     else:
         result = _gguf_to_gguf(source, outtype)
     result.split_bytes = split_bytes
+    result.has_family = _has_family(source)
     return result
 
 
 def check_output(source: Checkpoint, made: Plan, output: Path, *, replace: bool) -> None:
-    """Raises UsageError where `output` exists, is the input or would take it along, DoesNotFitError where it has no room."""
+    """Raises UsageError where `output` exists, is the input or would take it along, or is called what it is not;
+    DoesNotFitError where it has no room."""
     inside = Path(os.path.realpath(source.path))
     target = Path(os.path.realpath(output))
     if target == inside or (made.is_folder and target in inside.parents) or _is_input_file(source, target):
         raise UsageError(f"{output} is the input", "-o names another output")
+    _check_name(made, output)
     if os.path.lexists(target) and not replace:
         raise exists_already(output)
     if made.is_folder and os.path.lexists(target):
@@ -207,7 +211,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         steps.append(_turned(Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after)),
                              spec, family, to_gguf=True))  # fmt: skip
     names = {step.name for step in steps}
-    header = gguf_header(source, folder_of(source), model_name, spec, family, names, file_type(main_type(steps)))
+    header = gguf_header(source, folder_of(source), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
@@ -233,7 +237,9 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
         {step.before for step in steps if not step.copied and step.after == "F32" and step.before not in DTYPES}
     )
     if blocks and outtype == "auto":
-        notes.append(f"{', '.join(blocks)} becomes float32, which loses nothing; --outtype bf16 takes half the room")
+        notes.append(
+            f"the blocks of {', '.join(blocks)}: their numbers become float32, exactly; --outtype bf16 rounds them to 16 bits"
+        )
     files = hf_files(source, spec, family, _dtype(main_type(steps)))
     return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer, is_known=True)
 
@@ -250,7 +256,7 @@ def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
         )
     header = header_of(source.config, source.metadata_types)
     if outtype != "auto":
-        header[Keys.General.FILE_TYPE] = GGUFValue(int(file_type(main_type(steps))), GGUFValueType.UINT32)
+        header[Keys.General.FILE_TYPE] = GGUFValue(int(_file_type(outtype, steps)), GGUFValueType.UINT32)
     return Plan("gguf", steps, [], header)
 
 
@@ -374,6 +380,12 @@ def folder_of(source: Checkpoint) -> Path:
     return source.path if source.path.is_dir() else source.path.parent
 
 
+def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
+    """What was asked for, where a tensor has it; else what most bytes have."""
+    asked = outtype.upper()
+    return file_type(asked if any(step.after == asked for step in steps) else main_type(steps))
+
+
 def file_type(kind: str) -> LlamaFileType:
     """general.file_type of a file most of which has this type."""
     return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
@@ -385,6 +397,26 @@ def _settings(folder: Path) -> list[tuple[Path, str]]:
     kept = [name for name in names if is_setting(name) or name in _MORE_FILES]
     templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates]
+
+
+def _check_name(made: Plan, output: Path) -> None:
+    """A name's ending says what it is, to us as well when it is opened again."""
+    if str(output) == "-":
+        raise UsageError("a model is not written to standard output", "-o names a file or a folder")
+    if made.is_folder and output.suffix in (".gguf", ".safetensors", ".bin"):
+        kind = "a Hugging Face model is a folder" if made.target == "hf" else "parts of a GGUF file make a folder"
+        raise UsageError(f"{output} is the name of a file, and {kind}", f"-o {output.with_suffix('')}")
+    if not made.is_folder and output.suffix in (".safetensors", ".bin"):
+        hint = f"-o {output.with_suffix('.gguf')}, or --to safetensors for a folder"
+        raise UsageError(f"{output} is no name for a GGUF file", hint)
+
+
+def _has_family(source: Checkpoint) -> bool:
+    try:
+        (gguf_family if source.format == "gguf" else hf_family)(source.config)
+    except (CheckpointError, UnsupportedError):
+        return False
+    return True
 
 
 def _is_input_file(source: Checkpoint, target: Path) -> bool:

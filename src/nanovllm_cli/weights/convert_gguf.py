@@ -18,7 +18,7 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, RopeSpec
 from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
@@ -80,7 +80,8 @@ def gguf_header(
     _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
-    vocabulary = gguf_vocabulary(folder, spec.vocab_size, _end_ids(checkpoint.generation_config, spec.vocab_size))
+    end_ids = _end_ids(checkpoint.generation_config, spec.vocab_size)
+    vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, checkpoint.config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
     if attention_of(spec).window is not None:
@@ -110,7 +111,7 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> 
         builder.add_sliding_window(attention.window)
 
 
-def _add_rope(builder: HeaderBuilder, rope: Any, context_length: int) -> None:
+def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> None:
     builder.add_rope_dimension_count(rope.dim)
     builder.add_rope_freq_base(rope.theta)
     kinds = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN, "longrope": RopeScalingType.LONGROPE}
@@ -121,8 +122,20 @@ def _add_rope(builder: HeaderBuilder, rope: Any, context_length: int) -> None:
         builder.add_rope_scaling_attn_factors(rope.attention_factor)
     else:
         builder.add_rope_scaling_factor(rope.factor)
+    if rope.scaling == "yarn":
+        _add_yarn(builder, rope)
     if rope.scaling != "linear" or rope.original_len != context_length:
         builder.add_rope_scaling_orig_ctx_len(rope.original_len)
+
+
+def _add_yarn(builder: HeaderBuilder, rope: RopeSpec) -> None:
+    usual = RopeSpec(rope.dim)
+    if rope.beta_fast != usual.beta_fast:
+        builder.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
+    if rope.beta_slow != usual.beta_slow:
+        builder.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
+    if rope.attention_factor is not None:
+        builder.add_rope_scaling_yarn_attn_factor(rope.attention_factor)
 
 
 def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name: str) -> list[str]:

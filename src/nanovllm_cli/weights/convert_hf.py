@@ -6,11 +6,11 @@ What the file says and a folder has no place for is named in `notes`. What would
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
@@ -19,7 +19,7 @@ from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family, s
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_names import attention_of, differences
+from nanovllm_cli.weights.convert_names import attention_of, differences, shortest
 from nanovllm_cli.weights.convert_rope import scaling_for_config
 from nanovllm_cli.weights.writer import as_json
 
@@ -35,11 +35,16 @@ _CARD = {
     "general.license": "license", "general.license.name": "license_name", "general.license.link": "license_link",
     "general.tags": "tags", "general.languages": "language",
 }  # fmt: skip
+# Models and data that a model was made from: the card names repositories of the hub, and the package makes the rest of the name.
+_ORIGINS = {"general.base_model": "base_model", "general.dataset": "datasets"}
+_ORIGIN = re.compile(r"(general\.[a-z_]+)\.(\d{1,4})\.(name|organization|version|repo_url)")
+_HUB = "https://huggingface.co/"
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "attention.sliding_window", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear",
+    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 _READ_TOKENIZER = {
     "model", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
@@ -69,9 +74,12 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
         "generation_config.json": as_json(_generation(checkpoint, tokenizer)),
         **tokenizer.files,
     }
-    if card := _card(metadata):
-        files["README.md"] = card
-    notes = [f"GGUF metadata: {', '.join(unused)}"[:1000]] if (unused := _unused_keys(metadata)) else []
+    said = {name: metadata[key] for key, name in _CARD.items() if isinstance(metadata.get(key), str | list)}
+    origins = _origins(metadata)
+    if card := said | {_ORIGINS[prefix]: repositories for prefix, repositories in origins.items()}:
+        files["README.md"] = _front_matter(card)
+    unused = [key for key in _unused_keys(metadata) if not (_CARD.get(key) in said or _is_origin(key, origins))]
+    notes = [f"GGUF metadata: {', '.join(unused)}"[:1000]] if unused else []
     return HFFiles(files, tokenizer, notes + tokenizer.notes)
 
 
@@ -146,14 +154,30 @@ def _generation(checkpoint: Checkpoint, tokenizer: HFTokenizer) -> dict[str, Any
     }
 
 
-def _card(metadata: Mapping[str, Any]) -> bytes | None:
-    """A model card whose front matter says what the file says of itself; JSON values are YAML values."""
-    lines = [
-        f"{name}: {json.dumps(metadata[key], ensure_ascii=False)}"
-        for key, name in _CARD.items()
-        if isinstance(metadata.get(key), str | list)
-    ]
-    return "\n".join(["---", *lines, "---", ""]).encode() if lines else None
+def _front_matter(card: Mapping[str, Any]) -> bytes:
+    """A model card that says what the file says of itself; JSON values are YAML values."""
+    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in card.items()]
+    return "\n".join(["---", *lines, "---", ""]).encode()
+
+
+def _origins(metadata: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Keys of _ORIGINS -> org/name of each, in order, where all of them are on the hub."""
+    urls: dict[str, dict[int, str]] = {prefix: {} for prefix in _ORIGINS}
+    for key, value in metadata.items():
+        if (match := _ORIGIN.fullmatch(key)) and match[3] == "repo_url" and match[1] in urls:
+            urls[match[1]][int(match[2])] = str(value)
+    return {
+        prefix: [found[i].removeprefix(_HUB) for i in sorted(found)]
+        for prefix, found in urls.items()
+        if found and all(url.startswith(_HUB) for url in found.values())
+        and metadata.get(f"{prefix}.count") == len(found)
+    }  # fmt: skip
+
+
+def _is_origin(key: str, origins: Mapping[str, list[str]]) -> bool:
+    """Whether the names of `origins` say what this key says."""
+    match = _ORIGIN.fullmatch(key)
+    return (match[1] if match else key.removesuffix(".count")) in origins
 
 
 def _unused_keys(metadata: Mapping[str, Any]) -> list[str]:
@@ -163,11 +187,6 @@ def _unused_keys(metadata: Mapping[str, Any]) -> list[str]:
     )
     prefixes = ("general.sampling.", "tokenizer.chat_template")
     return sorted(key for key in metadata if key not in known and not key.startswith(prefixes))
-
-
-def shortest(value: float) -> float:
-    """The number with the fewest digits that is the same float32: GGUF's 9.999999974752427e-07 is 1e-06."""
-    return float(str(np.float32(value)))
 
 
 def _integer(value: Any) -> int:

@@ -1,5 +1,5 @@
 """What both directions of a conversion need to know: how tensors are called on either side, in which order the rows of q and k
-lie, and whether two model specs mean the same model."""
+lie, how numbers come back from float32, and whether two model specs mean the same model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
@@ -80,6 +81,11 @@ def _differences(name: str, wanted: Any, found: Any) -> Iterable[str]:
             yield name
     elif wanted != found:
         yield name
+
+
+def shortest(value: float) -> float:
+    """The number with the fewest digits that is the same float32: GGUF's 9.999999974752427e-07 is 1e-06."""
+    return float(str(np.float32(value)))
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

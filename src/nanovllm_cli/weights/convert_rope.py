@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.model_spec import RopeSpec
+from nanovllm_cli.weights.convert_names import shortest
 
 _USUAL_LENGTHS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
 
@@ -30,14 +31,17 @@ def sayable_in_gguf(rope: RopeSpec, context_length: int) -> SayableRope:
     """`rope` as it will be read back from GGUF, whose scaling lengths are the context's where nothing else is said."""
     plain = RopeSpec(rope.dim, rope.theta, rope.interleaved, original_len=context_length)
     notes = []
-    if rope.attention_factor is not None and rope.scaling != "longrope":
+    if rope.attention_factor is not None and rope.scaling not in ("yarn", "longrope"):
         notes.append(f"rope attention_factor {rope.attention_factor:g}")
     match rope.scaling:
         case "linear":
             spec = replace(plain, scaling="linear", factor=rope.factor, original_len=rope.original_len)
         case "yarn":
-            spec = replace(plain, scaling="yarn", factor=rope.factor, original_len=rope.original_len)
-            extras = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+            spec = replace(
+                plain, scaling="yarn", factor=rope.factor, original_len=rope.original_len,
+                beta_fast=rope.beta_fast, beta_slow=rope.beta_slow, attention_factor=rope.attention_factor,
+            )  # fmt: skip
+            extras = ("truncate", "mscale", "mscale_all_dim")
             notes += [
                 f"rope {name} {getattr(rope, name)}" for name in extras if getattr(rope, name) != getattr(spec, name)
             ]
@@ -98,8 +102,11 @@ def scaling_for_config(rope: RopeSpec, context_length: int) -> dict[str, Any] | 
                 **({} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}),
             }  # fmt: skip
         case _:
+            extras = {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+            usual = RopeSpec(rope.dim)
             return {
-                "rope_type": rope.scaling, "factor": rope.factor, "original_max_position_embeddings": rope.original_len
+                "rope_type": rope.scaling, "factor": rope.factor, "original_max_position_embeddings": rope.original_len,
+                **{name: shortest(value) for name, value in extras.items() if value != getattr(usual, name)},
             }  # fmt: skip
 
 

@@ -38,6 +38,9 @@ _NARROW = {
     "Q6_K": "Q8_0",
 }
 
+_TERNARY = ("tq1_0", "tq2_0")
+_VOCABULARY = ("token_embd.weight", "output.weight")
+
 _DTYPE_OF_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -128,8 +131,9 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:
-    """The GGUF type of a tensor, by llama.cpp's rules: vectors and norms in float32, matrices in `outtype`, and in another
-    type where their rows do not divide into its blocks. auto keeps what the input has."""
+    """The GGUF type of a tensor, by llama.cpp's rules: vectors and norms in float32, matrices in `outtype`, embedding and head
+    in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
+    keeps what the input has."""
     if before not in _FLOATS and not _is_blocks(before):
         raise UnsupportedError(
             f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"
@@ -138,7 +142,7 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
         return "F32"
     if outtype == "auto":
         return "F32" if before == "F64" else before
-    wanted = outtype.upper()
+    wanted = "F16" if outtype in _TERNARY and name in _VOCABULARY else outtype.upper()
     for kind in (wanted, _NARROW.get(wanted, "F16"), "F16"):
         if shape[-1] % _block_len(kind) == 0:
             return kind
