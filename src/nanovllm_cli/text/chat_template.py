@@ -213,18 +213,21 @@ class _Veil:
     def __init__(self, tokenizer: Tokenizer, source: str, inputs: Any) -> None:
         firsts = sorted({token[0] for token in tokenizer.control_tokens if token})
         words = sorted(token for token in tokenizer.control_tokens if token[:1].isalnum() or token[:1].isspace())
-        used = set(source).union(*strings(inputs))
+        used = set(source).union(*(text for text in strings(inputs) if not text.isascii()))
         escaped = source + "".join(text for text in strings(inputs) if "\\u" in text)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used and f"\\u{code:04x}" not in escaped)
         self._stand_in = dict(zip(firsts, free, strict=False))
         if len(self._stand_in) < len(firsts):
             raise UsageError("the messages use every private-use character there is")
         self._original = {stand_in: first for first, stand_in in self._stand_in.items()}
-        tags = {tag for tag in _TAG.findall(source) if tag not in tokenizer.control_tokens}
-        keep = "".join(f"(?!{re.escape(tag)})" for tag in sorted(tags))
-        marks = "".join(re.escape(first) for first in firsts if not first.isalnum() and not first.isspace())
-        # A token that begins like a word is veiled where it stands in full; its letter alone is in every message.
-        choices = [f"{keep}[{marks}]"] if marks else []
+        tags = sorted({tag for tag in _TAG.findall(source) if tag not in tokenizer.control_tokens})
+        # A token that begins like a word is veiled where it stands in full; its letter alone is in every message. Each choice
+        # begins with a character as it is, which `re` finds fast: nobody else runs while it looks through megabytes.
+        choices = [
+            re.escape(first) + "".join(f"(?!{re.escape(tag[1:])})" for tag in tags if tag[0] == first)
+            for first in firsts
+            if not first.isalnum() and not first.isspace()
+        ]
         choices += [f"{re.escape(word[0])}(?={re.escape(word[1:])})" for word in words]
         self._first = re.compile("|".join(choices) or r"(?!)")
         # A template may write JSON with escapes, which turns the stand-in into six characters.
