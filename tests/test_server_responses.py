@@ -324,6 +324,21 @@ def test_the_store_forgets_what_was_used_least_recently() -> None:
     assert (len(store), store.get(None, "huge")) == (3, None)
 
 
+def test_who_fills_the_store_takes_nothing_from_others() -> None:
+    size = kept("0", 100).size
+    for limits in ({"max_bytes": 4 * size, "max_responses": 99}, {"max_bytes": 99 * size, "max_responses": 4}):
+        store = ResponseStore(**limits)
+        for name in ("first", "other"):
+            store.put(name, kept("0", 100))
+        for number in range(1, 9):
+            store.put("first", kept(str(number), 100))
+        assert store.get("other", "0") is not None
+        assert [number for number in range(9) if store.get("first", str(number))] == [6, 7, 8]
+        assert (len(store), store.num_bytes) == (4, 4 * size)
+        assert all(store.delete(*key) for key in [("other", "0"), ("first", "6"), ("first", "7"), ("first", "8")])
+        assert (len(store), store.num_bytes, store.item("first", "item of 8")) == (0, 0, None)
+
+
 def test_the_store_counts_responses() -> None:
     store = ResponseStore(max_bytes=1 << 20, max_responses=2)
     for name in ("a", "b", "c"):

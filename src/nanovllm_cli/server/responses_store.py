@@ -1,10 +1,10 @@
 """Responses that are kept for a later request: `previous_response_id`, `item_reference`, and GET. In memory only, gone with the
-server; the least recently used goes first. API keys see their own.
+server; the least recently used goes first, of the API key that has most there: one takes nothing from another. Each sees its own.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,24 +44,28 @@ class ResponseStore:
         self._max_bytes, self._max_responses = max_bytes, max_responses
         self._kept: OrderedDict[tuple[Tenant, str], StoredResponse] = OrderedDict()
         self._items: dict[tuple[Tenant, str], Item] = {}
-        self._bytes = 0
+        self._bytes: Counter[Tenant] = Counter()
+        self._counts: Counter[Tenant] = Counter()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
-        return self._bytes
+        return self._bytes.total()
 
     def put(self, tenant: Tenant, response: StoredResponse) -> None:
         if response.size > self._max_bytes:
             return
         self._kept[tenant, response.id] = response
-        self._bytes += response.size
+        self._bytes[tenant] += response.size
+        self._counts[tenant] += 1
         for item in response.items:
             self._items[tenant, item["id"]] = item
-        while self._bytes > self._max_bytes or len(self._kept) > self._max_responses:
-            self._forget(next(iter(self._kept)))
+        while self.num_bytes > self._max_bytes:
+            self._forget_oldest(self._bytes)
+        while len(self._kept) > self._max_responses:
+            self._forget_oldest(self._counts)
 
     def get(self, tenant: Tenant, response_id: str) -> StoredResponse | None:
         found = self._kept.get((tenant, response_id))
@@ -90,9 +94,17 @@ class ResponseStore:
             wanted = found.previous
         return [item for response in reversed(chain) for item in response.items]
 
+    def _forget_oldest(self, shares: Counter[Tenant]) -> None:
+        """Of whom has the largest share."""
+        ((largest, _),) = shares.most_common(1)
+        self._forget(next(key for key in self._kept if key[0] == largest))
+
     def _forget(self, key: tuple[Tenant, str]) -> None:
         gone = self._kept.pop(key)
-        self._bytes -= gone.size
+        self._bytes[key[0]] -= gone.size
+        self._counts[key[0]] -= 1
+        if not self._counts[key[0]]:
+            del self._bytes[key[0]], self._counts[key[0]]
         for item in gone.items:
             if self._items.get((key[0], item["id"])) is item:  # and not a later one of the same id
                 del self._items[key[0], item["id"]]

@@ -47,9 +47,14 @@ _UNHEALTHY = {
 }
 _UNSET = SamplingParams()
 
+_LEAST_CHARS, _CHARS_A_TOKEN = 1 << 19, 8
+_TOKENIZING = 2
+"""Texts at once: each takes some 150 bytes of memory for a token."""
+
 
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
+    tokenizing = asyncio.Semaphore(_TOKENIZING)
 
     unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": Unhealthy}}
 
@@ -77,7 +82,7 @@ def router(context: ServerContext) -> APIRouter:
         given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
             raise ApiError(400, "give one of content, prompt and messages", param=given[1] if given else "content")
-        async with context.models.use(body.model) as served:
+        async with context.models.use(body.model) as served, tokenizing:
             ids = await _token_ids(context, served, body)
             exchange.count(served.id, len(ids))
             return JsonResponse(await asyncio.to_thread(_tokenized, served, body, ids))
@@ -130,6 +135,10 @@ async def _token_ids(context: ServerContext, served: ServedModel, body: Tokenize
         asked = ChatAsked(messages=body.messages, params=_UNSET, tools=body.tools or ())
         return await context.generates.encode_chat(served.id, asked)
     text = body.content if body.content is not None else body.prompt or ""
+    limit = max(_LEAST_CHARS, _CHARS_A_TOKEN * served.facts.context_len)
+    if len(text) > limit:
+        param = "content" if body.content is not None else "prompt"
+        raise ApiError(400, f"{param}: has more than {limit} characters: give it in pieces", code="too_long", param=param)
     special = next((flag for flag in (body.add_special, body.add_special_tokens) if flag is not None), None)
     return await asyncio.to_thread(
         served.tokenizer.encode,
