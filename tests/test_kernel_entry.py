@@ -19,7 +19,7 @@ from numba.core.dispatcher import Dispatcher
 
 import forked
 from nanovllm_cli.kernels import entry, simd, simd_compact, simd_int
-from nanovllm_cli.kernels.entry import Kernel, fields, kernel, share
+from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
 NUMBERS = {"f": np.float32, "B": np.uint8}
@@ -35,11 +35,33 @@ print(json.dumps([test_kernel_entry.negated(tag) for tag in sys.argv[2]]))
 
 
 @kernel()
-def negate(arguments, thread, threads):
+def negate(arguments, thread, team):
     tag, x, count = fields(arguments)
     values = carray(typed_pointer(x, tag), (count,))
-    for i in share(count, thread, threads):
+    for i in share(count, thread, team):
         values[i] = -values[i]
+
+
+@kernel()
+def count_tasks(arguments, thread, team):
+    """done [2, count] int64: one more for each task that is done, and by which thread."""
+    done, count = fields(arguments)
+    table = carray(typed_pointer(done, np.int64(0)), (2, count))
+    for i in share(count, thread, team):
+        table[0, i] += 1
+        table[1, i] = thread
+
+
+@kernel()
+def wait_for_help(arguments, thread, team):
+    """The first task ends when another thread has done one of the first half; so does each, after some seconds."""
+    flag, count, helped = fields(arguments)
+    asked = carray(typed_pointer(flag, np.int64(0)), (2,))
+    for i in share(count, thread, team):
+        if thread == 1 and i < count // 2:
+            asked[0], asked[1] = helped, 1
+        while i == 0 and thread == 0 and _next_piece(flag) < helped:
+            pass
 
 
 def negated(tag: str, negate: Kernel = negate) -> tuple[int, list[float]]:
@@ -58,6 +80,34 @@ def together(folder: Path, *tags: str) -> list[Any]:
         child.stdin.write("\n")
         child.stdin.flush()
     return [json.loads(child.communicate(timeout=120)[0]) for child in children]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_each_task_is_done_once_by_somebody(threads: int) -> None:
+    """By as many threads as there are, of those asked for."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        for count in (0, 1, 2, 3, 7, 15, 16, 17, 100, 10007) * 5:
+            done = np.zeros((2, count), np.int64)
+            count_tasks.run("", (done.ctypes.data, count))
+            assert (done[0] == 1).all()
+            assert set(done[1].tolist()) <= set(range(numba.get_num_threads()))
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_a_thread_that_is_done_takes_what_is_left_of_anothers_part() -> None:
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("one processor")
+    before, helped = numba.get_num_threads(), 10**9
+    numba.set_num_threads(2)
+    try:
+        flag = np.zeros(2, np.int64)
+        wait_for_help.run("", (flag.ctypes.data, 64, helped))
+        assert flag[1] == 1, "the first thread waited in vain"
+    finally:
+        numba.set_num_threads(before)
 
 
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def _fetch(blocks, count, size):
 
 
 @kernel()
-def paged_attention(arguments, thread, threads):
+def paged_attention(arguments, thread, team):
     """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
 
     k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block.
@@ -132,7 +132,7 @@ def paged_attention(arguments, thread, threads):
     lanes = floats_at(rest + 8 * KEYS, (LANES,))
     keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
     values = carray(typed_pointer(rest + 8 * KEYS + 128, np.int64(0)), (BLOCKS_PER_TILE,))
-    for task in share(num_tiles * kv_heads, thread, threads):
+    for task in share(num_tiles * kv_heads, thread, team):
         kv_head = task // num_tiles
         seq, first_row, count, first_position = tile_of[task % num_tiles]
         num_rows = count * group

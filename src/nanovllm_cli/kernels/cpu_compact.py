@@ -32,7 +32,7 @@ def _listed(patches, most, tile):
 
 
 @kernel()
-def compact_rows(arguments, thread, threads):
+def compact_rows(arguments, thread, team):
     """Rows of a row-major bf16 [num_rows, 2 * steps] weight, from a tile's first row on, into records; what the last tile lacks
     are zeros. overfull: address of int64 [tiles of these rows], set to 1 where a tile's list was too short, else 0."""
     source, num_rows, steps, records, patches, most, first_tile, overfull = fields(arguments)
@@ -40,7 +40,7 @@ def compact_rows(arguments, thread, threads):
     num_tiles = (num_rows + TILE_COLUMNS - 1) // TILE_COLUMNS
     too_many = carray(typed_pointer(overfull, np.int64(0)), (num_tiles,))
     counts, code_of, pairs = np.empty(256, np.int64), np.empty(256, np.uint16), np.empty(4 * 32, np.uint16)
-    for own in share(num_tiles, thread, threads):
+    for own in share(num_tiles, thread, team):
         tile = first_tile + own
         begin, columns = own * TILE_COLUMNS, min(TILE_COLUMNS, num_rows - own * TILE_COLUMNS)
         record = records + tile * (TABLE_BYTES + steps * STEP_BYTES)
@@ -93,12 +93,12 @@ def _choose(counts, table, code_of):
 
 
 @kernel()
-def expand_rows(arguments, thread, threads):
+def expand_rows(arguments, thread, team):
     """Row-major bf16 rows `ids` (int64), as they were before packing. whole: address of int64 [tiles], see `compact_matmul`."""
     records, patches, most, whole, ids, num_ids, steps, out = fields(arguments)
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     dst = carray(typed_pointer(out, _BF16), (num_ids, 2 * steps))
-    for r in share(num_ids, thread, threads):
+    for r in share(num_ids, thread, team):
         tile, column = rows[r] // TILE_COLUMNS, rows[r] % TILE_COLUMNS
         line = dst[r]
         kept_whole = carray(typed_pointer(whole, np.int64(0)), (tile + 1,))[tile]
@@ -126,7 +126,7 @@ def expand_rows(arguments, thread, threads):
 
 
 @kernel()
-def compact_matmul(arguments, thread, threads):
+def compact_matmul(arguments, thread, team):
     """out [num_rows, n] = x @ weight.T (+ bias): as `cpu_matmul.matmul`, of bf16.
 
     whole: address of int64 [tiles], addresses of tiles that are kept in 16 bits, and 0 for all others. wide: whether out and bias
@@ -144,7 +144,7 @@ def compact_matmul(arguments, thread, threads):
     memory = scratch(4 * TILE_COLUMNS * (most_rows + LARGE_PANEL_STEPS))
     sums_at = memory.ctypes.data
     panel, sums = sums_at + 4 * TILE_COLUMNS * most_rows, floats_at(sums_at, (most_rows, TILE_COLUMNS))
-    for task in share(num_tiles * num_parts, thread, threads):
+    for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
         at, record, listed = x + begin * x_stride, records + tile * tile_bytes, _listed(patches, most, tile)

@@ -19,7 +19,7 @@ SILU, GELU_TANH, GELU = 0, 1, 2
 
 
 @kernel(fastmath=FAST)
-def add_rms_norm(arguments, thread, threads):
+def add_rms_norm(arguments, thread, team):
     """residual += x (skipped where residual is 0), then out = rms_norm(residual) * (offset + weight), row by row.
 
     The sum is rounded to the element type before it is squared, so that what is normalised is what the next layer adds to.
@@ -29,7 +29,7 @@ def add_rms_norm(arguments, thread, threads):
     added, result = carray(typed_pointer(x, tag), shape), carray(typed_pointer(out, tag), shape)
     stream = carray(typed_pointer(residual if residual != 0 else x, tag), shape)
     scale = carray(typed_pointer(weight, tag), (width,))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         line, plus, target = stream[r], added[r], result[r]
         if residual != 0:
             for i in range(width):
@@ -41,12 +41,12 @@ def add_rms_norm(arguments, thread, threads):
 
 
 @kernel(fastmath=FAST)
-def gated_activation(arguments, thread, threads):
+def gated_activation(arguments, thread, team):
     """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH or GELU (by erf)."""
     tag, x, out, num_rows, width, kind = fields(arguments)
     both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
     result = carray(typed_pointer(out, tag), (num_rows, width))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         gate, up, target = both[r, :width], both[r, width:], result[r]
         if kind == SILU or kind == GELU_TANH:
             for i in range(width):
@@ -97,7 +97,7 @@ def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, cos, sin, rotar
 
 
 @kernel()
-def rope_and_cache(arguments, thread, threads):
+def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
     cpu_cache).
 
@@ -123,7 +123,7 @@ def rope_and_cache(arguments, thread, threads):
     buffer = floats_at(memory.ctypes.data, (dim,))
     k_codes = carray(typed_pointer(memory.ctypes.data + 4 * dim, k_kind), (dim,))
     v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
-    for task in share(num_tokens * kv_heads, thread, threads):
+    for task in share(num_tokens * kv_heads, thread, team):
         t, h = task // kv_heads, task % kv_heads
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):

@@ -57,7 +57,7 @@ _ROUNDING, _ROUNDING_BITS = np.float32(12582912.0), np.int32(0x4B400000)
 
 
 @kernel()
-def quantize(arguments, thread, threads):
+def quantize(arguments, thread, team):
     """Round rows of x [num_rows, width], x_stride bytes apart, to int8 (layout: above).
 
     group: columns that share a scale and a sum; per_row: 1 for one scale a row. order: address of i32 [width], the columns of x
@@ -70,7 +70,7 @@ def quantize(arguments, thread, threads):
     values = floats_at(memory.ctypes.data, (padded,))
     for i in range(width, padded):
         values[i] = np.float32(0.0)
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         line = carray(typed_pointer(x + r * x_stride, tag), (width,))
         if order == 0:
             for i in range(width):
@@ -203,7 +203,7 @@ def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
 
 
 @kernel()
-def integer_matmul(arguments, thread, threads):
+def integer_matmul(arguments, thread, team):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): one rounding to the output's type.
 
     x: what `quantize` made of the rows, in the weight's order, with its group. width: along k. step_bytes … unit: as in
@@ -231,7 +231,7 @@ def integer_matmul(arguments, thread, threads):
     sums_at = factors_at + 4 * TILE
     scales, lows = floats_at(scales_at, (_MOST_GROUPS * TILE,)), floats_at(lows_at, (_MOST_GROUPS * TILE,))
     factors, sums = floats_at(factors_at, (TILE,)), floats_at(sums_at, (most_rows, TILE))
-    for task in share(num_tiles * num_parts, thread, threads):
+    for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
         for chunk in range(num_chunks):
@@ -287,7 +287,7 @@ def integer_matmul(arguments, thread, threads):
 
 
 @kernel()
-def integer_rows(arguments, thread, threads):
+def integer_rows(arguments, thread, team):
     """out [num_ids, width] = rows `ids` (int64), dequantized: scale * (code - offset) + low, rounded to fp32 after each step as
     `quant.cpu_records.dequantize` does, and once more to the output's type. order: as in `quantize`."""
     (
@@ -309,7 +309,7 @@ def integer_rows(arguments, thread, threads):
     factors = floats_at(panel + CHUNK * TILE + 8 * _MOST_GROUPS * TILE, (TILE,))
     for i in range(lows.size):
         lows[i] = np.float32(0.0)
-    for r in share(num_ids, thread, threads):
+    for r in share(num_ids, thread, team):
         tile, column = rows[r] // TILE, rows[r] % TILE
         line = dst[r]
         for chunk in range(num_chunks):

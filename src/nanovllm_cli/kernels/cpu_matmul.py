@@ -18,12 +18,12 @@ ROWS_PER_TASK = 96
 
 
 @kernel()
-def pack_rows(arguments, thread, threads):
+def pack_rows(arguments, thread, team):
     """Rows of a row-major [num_rows, k] weight into place in a packed one, from row `first_row` on. pair: e above."""
     tag, pair, source, num_rows, k, packed, first_row = fields(arguments)
     steps = (k + pair - 1) // pair
     src = carray(typed_pointer(source, tag), (num_rows, k))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         n = first_row + r
         block = carray(
             typed_pointer(packed + (n // TILE_COLUMNS) * steps * TILE_COLUMNS * 4, tag), (steps, TILE_COLUMNS, pair)
@@ -34,13 +34,13 @@ def pack_rows(arguments, thread, threads):
 
 
 @kernel()
-def unpack_rows(arguments, thread, threads):
+def unpack_rows(arguments, thread, team):
     """Row-major rows `ids` (int64) of a packed weight: what an embedding needs of a tied head."""
     tag, pair, packed, ids, num_ids, k, out = fields(arguments)
     steps = (k + pair - 1) // pair
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     dst = carray(typed_pointer(out, tag), (num_ids, k))
-    for r in share(num_ids, thread, threads):
+    for r in share(num_ids, thread, team):
         n = rows[r]
         block = carray(
             typed_pointer(packed + (n // TILE_COLUMNS) * steps * TILE_COLUMNS * 4, tag), (steps, TILE_COLUMNS, pair)
@@ -51,7 +51,7 @@ def unpack_rows(arguments, thread, threads):
 
 
 @kernel()
-def matmul(arguments, thread, threads):
+def matmul(arguments, thread, team):
     """out [num_rows, n] = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     tag, out_tag: element types of x and weight, and of out and bias. Addresses; x_stride in bytes; steps of 32 bits along k.
@@ -65,7 +65,7 @@ def matmul(arguments, thread, threads):
     memory = scratch(4 * MAX_ROWS * TILE_COLUMNS)
     sums_at = memory.ctypes.data
     sums = floats_at(sums_at, (MAX_ROWS, TILE_COLUMNS))
-    for task in share(num_blocks * num_chunks, thread, threads):
+    for task in share(num_blocks * num_chunks, thread, team):
         block, chunk = task // num_chunks, task % num_chunks
         w = weight + block * steps * TILE_COLUMNS * 4
         row, end = chunk * ROWS_PER_TASK, min(num_rows, (chunk + 1) * ROWS_PER_TASK)

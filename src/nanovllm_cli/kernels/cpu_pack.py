@@ -31,7 +31,7 @@ _plane1, _plane2, _plane4, _plane8 = _make_plane(1), _make_plane(2), _make_plane
 
 
 @kernel()
-def pack_records(arguments, thread, threads):
+def pack_records(arguments, thread, team):
     """Rows first_row … first_row + n of tiles, each of tile_bytes, from their parts.
 
     codes: u32 [n, num_units], four codes of a row; a multiple of 8 units. full_bytes: of a record of 256 codes along k. The
@@ -47,7 +47,7 @@ def pack_records(arguments, thread, threads):
     num_tiles = (last_row + TILE - 1) // TILE - first_tile
     num_chunks = (4 * num_units + CHUNK - 1) // CHUNK
     chunk_groups = CHUNK // group
-    for task in share(num_tiles * num_chunks, thread, threads):
+    for task in share(num_tiles * num_chunks, thread, team):
         tile, chunk = first_tile + task // num_chunks, task % num_chunks
         begin, end = max(first_row, tile * TILE), min(last_row, (tile + 1) * TILE)
         k = min(CHUNK, 4 * num_units - chunk * CHUNK)

@@ -12,7 +12,7 @@ from nanovllm_cli.kernels.simd_codebook import places_in_step
 
 
 @kernel()
-def pack_points(arguments, thread, threads):
+def pack_points(arguments, thread, team):
     """Indices and signs of rows first_row … first_row + n of a weight, to its tiles of tile_bytes.
 
     full_bytes: of a record of 256 codes along k; codes_at, last_codes_at: where indices begin in it, and in a tile's last record.
@@ -27,7 +27,7 @@ def pack_points(arguments, thread, threads):
     source = carray(typed_pointer(index, np.int16(0)), (n, all_points))
     given = carray(typed_pointer(bits, np.uint8(0)), (n, all_bits))
     first_tile, end_tile = first_row // TILE, (first_row + n + TILE - 1) // TILE
-    for task in share(end_tile - first_tile, thread, threads):
+    for task in share(end_tile - first_tile, thread, team):
         tile = first_tile + task
         for r in range(max(first_row, tile * TILE), min(first_row + n, (tile + 1) * TILE)):
             column = r - tile * TILE

@@ -18,7 +18,7 @@ is divided by SCALE, another multiplied; then the other two are subtracted. A ba
 
 
 @kernel()
-def edit_rows(arguments, thread, threads):
+def edit_rows(arguments, thread, team):
     """The logits at the addresses rows [B], edited, to copies [B, V]; a row that holds NaN or +inf starts with NaN there.
 
     edits [E, EDIT] float32, of row r from edit_starts[r] to edit_starts[r + 1], one after another.
@@ -28,7 +28,7 @@ def edit_rows(arguments, thread, threads):
     starts = carray(typed_pointer(edit_starts, np.int64(0)), (num_rows + 1,))
     table = carray(typed_pointer(edits, np.float32(0)), (starts[num_rows], EDIT))
     out = carray(typed_pointer(copies, np.float32(0)), (num_rows, size))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         _edit(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), table[starts[r] : starts[r + 1]], out[r])
 
 

@@ -371,7 +371,7 @@ def _draw(logits, mask, num_words, copy, setting, top, kept):
 
 
 @kernel()
-def draw_rows(arguments, thread, threads):
+def draw_rows(arguments, thread, team):
     """drawn [B] int64 from the logits at each of the addresses rows [B], by settings [B, SETTINGS] float64.
 
     masks [B]: addresses of mask_sizes [B] words of 32 tokens, the lowest bit first; what has no bit is not drawn. -1: no mask.
@@ -387,14 +387,14 @@ def draw_rows(arguments, thread, threads):
     out = carray(typed_pointer(drawn, np.int64(0)), (num_rows,))
     allowed = carray(typed_pointer(tops, np.uint8(0)), (num_rows,))
     left = carray(typed_pointer(kept, np.int64(0)), (num_rows, KEPT))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         logits = carray(typed_pointer(addresses[r], np.float32(0)), (size,))
         copy = carray(typed_pointer(copies[r], np.float32(0)), (size,))
         out[r] = _draw(logits, words[r], num_words[r], copy, table[r], allowed[r : r + 1], left[r])
 
 
 @kernel()
-def logprob_rows(arguments, thread, threads):
+def logprob_rows(arguments, thread, team):
     """What log-probabilities of a token and of the limits[r] most likely ones are made of, for each of the addresses rows [B].
 
     counts [B, 3 + width] int64: the row's weight at temperature 1 (NOT_FINITE, NOTHING_LEFT), the token's rank, how many most
@@ -406,7 +406,7 @@ def logprob_rows(arguments, thread, threads):
     most = carray(typed_pointer(limits, np.int64(0)), (num_rows,))
     ints = carray(typed_pointer(counts, np.int64(0)), (num_rows, 3 + width))
     floats = carray(typed_pointer(logits_found, np.float32(0)), (num_rows, 2 + width))
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         _logprob_row(carray(typed_pointer(addresses[r], np.float32(0)), (size,)), ids[r], most[r], ints[r], floats[r])
 
 

@@ -137,7 +137,7 @@ def _scaled_after(tag):
 
 
 @kernel()
-def value_matmul(arguments, thread, threads):
+def value_matmul(arguments, thread, team):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): fp32 sums, one rounding to the output's type.
 
     x: [num_rows, width rounded up to a pair] of tag's type, x_stride bytes apart. x_scales: address of fp32 [num_rows, x_groups]
@@ -175,7 +175,7 @@ def value_matmul(arguments, thread, threads):
     of_supers = floats_at(rest + 12 * _MOST_GROUPS * TILE, (TILE,))
     for i in range(_MOST_GROUPS * TILE):
         lows[i], taken[i] = np.float32(0.0), np.float32(offset)
-    for task in share(num_tiles * num_parts, thread, threads):
+    for task in share(num_tiles * num_parts, thread, team):
         tile, part = task // num_parts, task % num_parts
         begin, end = part * ROWS_PER_TASK, min(num_rows, (part + 1) * ROWS_PER_TASK)
         for chunk in range(num_chunks):
@@ -240,7 +240,7 @@ def value_matmul(arguments, thread, threads):
 
 
 @kernel()
-def value_rows(arguments, thread, threads):
+def value_rows(arguments, thread, team):
     """out [num_ids, width] = rows `ids` (int64) of E4M3 or TABLE, dequantized: scale * number in fp32, rounded to the output's
     type. Whole numbers: `cpu_integer.integer_rows`."""
     tag, weight, ids, num_ids, width, step_bytes, group, scale, low, kind, numbers, out = fields(arguments)
@@ -257,7 +257,7 @@ def value_rows(arguments, thread, threads):
     scales = floats_at(scales_at, (_MOST_GROUPS * TILE,))
     lows = floats_at(scales_at + 4 * _MOST_GROUPS * TILE, (_MOST_GROUPS * TILE,))
     of_supers = floats_at(scales_at + 8 * _MOST_GROUPS * TILE, (TILE,))
-    for r in share(num_ids, thread, threads):
+    for r in share(num_ids, thread, team):
         tile, column = rows[r] // TILE, rows[r] % TILE
         line = dst[r]
         for chunk in range(num_chunks):
@@ -273,7 +273,7 @@ def value_rows(arguments, thread, threads):
 
 
 @kernel()
-def round_e4m3(arguments, thread, threads):
+def round_e4m3(arguments, thread, team):
     """out [num_rows, width] = x / scale, rounded to what e4m3 can say, in x's type; scales fp32 [num_rows, groups].
 
     A scale is the largest magnitude of a row's group / 448, or the one at the address `fixed` where that is not 0. group: columns
@@ -287,7 +287,7 @@ def round_e4m3(arguments, thread, threads):
     given = np.float32(0.0)
     if fixed != 0:  # outside of the loop, out of which numba would lift the reading without the condition
         given = carray(typed_pointer(fixed, np.float32(0)), (1,))[0]
-    for r in share(num_rows, thread, threads):
+    for r in share(num_rows, thread, team):
         line, rounded = source[r], target[r]
         for g in range(groups):
             begin, end = g * group, min(width, (g + 1) * group)

@@ -1,13 +1,16 @@
 """How the CPU's kernels are compiled and started.
 
-A kernel is a C function (address of its arguments, thread, threads), which every thread of a team runs on its share of the tasks:
+A kernel is a C function (address of its arguments, thread, team), which every thread of a team runs on its share of the tasks:
 
     @kernel()
-    def negate(arguments, thread, threads):
+    def negate(arguments, thread, team):
         tag, x, count = fields(arguments)
         values = carray(typed_pointer(x, tag), (count,))
-        for i in share(count, thread, threads):
+        for i in share(count, thread, team):
             values[i] = -values[i]
+
+Who is done helps the others: a thread's part of the tasks is cut into PIECES, and what is left of another's is there to be taken.
+Threads differ, by their cores or by what else runs there. It changes who computes, never what.
 
 Its arguments are a C struct: tags, scalars whose type says an element type (cpu_numbers); int64 numbers; float64 numbers. It is
 compiled, or loaded from the cache, when it is first asked for with these tags: nobody waits for what no model uses. Since all of
@@ -49,11 +52,14 @@ ALIGNMENT = 8
 LOCK_SECONDS = 120.0
 """That a process waits for another one, which takes seconds, before it compiles for itself and keeps nothing."""
 _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+PIECES = 8
+"""Of a thread's part of the tasks: so many times each thread asks for more, by an instruction that takes some 20 ns."""
+_LINE = 64
 
 
 class Kernel:
-    """A function of (arguments, thread, threads), compiled for each combination of tags that is used."""
+    """A function of (arguments, thread, team), compiled for each combination of tags that is used."""
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         self._function = function
@@ -96,9 +102,10 @@ def replay(steps: int, count: int) -> None:
     with _turn:
         if not _replay:
             numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
-            compiled = _compile_once(_run_all, types.void(types.int64, types.int64), error_model="numpy")
-            _replay.extend((_PROTOTYPE(compiled.address), compiled))
-        _replay[0](steps, count)
+            compiled = _compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
+            team = np.full((1 + numba.config.NUMBA_NUM_THREADS) * _LINE // 8, PIECES)
+            _replay.extend((_PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
+        _replay[0](steps, count, _replay[1])
 
 
 _turn = threading.Lock()
@@ -162,20 +169,56 @@ def fields(typing: Any, arguments: Any) -> Any:
     return members(arguments), code
 
 
-@njit(inline="always")
-def share(count, thread, threads):
-    """The tasks, of `count`, that are this thread's: a range."""
-    return range(count * thread // threads, count * (thread + 1) // threads)
+@intrinsic
+def _next_piece(typing: Any, counter: Any) -> Any:
+    """The number at an address, which becomes the next one, for whoever asks."""
 
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), _I64(1), "monotonic")
 
-def _run_all(steps: Any, count: Any) -> None:
-    table = carray(typed_pointer(steps, np.int64(0)), (count, 2))
-    for i in range(count):
-        _on_all_threads(table[i, 0], table[i, 1])
+    return types.int64(types.int64), code
 
 
 @intrinsic
-def _on_all_threads(typing: Any, function: Any, arguments: Any) -> Any:
+def _begin_pieces(typing: Any, counter: Any) -> Any:
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        builder.store_atomic(_I64(0), builder.inttoptr(args[0], _I64.as_pointer()), "monotonic", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@njit
+def share(count, thread, team):
+    """The tasks, of `count`, that this thread finds to do, one by one.
+
+    team: address of the number of threads and then, a cache line each, of their counters of pieces; 0 for a thread alone. Between
+    kernels a counter stands at PIECES or more: its thread begins it, and until then nobody takes anything of that part.
+    """
+    if team == 0:
+        for task in range(count):
+            yield task
+        return
+    threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
+    _begin_pieces(team + (1 + thread) * _LINE)
+    for other in range(threads):
+        owner = (thread + other) % threads
+        first, end = count * owner // threads, count * (owner + 1) // threads
+        piece = _next_piece(team + (1 + owner) * _LINE)
+        while piece < PIECES:
+            for task in range(first + (end - first) * piece // PIECES, first + (end - first) * (piece + 1) // PIECES):
+                yield task
+            piece = _next_piece(team + (1 + owner) * _LINE)
+
+
+def _run_all(steps: Any, count: Any, team: Any) -> None:
+    table = carray(typed_pointer(steps, np.int64(0)), (count, 2))
+    for i in range(count):
+        _on_all_threads(table[i, 0], table[i, 1], team)
+
+
+@intrinsic
+def _on_all_threads(typing: Any, function: Any, arguments: Any, team: Any) -> Any:
     """Run the kernel at an address on as many threads as numba is set to use.
 
     Numba's pool (`numba.np.ufunc.parallel.build_gufunc_kernel`) calls f(args, dimensions, steps, data) on each thread, with
@@ -184,18 +227,19 @@ def _on_all_threads(typing: Any, function: Any, arguments: Any) -> Any:
     """
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        function, arguments = args
+        function, arguments, team = args
         outer = b.function
         kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I64])
         threads = b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_I64, []), "get_num_threads"), [])
         with b.if_else(b.icmp_signed("==", threads, _I64(1))) as (alone, together):
             with alone:
-                b.call(b.inttoptr(function, kind.as_pointer()), [arguments, _I64(0), _I64(1)])
+                b.call(b.inttoptr(function, kind.as_pointer()), [arguments, _I64(0), _I64(0)])
             with together:
                 data, number, step, first = (
                     cgutils.alloca_once(b, held) for held in (ir.ArrayType(_I64, 3), _I64, _I64, _I64)
                 )
-                for i, value in enumerate((function, arguments, threads)):
+                b.store(threads, b.inttoptr(team, _I64.as_pointer()))
+                for i, value in enumerate((function, arguments, team)):
                     b.store(value, cgutils.gep_inbounds(b, data, 0, i))
                 b.store(threads, number)
                 b.store(_I64(1), step)
@@ -206,7 +250,7 @@ def _on_all_threads(typing: Any, function: Any, arguments: Any) -> Any:
                 b.call(pool, [*pointers, _I64(0), _I64(1), threads])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), code
+    return types.void(types.int64, types.int64, types.int64), code
 
 
 def _items(module: Any, kernel_kind: ir.FunctionType) -> ir.Function:
@@ -216,9 +260,9 @@ def _items(module: Any, kernel_kind: ir.FunctionType) -> ir.Function:
     function.linkage = "internal"
     b = ir.IRBuilder(function.append_basic_block())
     firsts, counts, _, data = function.args
-    address, arguments, threads = (b.load(b.gep(data, [_I64(i)])) for i in range(3))
+    address, arguments, team = (b.load(b.gep(data, [_I64(i)])) for i in range(3))
     first, count = b.load(firsts), b.load(counts)
     with cgutils.for_range(b, count) as loop:
-        b.call(b.inttoptr(address, kernel_kind.as_pointer()), [arguments, b.add(first, loop.index), threads])
+        b.call(b.inttoptr(address, kernel_kind.as_pointer()), [arguments, b.add(first, loop.index), team])
     b.ret_void()
     return function

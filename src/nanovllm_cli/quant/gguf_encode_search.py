@@ -165,7 +165,7 @@ def affine_fit(x, w, group, codes, sub, sub_min):
 
 
 @kernel()
-def affine(arguments, thread, threads):
+def affine(arguments, thread, team):
     """x float32 [n, width]; importance float32 [width]; cuts float32 [2, 16]: where a group's range is cut, as shares of it.
     Fills codes [n, width], sub, sub_min [n, G], all uint8, and d and dmin, float64 [n, S] with float16's numbers or larger ones.
     """
@@ -182,7 +182,7 @@ def affine(arguments, thread, threads):
     lanes = np.empty((5, LANES), np.float32)
     scales, minima = np.empty(groups, np.float32), np.empty(groups, np.float32)
     new_codes, new_sub, new_min = np.empty(BLOCK, np.uint8), np.empty(groups, np.uint8), np.empty(groups, np.uint8)
-    for task in share(n * blocks, thread, threads):
+    for task in share(n * blocks, thread, team):
         row, b = task // blocks, task % blocks
         exponent = normalise(rows[row, b * BLOCK :], weights[b * BLOCK :], xs, ws)
         high, high_min = np.float32(0), np.float32(0)
@@ -281,7 +281,7 @@ def symmetric_fit(x, w, group, half, codes, sub):
 
 
 @kernel()
-def symmetric(arguments, thread, threads):
+def symmetric(arguments, thread, team):
     """x float32 [n, width]; importance float32 [width]; cuts float32 [16]: to which value a group's largest magnitude goes. Fills
     codes uint8 [n, width], sub int8 [n, G] and d, as `affine` does."""
     x, importance, n, width, group, half_code, half_sub, cuts, codes, d, sub = fields(arguments)
@@ -295,7 +295,7 @@ def symmetric(arguments, thread, threads):
     lanes = np.empty((3, LANES), np.float32)
     scales = np.empty(groups, np.float32)
     new_codes, new_sub = np.empty(BLOCK, np.uint8), np.empty(groups, np.int8)
-    for task in share(n * blocks, thread, threads):
+    for task in share(n * blocks, thread, team):
         row, b = task // blocks, task % blocks
         exponent = normalise(rows[row, b * BLOCK :], weights[b * BLOCK :], xs, ws)
         largest = np.float32(0)
