@@ -124,6 +124,16 @@ def test_what_no_call_came_to_runs_before_what_failed_and_results_are_kept_where
     assert (found["matmul"]["why"], found["matmul"]["earlier"]) == ("broke at once", True)
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"sections": 3}', '{"sections": {"kernels": {}}}'])
+def test_results_that_cannot_be_resumed_are_said_at_once(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        command_line.main(["--resume", str(file), "--wheels", str(tmp_path)])
+    assert raised.value.code == 2
+
+
 def test_what_was_measured_outlives_a_report_that_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

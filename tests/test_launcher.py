@@ -59,6 +59,12 @@ class Gpu:
         self.made_current: list[tuple[str, int]] = []
         self.configs = 0
         self.static_shared = 0
+        self.error: Exception | None = None
+
+    def launched(self, launch: Launch) -> None:
+        if self.error is not None:
+            raise self.error
+        self.launches.append(launch)
 
     def compile(self, kernel: Kernel, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
         self.compiled.append((kernel.entry, arch, extra))
@@ -83,7 +89,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
             enable_cooperative_groups: bool = False,
         ) -> None:  # fmt: skip
             assert all(isinstance(arg, int | np.generic) for arg in args)
-            gpu.launches.append(Launch(self.ptr, grid, block, shared_mem, stream.ptr, list(args)))
+            gpu.launched(Launch(self.ptr, grid, block, shared_mem, stream.ptr, list(args)))
 
     cuda = ModuleType("cupy.cuda")
     cuda.Module, cuda.Function = Module, Function
@@ -127,7 +133,7 @@ def fake_core(gpu: Gpu, attributes: bool = True) -> ModuleType:
         assert isinstance(stream, Stream)
         assert isinstance(kernel, Kernel)
         programmatic = getattr(config, "programmatic_stream_serialization", False)
-        gpu.launches.append(
+        gpu.launched(
             Launch(
                 kernel.handle,
                 config.grid,
@@ -198,6 +204,15 @@ def test_kernel_is_compiled_and_loaded_once(gpu: Gpu) -> None:
     assert gpu.compiled == [("add_rms_norm", "sm_90a", ())] * 2
     assert [launch.function for launch in gpu.launches] == [1001, 1001, 1002, 1001]
     assert cuda.num_launches == 4
+
+
+def test_a_launch_that_fails_is_a_runtime_error_that_names_it(gpu: Gpu) -> None:
+    """Whatever the library's own errors are: cuda.core's are plain exceptions, and a step that is recorded falls back on this."""
+    cuda = CudaLauncher()
+    gpu.error = type("CUDAError", (Exception,), {})("CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(RuntimeError, match=r"add_rms_norm<.*> could not be launched, \(3, 2, 1\) blocks .*: CUDA_ERROR_INVALID"):
+        cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert cuda.num_launches == 0
 
 
 def test_current_stream_is_read_at_every_launch(gpu: Gpu) -> None:

@@ -55,6 +55,10 @@ def main(words: list[str] | None = None) -> int:
         for section in sections.SECTIONS:
             print(f"{section.name:14} at most {section.limit:3.0f} s  {section.what}")
         return 0
+    try:
+        known = earlier(options.resume) if options.resume else {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # not there, or not what this program writes
+        parser.error(f"--resume {options.resume} has no results of an earlier call: {error!r}")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as site:
         if options.wheels:
@@ -66,12 +70,13 @@ def main(words: list[str] | None = None) -> int:
             return reason.exit_code
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([site, *PATHS, os.environ.get("PYTHONPATH", "")])}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-        return measure(options, options.budget - (time.monotonic() - begin), environment)
+        return measure(options, known, options.budget - (time.monotonic() - begin), environment)
 
 
-def measure(options: argparse.Namespace, budget: float, environment: dict[str, str]) -> int:
-    """0 where every section is done or has a reason to be skipped, else 1."""
-    results = earlier(options.resume) if options.resume else {}
+def measure(
+    options: argparse.Namespace, results: dict[str, sections.Record], budget: float, environment: dict[str, str]
+) -> int:
+    """0 where every section is done or has a reason to be skipped, else 1. results: of an earlier call; these are added."""
 
     def keep(name: str, record: sections.Record) -> None:
         before = results.get(name)

@@ -73,7 +73,7 @@ class CudaLauncher:
     programmatic_launch: let kernels start before the one ahead of them ends (sm_90 on, through cuda.core; plain launches where
     that is not to be had, and then `programmatic_launch` reads False).
 
-    Raises UnsupportedError where the device can't be used, or lacks what a kernel needs.
+    Raises UnsupportedError where the device can't be used, or lacks what a kernel needs; RuntimeError where a launch fails.
     """
 
     def __init__(self, device_index: int = 0, programmatic_launch: bool = False) -> None:
@@ -102,7 +102,11 @@ class CudaLauncher:
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg for arg in args]
         # Asked each time: while a graph is captured the current stream is another one.
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self._backend.put(loaded.handle, grid, block, shared_bytes, stream, values)
+        try:
+            self._backend.put(loaded.handle, grid, block, shared_bytes, stream, values)
+        except Exception as error:  # cuda.core's own is no RuntimeError; what an earlier kernel did wrong comes out here, too
+            work = f"{grid} blocks of {block} threads with {shared_bytes} bytes of shared memory"
+            raise RuntimeError(f"{kernel} could not be launched, {work}: {error}") from error
         self.num_launches += 1
 
     def torch_op(self, function: Callable[[], object]) -> None:
