@@ -555,10 +555,10 @@ def test_a_request_that_fails_ends_the_measuring(untied: Shape, monkeypatch: pyt
 @needs_emulation
 def test_rows_of_the_engines_sections() -> None:
     loaded = load(TINY, EmulatedDevice(), num_blocks=64, max_num_seqs=1, max_model_len=256, max_num_batched_tokens=256)
-    result, last = engine_runs.measure(loaded, TINY, 1, 2, rounds=2)
+    result, last = engine_runs.measure(loaded, TINY, 1, 2, rounds=1)
     assert set(result) == {"tok/s", "spread", "ms a step", "CPU ms a step", "GB/s"}
     assert 0 < result["CPU ms a step"] <= result["ms a step"]
-    assert result["tok/s"] == pytest.approx(1e3 / result["ms a step"], rel=0.5)
+    assert result["tok/s"] == pytest.approx(1e3 / result["ms a step"])
     assert last.tokens == 2
     filled = engine_runs.prefill_of(loaded, TINY, 40, 1, rounds=3)
     assert filled["TFLOP/s"] == pytest.approx(TINY.prefill_flops(40) / filled["ms"] / 1e9)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from emulation import on_gpu
 from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
@@ -235,6 +236,8 @@ def test_heads_past_the_limit_are_an_error_that_says_so() -> None:
 # ---- tables ----
 
 POSITIONS = torch.tensor([0, 1, 2, 31, 4095, 131071, 999_983, 1_000_000, 2**24 + 1])
+# CUDA's sincosf may be two places away from the right rounding (its programming guide, mathematical functions).
+FURTHER = 3 if on_gpu.ENABLED else 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -244,9 +247,9 @@ def test_tables_are_a_last_place_from_float64(half: int, order: int) -> None:
     cos, sin = rope_tables.rope_tables(Emulator(order), POSITIONS, frequencies, 1.25)
     angles = (POSITIONS.float()[:, None] * frequencies).double()
     for got, expected in ((cos, angles.cos() * 1.25), (sin, angles.sin() * 1.25)):
-        assert (got.double() - expected).abs().max() <= 2.0**-23
+        assert (got.double() - expected).abs().max() <= FURTHER * 2.0**-23
     for got, expected in zip((cos, sin), reference.rope_tables(POSITIONS, frequencies, 1.25), strict=True):
-        assert (got - expected).abs().max() <= 2.0**-23
+        assert (got - expected).abs().max() <= FURTHER * 2.0**-23
 
 
 def test_tokens_of_long_sequences_take_the_long_frequencies() -> None:
@@ -255,10 +258,10 @@ def test_tokens_of_long_sequences_take_the_long_frequencies() -> None:
     cos, sin = rope_tables.rope_tables(Emulator(), POSITIONS, short, 1.0, lengths, long, 4096)
     for i, (position, length) in enumerate(zip(POSITIONS, lengths, strict=True)):
         angles = (position.float() * (long if length > 4096 else short)).double()
-        assert (cos[i] - angles.cos()).abs().max() <= 2.0**-24
-        assert (sin[i] - angles.sin()).abs().max() <= 2.0**-24
+        assert (cos[i] - angles.cos()).abs().max() <= FURTHER * 2.0**-24
+        assert (sin[i] - angles.sin()).abs().max() <= FURTHER * 2.0**-24
     expected = reference.rope_tables(POSITIONS, short, 1.0, lengths, long, 4096)
-    assert all((got - wanted).abs().max() <= 2.0**-23 for got, wanted in zip((cos, sin), expected, strict=True))
+    assert all((got - wanted).abs().max() <= FURTHER * 2.0**-23 for got, wanted in zip((cos, sin), expected, strict=True))
 
 
 def test_tables_of_nothing() -> None:
