@@ -315,7 +315,8 @@ def test_types_are_those_of_the_gguf_package_bit_by_bit(kind: str, tmp_path: Pat
 
 
 def test_yarn_says_what_llama_cpps_converter_says_of_it(tmp_path: Path) -> None:
-    converted(make(tmp_path / "source", CASES["qwen3, yarn, tied"][0]), tmp_path / "m.gguf", "gguf")
+    made = converted(make(tmp_path / "source", CASES["qwen3, yarn, tied"][0]), tmp_path / "m.gguf", "gguf")
+    assert ["rope attention_factor: written, but llama.cpp does not read it" in note for note in made.notes] == [True]
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     found = {key.removeprefix("qwen3.rope.scaling."): field.contents() for key, field in fields.items() if "scaling" in key}
     assert found == {
@@ -442,6 +443,16 @@ def test_shards_and_dtypes_of_folders(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     for name in SETTINGS:
         assert (tmp_path / "half" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_what_lies_beside_the_weights_comes_along_or_is_named(tmp_path: Path) -> None:
+    source = make(tmp_path / "source", LlamaConfig(**BASE))
+    for name in ("LICENSE", "quality.json", "vectors.npz", "modeling_x.py", ".hidden", "pytorch_model.bin.index.json"):
+        (source / name).write_text(name)
+    (source / "onnx").mkdir()
+    assert converted(source, tmp_path / "m", "hf", "f32").notes == ["files: modeling_x.py, vectors.npz"]
+    files = {"config.json", "generation_config.json", "model.safetensors", "LICENSE", "quality.json", *SETTINGS}
+    assert {path.name for path in (tmp_path / "m").iterdir()} == files
 
 
 def test_any_architecture_can_change_its_dtype(tmp_path: Path) -> None:

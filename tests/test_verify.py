@@ -158,14 +158,16 @@ def test_a_changed_tokenizer_or_template_is_found(tmp_path: Path) -> None:
 # ---- the command ----
 
 
-def verify(*words: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "nanovllm_cli", "verify", *words], capture_output=True, text=True, timeout=250)
+def verify(*words: str, input: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nanovllm_cli", "verify", *words]
+    return run(command, input=input, capture_output=True, text=True, timeout=250)
 
 
 def test_exit_codes_say_equal_or_different(tmp_path: Path) -> None:
     other = changed_copy(tmp_path / "m", "model.layers.1.self_attn.o_proj.weight", lambda w: -w)
-    same = verify("tiny", "--tokens", "32", "--json")
+    same = verify("tiny", "--text", "-", "--json", input="Once upon a time there was a fox.")
     assert (same.returncode, json.loads(same.stdout)["equal"]) == (0, True)
+    assert json.loads(same.stdout)["tokens"] < 32
     different = verify("tiny", str(other), "--tokens", "32")
     assert different.returncode == 1
     assert "different: first at layer 1, token 0" in different.stdout

@@ -10,7 +10,7 @@ import typer
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
-from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -44,8 +44,12 @@ class VerifyOptions:
         DTypeName, option("--dtype-b", help="What OTHER computes in. [auto]", panel=COMPARISON, envvar=None)
     ] = "auto"
     text: Annotated[
-        str | None, option("--text", help="What both read. [bundled]", panel=COMPARISON, metavar="FILE", envvar=None)
-    ] = None
+        str | None,
+        option(
+            "--text", help="What both read; - is standard input. [bundled]",
+            panel=COMPARISON, metavar="FILE", envvar=None,
+        ),
+    ] = None  # fmt: skip
     tokens: Annotated[
         int, option("--tokens", help="How much of it. [256]", panel=COMPARISON, min=2, max=512, envvar=None)
     ] = 256
@@ -102,7 +106,7 @@ def verify(
     progress = ProgressLine(screen)
     paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
     words = OurWords(paths[0])
-    ids = _ids(options, words.tokenizer)
+    ids = _ids(options, words.tokenizer, screen)
     apart: list[str] = []
     if against == "transformers":
         apart = differences(words, TransformersWords(paths[0]))
@@ -125,13 +129,14 @@ def verify(
         raise typer.Exit(1)
 
 
-def _ids(options: VerifyOptions, tokenizer: Tokenizer) -> list[int]:
+def _ids(options: VerifyOptions, tokenizer: Tokenizer, screen: Console) -> list[int]:
     if options.text is None:
         from nanovllm_cli.quantization.texts import bundled_text
 
         text = bundled_text("verification").text
     else:
-        text = decode(read_file(options.text), options.text)
+        from_stdin = options.text == STANDARD_INPUT
+        text = read_standard_input(screen) if from_stdin else decode(read_file(options.text), options.text)
     ids = tokenizer.encode(text)[: options.tokens]
     if len(ids) < 2:
         raise UsageError(f"{options.text} is too short to compare anything", "give a longer --text")

@@ -48,7 +48,7 @@ from nanovllm_cli.weights.convert_tensors import (
     safetensors_type,
     slices,
 )
-from nanovllm_cli.weights.files import is_setting, some, split_parts
+from nanovllm_cli.weights.files import beside_weights, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, part_names
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
@@ -70,7 +70,6 @@ from nanovllm_cli.weights.writer import (
 Target = Literal["gguf", "hf"]
 
 SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
-_MORE_FILES = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 _HEADER_BYTES = 1 << 20
 _FILE_TYPES = {
     "F32": "ALL_F32", "Q2_K": "MOSTLY_Q2_K", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S",
@@ -272,7 +271,8 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
         after = safetensors_type(info.dtype_name, outtype)
         size = torch.Size(info.shape).numel() * _dtype(after).itemsize
         steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
-    made = Plan("hf", steps, copies=_settings(folder_of(source)))
+    kept, left = beside_weights(folder_of(source))
+    made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], copies=kept)
     if outtype != "auto":
         config = {key: value for key, value in source.config.items() if key != "dtype"}
         made.files["config.json"] = as_json(
@@ -389,14 +389,6 @@ def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
 def file_type(kind: str) -> LlamaFileType:
     """general.file_type of a file most of which has this type."""
     return LlamaFileType.__members__.get(_FILE_TYPES.get(kind, f"MOSTLY_{kind}"), LlamaFileType.GUESSED)
-
-
-def _settings(folder: Path) -> list[tuple[Path, str]]:
-    """Small files of a folder that stay as they are: configs, tokenizer, templates, licence, card."""
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    kept = [name for name in names if is_setting(name) or name in _MORE_FILES]
-    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    return [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates]
 
 
 def _check_name(made: Plan, output: Path) -> None:

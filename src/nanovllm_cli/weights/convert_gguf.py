@@ -23,7 +23,7 @@ from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
 from nanovllm_cli.weights.convert_names import attention_of, differences
-from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf
+from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
 
 MAX_CARD_BYTES = 1 << 20
@@ -84,8 +84,10 @@ def gguf_header(
     vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, checkpoint.config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
-    if attention_of(spec).window is not None:
-        notes.append("sliding_window is written, but llama.cpp does not read it for this architecture")
+    unread = ["sliding_window"] if attention_of(spec).window is not None else []
+    unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
+    if unread:
+        notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
 
 
@@ -129,13 +131,12 @@ def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> No
 
 
 def _add_yarn(builder: HeaderBuilder, rope: RopeSpec) -> None:
-    usual = RopeSpec(rope.dim)
-    if rope.beta_fast != usual.beta_fast:
-        builder.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
-    if rope.beta_slow != usual.beta_slow:
-        builder.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
-    if rope.attention_factor is not None:
-        builder.add_rope_scaling_yarn_attn_factor(rope.attention_factor)
+    add = {
+        "beta_fast": builder.add_rope_scaling_yarn_beta_fast, "beta_slow": builder.add_rope_scaling_yarn_beta_slow,
+        "attention_factor": builder.add_rope_scaling_yarn_attn_factor,
+    }  # fmt: skip
+    for name, value in unusual_yarn(rope).items():
+        add[name](value)
 
 
 def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name: str) -> list[str]:

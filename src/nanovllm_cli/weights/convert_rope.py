@@ -102,12 +102,19 @@ def scaling_for_config(rope: RopeSpec, context_length: int) -> dict[str, Any] | 
                 **({} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}),
             }  # fmt: skip
         case _:
-            extras = {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
-            usual = RopeSpec(rope.dim)
             return {
                 "rope_type": rope.scaling, "factor": rope.factor, "original_max_position_embeddings": rope.original_len,
-                **{name: shortest(value) for name, value in extras.items() if value != getattr(usual, name)},
+                **{name: shortest(value) for name, value in unusual_yarn(rope).items()},
             }  # fmt: skip
+
+
+def unusual_yarn(rope: RopeSpec) -> dict[str, float]:
+    """What is set of yarn's fields that both formats have and seldom say, under config.json's names; {} for other scalings."""
+    if rope.scaling != "yarn":
+        return {}
+    usual = RopeSpec(rope.dim)
+    found = {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
 
 def llama3_divisors(rope: RopeSpec) -> tuple[float, ...]:

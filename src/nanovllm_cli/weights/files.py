@@ -34,6 +34,8 @@ _SETTINGS = {
     "quantize_config.json",
     "quant_config.json",
 }
+_PAPERS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "quality.json")
+_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", *PICKLES)
 _SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|F64|MXFP4\w*|NVFP4\w*))(?=[-.]|$)", re.IGNORECASE
@@ -153,6 +155,24 @@ def stays_inside(name: str) -> bool:
 def is_setting(name: str) -> bool:
     """Whether a file of this name is one of those that a Hugging Face model has beside its weights."""
     return name in _SETTINGS
+
+
+class Beside(NamedTuple):
+    """The small files of a folder. kept: that belong to its model whatever its weights become, and their names in a copy;
+    left: names of others, but for weights in any format."""
+
+    kept: list[tuple[Path, str]]
+    left: list[str]
+
+
+def beside_weights(folder: Path) -> Beside:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    kept = [name for name in names if is_setting(name) or name in _PAPERS]
+    left = [name for name in names if name not in kept and not name.endswith(_WEIGHTS)]
+    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return Beside(
+        [(folder / name, name) for name in kept] + [(path, f"{path.parent.name}/{path.name}") for path in templates], left
+    )
 
 
 def some(names: list[str], limit: int = 5) -> str:
