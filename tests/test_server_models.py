@@ -144,10 +144,12 @@ def test_before_it_has_started_nobody_is_served(run: Run) -> None:
         assert list(states(models).values()) == [EngineState.LOADING, EngineState.ASLEEP]
         starting = asyncio.create_task(models.start())
         await asyncio.sleep(0)
+        assert {card.state for card in models.cards()} == {EngineState.LOADING}  # and /health says so
         with pytest.raises(ApiError) as caught:
             await answers(models, "a")
         assert (caught.value.status, caught.value.code) == (503, "model_not_ready")
         await starting
+        assert [card.state for card in models.cards()] == [EngineState.READY, EngineState.ASLEEP]
         assert await answers(models, "a") == "a"
         await models.close()
 

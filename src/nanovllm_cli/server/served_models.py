@@ -146,10 +146,15 @@ class ServedModels:
 
     def cards(self) -> list[ModelCard]:
         return [
-            ModelCard(name, slot.created, slot.engine.state, slot.context_len)
+            ModelCard(name, slot.created, self._state_of(slot), slot.context_len)
             for slot in self._slots
             for name in slot.settings.names
         ]
+
+    def _state_of(self, slot: _Slot) -> EngineState:
+        """Nobody can wake the others up before the first ones are there."""
+        state = slot.engine.state
+        return EngineState.LOADING if state is EngineState.ASLEEP and not self._is_started else state
 
     def engines(self) -> Mapping[str, EnginePort]:
         return {slot.settings.names[0]: slot.engine for slot in self._slots}
