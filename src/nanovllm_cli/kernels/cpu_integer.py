@@ -35,7 +35,7 @@ from nanovllm_cli.kernels.record_kinds import (
 )
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_codebook import call_unpacker
-from nanovllm_cli.kernels.simd_int import TILE_ROWS, dot_panel, dot_panel_low, in_one_pass, one_row, one_row_low
+from nanovllm_cli.kernels.simd_int import FEW_ROWS, TILE_ROWS, dot_panel, dot_panel_low, in_one_pass, one_row, one_row_low
 from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
@@ -254,12 +254,14 @@ def integer_matmul(arguments, thread, team):
                         bits, codes, scales_at, lows_at, k // STEP, group // 4, offset, at, groups, sums_at, chunk
                     )  # fmt: skip
                 continue
-            ahead = codes + PREFETCH_BYTES
+            asking = max(1, (end - begin) // TILE_ROWS + int((end - begin) % TILE_ROWS > FEW_ROWS))
+            ahead, ahead_step = codes + PREFETCH_BYTES, step_bytes // STEP_UNITS
             if bits != 8:
                 # the products of more rows have time to ask for what comes next, evenly
-                unpack_panel(step_bytes, unpacker, table, codes, k, panel, ahead if end - begin <= 3 else codes)
+                unpack_panel(step_bytes, unpacker, table, codes, k, panel, ahead if end - begin <= FEW_ROWS else codes)
                 codes = panel
-            ahead_step = step_bytes // STEP_UNITS
+            if bits != 8 or asking > 1:  # the next record, a part of it in each pass over this one
+                ahead, ahead_step = record + record_bytes(k, step_bytes, group, scale, low), full // (k // 4 * asking)
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
                 at = x + (chunk * num_rows + row) * x_stride
@@ -274,7 +276,7 @@ def integer_matmul(arguments, thread, team):
                         rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
                         chunk, ahead, ahead_step,
                     )  # fmt: skip
-                ahead, ahead_step = record, 0
+                ahead += full // asking
         first, columns = tile * TILE, min(TILE, n - tile * TILE)
         for r in range(end - begin):
             line = carray(typed_pointer(out + (begin + r) * out_stride, out_tag), (n,))[first : first + columns]

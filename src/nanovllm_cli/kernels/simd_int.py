@@ -42,6 +42,8 @@ from nanovllm_cli.kernels.simd_ir import (
 # Whole numbers and fp32 sums of 6 x 2 vectors fit 32 wide registers, those of 2 x 1 fit 16 registers half as wide.
 WIDE = host_has("avx512f")
 TILE_ROWS = MAX_ROWS if WIDE else 2
+FEW_ROWS = 3
+"""Rows that take all columns at once, and have no time to ask for what comes next."""
 ROW_PREFETCH_BYTES = 4096
 """How long before its use a line of codes is asked for by a single row, which leaves it after that."""
 
@@ -148,7 +150,7 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
 
 def _make_rows(rows: int, with_low: bool) -> Any:
     """Tiles of so many rows side by side, until they have all 64 columns."""
-    vectors = (VECTORS if rows <= 3 else 2) if WIDE else 1
+    vectors = (VECTORS if rows <= FEW_ROWS else 2) if WIDE else 1
     tile = _make_tile(rows, vectors, with_low)
     parts, step = VECTORS // vectors, 64 * vectors
 
