@@ -35,7 +35,15 @@ from nanovllm_cli.kernels.record_kinds import (
 )
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_codebook import call_unpacker
-from nanovllm_cli.kernels.simd_int import FEW_ROWS, TILE_ROWS, dot_panel, dot_panel_low, in_one_pass, one_row, one_row_low
+from nanovllm_cli.kernels.simd_int import (
+    FEW_ROWS,
+    TILE_ROWS,
+    dot_panel,
+    dot_panel_low,
+    in_one_pass,
+    one_row,
+    one_row_low,
+)
 from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
