@@ -18,10 +18,11 @@ from numba import carray
 from numba.core.dispatcher import Dispatcher
 
 import forked
-from nanovllm_cli.kernels import entry, simd, simd_compact, simd_int
+from nanovllm_cli.kernels import cpu, entry, simd, simd_compact, simd_int
 from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
+assert cpu  # it sets the cache, which is another one when a source changes
 NUMBERS = {"f": np.float32, "B": np.uint8}
 CHILD = """
 import json, sys

@@ -268,3 +268,10 @@ def _settable(command: Any) -> dict[str, str]:
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
 FORM = "Form of the answer"
 CONVERSATION, SESSIONS, SERVER = "Conversation", "Sessions", "Server"
+
+
+def is_typed(ctx: Any, name: str) -> bool:
+    """Whether the command line has this parameter. What the environment and settings files say are defaults: they are for where
+    they have a meaning."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
@@ -168,7 +168,7 @@ def quantize(
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded
-    _check_together(options, kind)
+    _check_together(ctx, options, kind)
     calibration = _text(options.calibration, "calibration")
     verify_text = _text(options.verify_text, "verification")
     progress = ProgressLine(screen)
@@ -208,14 +208,14 @@ def quantize(
         screen.answer(f"{output}\n")
 
 
-def _check_together(options: QuantizeOptions, kind: str) -> None:
+def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
     if options.algorithm == "rtn" and options.target_bpw is None:
-        for flag, value in (("--calibration", options.calibration), ("--num-samples", options.num_samples)):
-            if value is not None:
+        for flag, name in (("--calibration", "calibration"), ("--num-samples", "num_samples")):
+            if is_typed(ctx, name):
                 hint = "add --algorithm gptq or awq, or leave it away"
                 raise UsageError(f"{flag} is given, and nothing is calibrated", hint)
-    if options.no_verify and options.verify_text is not None:
+    if options.no_verify and is_typed(ctx, "verify_text"):
         raise UsageError("--verify-text is given, and --no-verify leaves the quality card out", "leave one of them away")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(

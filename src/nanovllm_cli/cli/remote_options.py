@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanovllm_cli.cli.command import SERVER, option
+from nanovllm_cli.cli.command import SERVER, is_typed, option
 from nanovllm_cli.cli.options import EngineOptions, ModelOptions
 from nanovllm_cli.errors import UsageError
 
@@ -64,13 +64,10 @@ class RemoteOptions:
 
 
 def _refuse(ctx: Any, names: Sequence[str], why: str) -> None:
-    """Raises UsageError for the first of these options that the command line has. What the environment and settings files say
-    are defaults: they are for where they have a meaning."""
+    """Raises UsageError for the first of these options that the command line has."""
     for param in ctx.command.params:
-        if param.name in names:
-            source = ctx.get_parameter_source(param.name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise UsageError(f"{max(param.opts, key=len)} {why}")
+        if param.name in names and is_typed(ctx, param.name):
+            raise UsageError(f"{max(param.opts, key=len)} {why}")
 
 
 def named_by_word(served: Sequence[ServedModel], words: Sequence[str]) -> tuple[str | None, list[str]]:

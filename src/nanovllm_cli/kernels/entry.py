@@ -103,7 +103,7 @@ def replay(steps: int, count: int) -> None:
         if not _replay:
             numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
             compiled = _compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
-            team = np.full((1 + numba.config.NUMBA_NUM_THREADS) * _LINE // 8, PIECES)
+            team = np.zeros((1 + numba.config.NUMBA_NUM_THREADS) * _LINE // 8, np.int64)
             _replay.extend((_PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
         _replay[0](steps, count, _replay[1])
 
@@ -179,28 +179,18 @@ def _next_piece(typing: Any, counter: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@intrinsic
-def _begin_pieces(typing: Any, counter: Any) -> Any:
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        builder.store_atomic(_I64(0), builder.inttoptr(args[0], _I64.as_pointer()), "monotonic", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), code
-
-
 @njit
 def share(count, thread, team):
     """The tasks, of `count`, that this thread finds to do, one by one.
 
-    team: address of the number of threads and then, a cache line each, of their counters of pieces; 0 for a thread alone. Between
-    kernels a counter stands at PIECES or more: its thread begins it, and until then nobody takes anything of that part.
+    team: address of the number of threads and then, a cache line each, of counters of the pieces taken of their parts; 0 for a
+    thread alone.
     """
     if team == 0:
         for task in range(count):
             yield task
         return
     threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
-    _begin_pieces(team + (1 + thread) * _LINE)
     for other in range(threads):
         owner = (thread + other) % threads
         first, end = count * owner // threads, count * (owner + 1) // threads
@@ -238,7 +228,10 @@ def _on_all_threads(typing: Any, function: Any, arguments: Any, team: Any) -> An
                 data, number, step, first = (
                     cgutils.alloca_once(b, held) for held in (ir.ArrayType(_I64, 3), _I64, _I64, _I64)
                 )
-                b.store(threads, b.inttoptr(team, _I64.as_pointer()))
+                numbers = b.inttoptr(team, _I64.as_pointer())
+                b.store(threads, numbers)
+                with cgutils.for_range(b, threads) as loop:
+                    b.store(_I64(0), b.gep(numbers, [b.mul(b.add(loop.index, _I64(1)), _I64(_LINE // 8))]))
                 for i, value in enumerate((function, arguments, team)):
                     b.store(value, cgutils.gep_inbounds(b, data, 0, i))
                 b.store(threads, number)
