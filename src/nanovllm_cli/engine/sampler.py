@@ -208,7 +208,8 @@ class Sampler:
 
     def _ask_constraints(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of what was drawn without a mask, keeps what is allowed; the rest is drawn again under its mask."""
-        unknown = [draw for draw in draws if draw.is_open and not draw.is_known_allowed() and draw.is_open]
+        unknown = [draw for draw in draws if draw.is_open and not draw.is_known_allowed()]
+        unknown = [draw for draw in unknown if draw.is_open]  # a matcher that gives up when it is asked ends its draw
         if not unknown:
             return
         self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.state.guide})
