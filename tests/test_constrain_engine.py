@@ -237,6 +237,6 @@ def test_equal_constraints_are_compiled_once(llm: LLM, monkeypatch: pytest.Monke
 
 
 def test_steps_without_constraints_start_no_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._worker.runner.sampler._mask_thread, "start", None)
+    monkeypatch.setattr(llm._worker.runner.sampler._mask_threads, "_compute", None)
     (answer,) = answers(llm, None, max_tokens=5)
     assert answer.error is None

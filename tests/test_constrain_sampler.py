@@ -51,6 +51,18 @@ def draws(sampler: Sampler, seq_ids: Sequence[int], logits: torch.Tensor) -> lis
     return [entry.token_ids[0] for entry in drawn]
 
 
+def masks_asked_for(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    asked: list[set[int]] = []
+    add = sampler._mask_threads._add
+
+    def adding(guides: dict[int, Guide]) -> None:
+        asked.extend([set(guides)] if guides else [])
+        add(guides)
+
+    monkeypatch.setattr(sampler._mask_threads, "_add", adding)
+    return asked
+
+
 def test_tokens_are_distributed_as_under_a_mask(sampler: Sampler) -> None:
     """After two letters the stop id is allowed as well; two thirds of what is drawn first are not."""
     logits = logits_of(3)
@@ -106,9 +118,7 @@ def test_a_greedy_request_draws_what_it_draws_under_a_mask(sampler: Sampler, lik
 
 
 def test_masks_are_computed_only_where_the_answer_was_no(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[set[int]] = []
-    start = sampler._mask_thread.start
-    monkeypatch.setattr(sampler._mask_thread, "start", lambda guides: (asked.append(set(guides)), start(guides))[1])
+    asked = masks_asked_for(sampler, monkeypatch)
     for seq_id in range(4):
         add(sampler, seq_id, "[a-m]{2,200}" if seq_id < 2 else "[p-z]{2,200}", trusts=seq_id % 2 == 0, temperature=0.0)
     assert draws(sampler, range(4), logits_of(0, "aaa"))[0] == ord("a")
@@ -145,9 +155,7 @@ def test_filters_choose_among_what_is_allowed(sampler: Sampler, options: dict[st
 def test_masks_of_filtered_draws_are_computed_only_where_questions_do_not_decide(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[set[int]] = []
-    start = sampler._mask_thread.start
-    monkeypatch.setattr(sampler._mask_thread, "start", lambda guides: (asked.append(set(guides)), start(guides))[1])
+    asked = masks_asked_for(sampler, monkeypatch)
     sharp, two, flat, other = logits_of(0, "aaaa"), logits_of(0, "aaabbb"), logits_of(0, "a"), logits_of(0, "aaxxxx")
     add(sampler, 0, top_p=0.9, trusts=False)
     for logits, expected in (

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm_cli.config import num_processors
+
 _SECONDS_FOR_A_PROGRAM = 10
 
 
@@ -55,7 +57,7 @@ def this_machine(arguments: Sequence[str] | None = None) -> Machine:
         cpu=_cpu(),
         gpu=_gpu(),
         driver=_driver(),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=num_processors(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         system=platform.platform(),
         python=platform.python_version(),

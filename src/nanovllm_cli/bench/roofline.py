@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.bench.machine import this_machine
+from nanovllm_cli.config import num_processors
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 
@@ -62,7 +63,7 @@ def roofline(
     """The roofline of `device` (cpu, cuda, cuda:N) with so many threads (all that this process may use). Kept in
     $XDG_CACHE_HOME/nanovllm/roofline.json, by machine, threads and kernels. Raises RooflineError."""
     progress = progress or NullProgress()
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or num_processors()
     key = _key(device, threads)
     known = {} if fresh else _read_cache()
     if key in known:
@@ -86,7 +87,7 @@ def measure_roofline(seconds: float = 1.0, threads: int | None = None, device: s
     """Measures for about `seconds`, besides making the data. The best of several passes counts: others only disturb."""
     if device != "cpu":
         return _measure_gpu(seconds, device)
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or num_processors()
     read_gb_s = _read_bandwidth(seconds / 2, threads)
     return Roofline(read_gb_s, {kind: _multiply_rate(seconds / 6, threads, kind) for kind in CPU_KINDS})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from numba import config as numba_config
 
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, num_processors
 from nanovllm_cli.engine.memory import available_bytes
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
@@ -106,7 +105,9 @@ class CpuPlatform:
         return int(available_bytes() * self.config.memory_utilization)
 
     def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> Runner:
-        return Runner(model, cache, sampler, self.config.block_size, recordable)
+        return Runner(
+            model, cache, sampler, self.config.block_size, recordable, has_free_processor=num_processors() > self.threads
+        )
 
     def runs_ahead(self, runner: object) -> None:
         return None
@@ -114,7 +115,7 @@ class CpuPlatform:
 
 def _num_threads(config: EngineConfig, progress: LoadProgress | None) -> int:
     """As many as asked for, or as this process may use; never more than there are."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = num_processors()
     if config.threads is not None and config.threads > there and progress is not None:
         progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
     return min(config.threads or there, there)

@@ -19,13 +19,26 @@ LOGIT_ROWS = 64
 
 
 class Runner:
-    """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew."""
+    """Runs plans on one model. What it remembers between steps is in the sampler: what each sequence drew.
 
-    def __init__(self, model: Decoder, cache: KVCache, sampler: Sampler, block_size: int, recordable: bool) -> None:
+    recordable: whether steps can be recorded. has_free_processor: whether the model leaves one to what masks take.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        sampler: Sampler,
+        block_size: int,
+        recordable: bool,
+        *,
+        has_free_processor: bool = False,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.sampler = sampler
         self.block_size = block_size
+        self.has_free_processor = has_free_processor
         self.graphs = GraphCache(model, cache, recordable)
 
     def run(self, plan: Plan) -> StepOutput:
@@ -40,7 +53,8 @@ class Runner:
         batch, owners = build_batch(plan.scheduled, self.block_size)
         inputs = self.model.prepare(batch)
         draws = [seq_id for share, _ in owners for seq_id in share.draws]
-        self.sampler.start_masks(draws)
+        if self.has_free_processor:
+            self.sampler.start_masks(draws)
         rows = [first + len(share.wanted_rows) - 1 for share, first in owners for _ in share.draws]
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
             with let_in():

@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_cli.constrain.compiler import Compiler
-from nanovllm_cli.constrain.masks import MaskThread
+from nanovllm_cli.constrain.masks import MaskThreads
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_AGAIN, DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
@@ -104,7 +104,7 @@ class Sampler:
             BreakerVocabulary(vocab_size, encode, token_bytes) if encode and token_bytes else None
         )
         self._compiler = compiler
-        self._mask_thread = MaskThread()
+        self._mask_threads = MaskThreads()
         self._states: dict[int, SequenceState] = {}
         self._refused: dict[int, str] = {}
         self._scratch = np.empty((0, vocab_size), dtype=np.float32)
@@ -154,12 +154,12 @@ class Sampler:
         self._refused.pop(seq_id, None)
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
-        """Begins to compute what constraints allow these sequences; before the model runs, so that it costs no time. Those that
-        draw first are asked about afterwards."""
+        """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,
+        that is done when it is needed. Those that draw first are asked about afterwards."""
         states = ((seq_id, self._states.get(seq_id)) for seq_id in seq_ids)
         guides = {seq_id: state.guide for seq_id, state in states if state and state.guide and not state.draws_first}
         if guides:
-            self._mask_thread.start(guides)
+            self._mask_threads.start(guides)
 
     def sample(
         self,
@@ -197,11 +197,14 @@ class Sampler:
 
     def _put_masks(self, draws: Sequence[_Draw]) -> None:
         """What constraints allow. Whoever draws nothing, being at its end or in error, is settled."""
+        if not draws:
+            return
+        guides = {draw.seq_id: draw.state.guide for draw in draws if draw.state.guide is not None}
+        self._mask_threads.finish(guides)
         for draw in draws:
-            guide = draw.state.guide
-            assert guide is not None
+            guide = guides[draw.seq_id]
             try:
-                draw.mask = self._mask_thread.mask(draw.seq_id, guide)
+                draw.mask = self._mask_threads.mask(draw.seq_id, guide)
                 draw.ends = guide.is_complete
             except Exception as error:  # whatever it is, the other sequences go on
                 draw.error = _reason(error)
@@ -212,7 +215,6 @@ class Sampler:
         unknown = [draw for draw in unknown if draw.is_open]  # a matcher that gives up when it is asked ends its draw
         if not unknown:
             return
-        self._mask_thread.start({draw.seq_id: draw.state.guide for draw in unknown if draw.state.guide})
         self._put_masks(unknown)
         self._draw([draw for draw in unknown if draw.state.is_filtered], logits, DRAW_TOKEN)
         self._draw([draw for draw in unknown if not (draw.state.is_filtered or draw.is_in_mask)], logits, DRAW_AGAIN)

@@ -1,0 +1,102 @@
+"""Masks of a step on several threads: the same as one by one, whatever was started before."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from nanovllm_cli.constrain import masks
+from nanovllm_cli.constrain.compiler import Compiler
+from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.constrain.masks import MaskThreads
+from nanovllm_cli.constrain.vocabulary import byte_vocabulary
+from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.errors import RequestError
+from nanovllm_cli.sampling_params import SamplingParams
+
+EXPRESSIONS = ["[a-m]{2,9}", "(ab|cd)+x", "[^q]*", "forced text", "[0-9]+(\\.[0-9]+)?"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(lambda: byte_vocabulary(["<|stop|>"]))
+
+
+def guides_of(compiler: Compiler, count: int) -> dict[int, Guide]:
+    found = {}
+    for seq_id in range(count):
+        params = SamplingParams(constraint=Constraint("regex", EXPRESSIONS[seq_id % len(EXPRESSIONS)]))
+        guide = compiler.guide(params, (256,))
+        assert guide is not None
+        found[seq_id] = guide
+    return found
+
+
+def check(threads: MaskThreads, guides: dict[int, Guide]) -> None:
+    for seq_id, guide in guides.items():
+        expected, words = guide.copy().allowed_mask(), threads.mask(seq_id, guide)
+        assert words is not None
+        np.testing.assert_array_equal(words, expected)
+
+
+@pytest.mark.parametrize("processors", [1, 2, 4, 64])
+@pytest.mark.parametrize("started", [0, 1, 7, 40])
+def test_masks_are_those_of_one_by_one(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, processors: int, started: int
+) -> None:
+    monkeypatch.setattr(masks, "num_processors", lambda: processors)
+    threads, guides = MaskThreads(), guides_of(compiler, 40)
+    for _ in range(2):
+        if started:
+            threads.start({seq_id: guides[seq_id] for seq_id in range(started)})
+        threads.finish(guides)
+        check(threads, guides)
+        for guide in guides.values():
+            words = guide.allowed_mask()
+            assert words is not None
+            guide.accept(int(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0]))
+    assert len(threads._pool._threads) <= max(1, min(processors - 1, masks.MAX_HELPERS))
+
+
+def test_what_a_failed_step_began_is_not_taken_for_the_next_ones(compiler: Compiler) -> None:
+    threads, later = MaskThreads(), guides_of(compiler, 3)
+    later[0].accept(ord("a"))
+    later[2].accept(ord("x"))
+    threads.start(guides_of(compiler, 3))
+    threads.start(later)
+    threads.finish(later)
+    check(threads, later)
+    threads.finish(guides_of(compiler, 3))  # and nobody asks for them
+    threads.finish(later)
+    check(threads, later)
+
+
+def test_matchers_that_are_waited_for_are_shared_out(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads at a barrier: neither comes on without the other."""
+    monkeypatch.setattr(masks, "num_processors", lambda: 2)
+    threads, guides, barrier = MaskThreads(), guides_of(compiler, 2), threading.Barrier(2, timeout=30)
+
+    class Waits:
+        def is_stopped(self) -> bool:
+            return False
+
+        def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+            barrier.wait()
+
+    for guide in guides.values():
+        assert guide.matcher is not None
+        guide.matcher.inner = Waits()  # type: ignore[assignment]
+    threads.finish(guides)
+    assert not barrier.broken
+
+
+def test_a_matcher_that_gives_up_costs_its_own_sequence_only(compiler: Compiler) -> None:
+    threads, guides = MaskThreads(), guides_of(compiler, 3)
+    assert guides[1].matcher is not None
+    guides[1].matcher.inner.consume_token(ord("z"))  # not in its language
+    threads.finish(guides)
+    check(threads, {0: guides[0], 2: guides[2]})
+    with pytest.raises(RequestError, match="constraint"):
+        threads.mask(1, guides[1])
