@@ -442,7 +442,7 @@ complete -c nanovllm -n '__nanovllm_at '\''bench serve'\''' -l debug -d 'Traceba
 complete -c nanovllm -n '__nanovllm_at '\''bench serve'\''' -l version -d 'The version, and nothing else'
 complete -c nanovllm -n '__nanovllm_at '\''bench serve'\''' -s h -l help -d 'This text'
 complete -c nanovllm -n '__nanovllm_argument '\''bench compare'\'' 0 more' -F
-complete -c nanovllm -n '__nanovllm_at '\''bench compare'\''' -l fail-under -x -d 'Exit with 1 where a ratio is below this, such as 0.95'
+complete -c nanovllm -n '__nanovllm_at '\''bench compare'\''' -l fail-under -x -d 'Exit with 7 where a ratio is below this, such as 0.95'
 complete -c nanovllm -n '__nanovllm_at '\''bench compare'\''' -l metric -x -d 'Only this one: t/s, output_throughput, p99_ttft_ms, … Repeatable'
 complete -c nanovllm -n '__nanovllm_at '\''bench compare'\''' -s o -l output -x -a 'md json' -d 'What is printed'
 complete -c nanovllm -n '__nanovllm_at '\''bench compare'\''' -l report -r -F -d 'Writes an HTML report'

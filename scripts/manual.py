@@ -24,13 +24,13 @@ STALE = "run: python scripts/manual.py"
 
 EXIT_STATUS = {
     "0": "Done, or the reader of standard output closed the pipe.",
-    "1": "Failed: a broken checkpoint or template, the network, a file that cannot be written, a request that failed; or what "
-    "the command compares is different.",
+    "1": "Failed: a broken checkpoint or template, the network, a file that cannot be written, a request that failed.",
     "2": "Usage: a flag, a setting or an input that has no meaning.",
     "3": "No such model, or not on this machine while offline.",
     "4": "Access refused: a gated or private repository, a file that may not be read.",
     "5": "Does not fit: memory, disk or context.",
     "6": "Not supported: architecture, tensor type, file format, device.",
+    "7": "What was compared differs: verify, and bench compare with --fail-under.",
     "130, 143, 129": "Ended by Ctrl-C, SIGTERM, SIGHUP.",
 }
 ENVIRONMENT = {

@@ -183,7 +183,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "out.html").read_text()
 
     failing = command("before.json", "after.json", "--fail-under", "1.1", "--metric", "t/s", cwd=tmp_path)
-    assert failing.returncode == 1
+    assert failing.returncode == 7
     assert "1 of 1 ratios are under 1.1; the lowest is 1.048: t/s of tg128 in after" in failing.stderr
     assert "tg128" in failing.stdout
 

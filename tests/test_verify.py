@@ -169,9 +169,17 @@ def test_exit_codes_say_equal_or_different(tmp_path: Path) -> None:
     assert (same.returncode, json.loads(same.stdout)["equal"]) == (0, True)
     assert json.loads(same.stdout)["tokens"] < 32
     different = verify("tiny", str(other), "--tokens", "32")
-    assert different.returncode == 1
+    assert different.returncode == 7
     assert "different: first at layer 1, token 0" in different.stdout
     assert different.stderr == ""
+
+
+def test_what_cannot_be_compared_is_not_called_different(tmp_path: Path) -> None:
+    """As in diff(1): a script must be able to tell a damaged file from a changed one."""
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    for name, code in (("cut.gguf", 1), ("none.gguf", 3)):
+        done = verify("tiny", str(tmp_path / name), "--tokens", "2")
+        assert (done.returncode, done.stdout) == (code, "")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
     ├── DoesNotFitError               exit 5   memory, or more tokens than the context holds
     │   └── PromptTooLongError
     ├── UnsupportedError              exit 6   architecture, tensor type, file format, device
+    ├── DifferenceError               exit 7   what was compared differs by more than it may: nothing failed
     ├── CheckpointError               exit 1   a model's files are broken, incomplete or contradict each other
     ├── TemplateError                 exit 1   a chat template that does not compile, or refuses the messages
     ├── DownloadError                 exit 1   the network, or the hub, failed
@@ -74,6 +75,12 @@ class UnsupportedError(NanovllmError):
     """An architecture, tensor type, format or device that this version does not handle."""
 
     exit_code = 6
+
+
+class DifferenceError(NanovllmError):
+    """What was to be compared was compared, and differs by more than it may."""
+
+    exit_code = 7
 
 
 class CheckpointError(NanovllmError):

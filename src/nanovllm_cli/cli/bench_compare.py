@@ -13,7 +13,7 @@ from nanovllm_cli.cli import log
 from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import DifferenceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class CompareOptions:
     fail_under: Annotated[
         float | None,
         option(
-            "--fail-under", help="Exit with 1 where a ratio is below this, such as 0.95. [never]",
+            "--fail-under", help="Exit with 7 where a ratio is below this, such as 0.95. [never]",
             panel=OUTPUT, metavar="RATIO", envvar=None,
         ),
     ] = None  # fmt: skip
@@ -79,7 +79,7 @@ def bench_compare(
         write_comparison(options.report, sources, made)
     if made.failed:
         worst = min(made.failed, key=lambda row: row.ratio)
-        raise NanovllmError(
+        raise DifferenceError(
             f"{len(made.failed)} of {len(made.rows)} ratios are under {options.fail_under:g}; the lowest is {worst.ratio:.3f}: "
             f"{worst.metric} of {worst.test} in {worst.file}"
         )

@@ -86,7 +86,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "bench.compare": (
         Example("nanovllm bench compare before.json after.json", "How much faster each test became."),
         Example(
-            "nanovllm bench compare before.json after.json --fail-under 0.95", "For a script: 1 where a test lost 5 %."
+            "nanovllm bench compare before.json after.json --fail-under 0.95", "For a script: 7 where a test lost 5 %."
         ),
         Example("nanovllm bench compare llama.json ours.json --report versus.html", "llama-bench -o json against us."),
     ),

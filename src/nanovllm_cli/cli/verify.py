@@ -16,7 +16,7 @@ from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import DTypeName
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import DifferenceError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.quantization.verify import Difference
@@ -83,7 +83,7 @@ def verify(
 
     Both read the same tokens. For each layer: the relative error of the residual stream, and the first token whose error is
     above the tolerance; then the first token after which the two choose otherwise, and whether tokenizers and templates
-    agree. Exit code 0: equal within the tolerance; 1: different.
+    agree. Exit code 0: equal within the tolerance; 7: different; any other: they could not be compared.
     """
     screen = console()
     log.configure(messages, screen)
@@ -126,7 +126,7 @@ def verify(
     else:
         _print(found, words.tokenizer, ids, screen)
     if not found.equal:
-        raise typer.Exit(1)
+        raise typer.Exit(DifferenceError.exit_code)
 
 
 def _ids(options: VerifyOptions, tokenizer: Tokenizer, screen: Console) -> list[int]:
