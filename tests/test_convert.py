@@ -297,6 +297,16 @@ def test_vocabularies_there_and_back_make_the_same_tokens(path: Path, tmp_path: 
     assert back.fields["tokenizer.ggml.pre"] == metadata.get("tokenizer.ggml.pre", "default")
 
 
+def test_only_blocks_that_become_other_blocks_are_rounded_twice(tmp_path: Path) -> None:
+    converted(TINY, tmp_path / "q4.gguf", "gguf", "q4_0")
+    with convert.open_source(tmp_path / "q4.gguf") as blocks:
+        assert len(convert.plan(blocks, "gguf", "q2_k").requantized) == 25  # 640 wide rows of 4 layers stay Q4_0
+        for target, outtype in (("gguf", "auto"), ("gguf", "q4_0"), ("gguf", "f16"), ("hf", "bf16")):
+            assert not convert.plan(blocks, target, outtype).requantized  # type: ignore[arg-type]
+    with convert.open_source(TINY) as plain:
+        assert not convert.plan(plain, "gguf", "q2_k").requantized
+
+
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_1"])
 def test_types_are_those_of_the_gguf_package_bit_by_bit(kind: str, tmp_path: Path) -> None:
     source = make(

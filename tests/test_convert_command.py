@@ -68,6 +68,16 @@ def test_parts_make_a_folder(tmp_path: Path) -> None:
         assert whole.names() == parts.names()
 
 
+def test_rounding_what_was_rounded_needs_a_word(tmp_path: Path) -> None:
+    nanovllm(tmp_path, "convert", "tiny", "--outtype", "q4_0", "-o", "q4.gguf", "-q")
+    words = ("convert", "q4.gguf", "--to", "gguf", "--outtype", "q2_k", "--dry-run")
+    refused = nanovllm(tmp_path, *words)
+    assert refused.code == 2
+    assert "q4.gguf is quantized already" in refused.err
+    assert "--allow-requantize" in refused.err
+    assert nanovllm(tmp_path, *words, "--allow-requantize").code == 0
+
+
 def test_an_existing_output_needs_force(tmp_path: Path) -> None:
     (tmp_path / "tiny-BF16.gguf").write_text("mine")
     refused = nanovllm(tmp_path, "convert", "tiny")

@@ -200,6 +200,8 @@ def test_quantizing_what_is_quantized_needs_a_word(tmp_path: Path) -> None:
     quantize("q4_0", tmp_path / "n.gguf", tmp_path / "m.gguf", requantize=True)
     with open_checkpoint(tmp_path / "n.gguf") as written:
         assert written.info("blk.0.attn_q.weight").dtype_name == "Q4_0"
+    assert any("q8_0 already" in note for note in plan_of("q4_0", tmp_path / "m.gguf", requantize=True).notes)
+    assert not plan_of("q4_0").notes
     with pytest.raises(UnsupportedError, match="is a GGUF file"):
         quantize("int8", tmp_path / "folder", tmp_path / "n.gguf")
 

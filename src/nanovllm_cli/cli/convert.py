@@ -53,6 +53,10 @@ class ConvertOptions:
             panel=OUTPUT, metavar="TYPE", envvar=None,
         ),
     ] = "auto"  # fmt: skip
+    allow_requantize: Annotated[
+        bool,
+        option("--allow-requantize", help="Turn block types into other block types; both losses add up.", panel=OUTPUT),
+    ] = False
     output: Annotated[
         str | None,
         option(
@@ -101,6 +105,7 @@ def convert(
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
+        from nanovllm_cli.weights.convert_tensors import quantized_already
         from nanovllm_cli.weights.source import resolve
     signals.check()
     outtype = options.outtype.lower()
@@ -111,6 +116,9 @@ def convert(
         target = _target(options, checkpoint)
         _check_outtype(outtype, target, name)
         made = conversion.plan(checkpoint, target, outtype, options.split_max_size, name=resolved.repo)
+        if made.requantized and not options.allow_requantize:
+            step = made.requantized[0]
+            raise quantized_already(name, step.name, step.before.lower())
         default = _default_name(resolved.repo or str(resolved.path), made, outtype)
         output = Path(default if options.output is None else options.output)
         conversion.check_output(checkpoint, made, output, replace=options.force)

@@ -19,6 +19,7 @@ from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.weights.convert_tensors import quantized_already
 from nanovllm_cli.weights.loader import checkpoint_name, names_of
 
 KEEP = "keep"
@@ -190,6 +191,9 @@ def make_plan(original: Original, choices: Choices) -> Plan:
             )
     if all(item.format is None for item in items):
         raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
+    before = {stored.name for item in items if item.format is not None and (stored := reader.format(item.weight.source))}
+    if before:
+        notes.append(f"weights were {', '.join(sorted(before))} already; what that lost is in none of the figures here")
     if kind == "hf":
         _check_kept(items, original)
         notes += _split_weights(items)
@@ -238,10 +242,7 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
             raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is not a matrix: its shape is {list(shape)}")
         stored = reader.format(source)
         if stored is not None and not choices.requantize:
-            raise UsageError(
-                f"{original.name} is quantized already: {source} is {stored.name}",
-                "take the original; --allow-requantize adds one loss to the other",
-            )
+            raise quantized_already(original.name, source, stored.name)
         yield Weight(ours, source, checkpoint_name(ours, output), (shape[0], shape[1]), reader.num_bytes(source))
 
 

@@ -44,6 +44,7 @@ from nanovllm_cli.weights.convert_tensors import (
     Step,
     gguf_bytes,
     gguf_type,
+    is_blocks,
     narrowed_vectors,
     safetensors_type,
     slices,
@@ -106,6 +107,11 @@ class Plan:
     def type_name(self) -> str:
         """The type that most bytes of the output have."""
         return main_type(self.steps)
+
+    @property
+    def requantized(self) -> list[Step]:
+        """Blocks that become blocks of another type, and lose twice."""
+        return [step for step in self.steps if is_blocks(step.before) and is_blocks(step.after) and not step.copied]
 
     @property
     def is_folder(self) -> bool:

@@ -91,7 +91,7 @@ def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
 def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
     """Slices of the input along its rows: stored bytes where block types are copied, else numbers."""
     assert step.source is not None
-    if step.copied and _is_blocks(step.before):
+    if step.copied and is_blocks(step.before):
         raw = checkpoint.raw(step.source)
         first_dims = step.shape[:-1]
         rows = raw.view(*first_dims[:1], -1) if len(first_dims) > 1 else raw
@@ -134,7 +134,7 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
     """The GGUF type of a tensor, by llama.cpp's rules: vectors and norms in float32, matrices in `outtype`, embedding and head
     in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
     keeps what the input has."""
-    if before not in _FLOATS and not _is_blocks(before):
+    if before not in _FLOATS and not is_blocks(before):
         raise UnsupportedError(
             f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"
         )
@@ -156,7 +156,7 @@ def gguf_bytes(shape: tuple[int, ...], kind: str) -> int:
 def safetensors_type(before: str, outtype: str) -> str:
     """The type that a tensor of a folder gets: floats become `outtype`, whole numbers stay. Blocks come out as the float32
     that they stand for, which loses nothing, unless `outtype` says less."""
-    if _is_blocks(before):
+    if is_blocks(before):
         return "F32" if outtype == "auto" else outtype.upper()
     return before if outtype == "auto" or before not in _FLOATS else outtype.upper()
 
@@ -179,7 +179,14 @@ def narrowed_vectors(checkpoint: Checkpoint, names: list[str]) -> str | None:
     return kind
 
 
-def _is_blocks(kind: str) -> bool:
+def quantized_already(model: str, weight: str, kind: str) -> UsageError:
+    return UsageError(
+        f"{model} is quantized already: {weight} is {kind}", "take the original; --allow-requantize adds one loss to the other"
+    )
+
+
+def is_blocks(kind: str) -> bool:
+    """Whether a type of GGUF's rounds blocks of numbers together."""
     return kind in GGMLQuantizationType.__members__ and _block_len(kind) > 1
 
 
