@@ -15,12 +15,14 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_matmul import put_row
 from nanovllm_cli.kernels.cpu_numbers import floats_at, keep, scratch
 from nanovllm_cli.kernels.entry import fields, kernel, share
-from nanovllm_cli.kernels.simd import FETCH_BYTES, MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_compact import ENTRY_BYTES, FEW_ROWS, STEP_BYTES, TABLE_BYTES, few_rows, unpack_steps
 
-SMALL_PANEL_ROWS, SMALL_PANEL_STEPS, LARGE_PANEL_STEPS = 24, 32, 512
-"""Pairs of k that are unpacked at a time: 8 KiB, which stay in the first cache while the next are asked for, or, where many rows
+SMALL_PANEL_ROWS, SMALL_PANEL_STEPS, LARGE_PANEL_STEPS = 24, 64, 512
+"""Pairs of k that are unpacked at a time: 16 KiB, which stay in the first cache while the next are asked for, or, where many rows
 read them again and again, 128 KiB in the second."""
+AHEAD_BYTES = 4096
+"""Behind a panel: what is nearer is on its way before the products of this panel begin."""
 ROWS_PER_TASK = 192
 _BF16, _F32 = np.uint16(0), np.float32(0)
 _EXPONENTS = 16
@@ -179,17 +181,20 @@ def _by_panels(x, num_rows, x_stride, record, steps, listed, sums, panel):
         while patch[i, 0] < (first + some) * TILE_COLUMNS:
             words[patch[i, 0] - first * TILE_COLUMNS] = patch[i, 1]
             i += 1
-        ahead = codes + some * STEP_BYTES
+        ahead = codes + some * STEP_BYTES + AHEAD_BYTES
         _add_products(x + 4 * first, num_rows, x_stride, panel, some, sums, first, ahead)
 
 
 @njit(nogil=True, error_model="numpy")
 def _add_products(x, num_rows, x_stride, w, steps, sums, accumulate, ahead):
-    """ahead: address of what will come from memory next, for which the first rows ask meanwhile; or 0."""
-    for row in range(0, num_rows, MAX_ROWS):
-        rows = min(MAX_ROWS, num_rows - row)
+    """ahead: address of what will come from memory next, as many lines as three passes have steps, or 0. Asked for evenly: a
+    processor has a few dozen requests under way, and waits with more."""
+    passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    most = (num_rows + max(passes, 3) - 1) // max(passes, 3) if ahead != 0 else MAX_ROWS
+    for row in range(0, num_rows, most):
+        rows, number = min(most, num_rows - row), row // most
         target = sums + row * TILE_COLUMNS * 4
-        asked = ahead + row // MAX_ROWS * steps * FETCH_BYTES if ahead != 0 and row < 2 * MAX_ROWS else w
+        asked = ahead + number * steps * 64 if ahead != 0 and number < 3 else w
         dot64_bf16_ahead(
             rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, target, 4 * TILE_COLUMNS, accumulate,
             asked,

@@ -29,7 +29,6 @@ LANES = 16
 MAX_ROWS = 6
 VECTORS = 4
 TILE_COLUMNS = LANES * VECTORS
-FETCH_BYTES = 128
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
@@ -99,7 +98,7 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
     """An intrinsic over addresses and byte strides:
     tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate, ahead).
 
-    fetches: each step asks for FETCH_BYTES that will be read later, from the address `ahead` on.
+    fetches: each step asks for a cache line that will be read later, from the address `ahead` on.
     """
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -129,8 +128,7 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
             phi.add_incoming(carried[cell], load)
         w_offset, x_offset = b.mul(step, w_step), scaled(step, 4)
         if fetches:
-            for line in range(0, FETCH_BYTES, 64):
-                _prefetch(b, b.add(ahead, b.add(scaled(step, FETCH_BYTES), ir.Constant(_I64, line))))
+            _prefetch(b, b.add(ahead, scaled(step, 64)))
         w = [b.load(at(bases[v], w_offset, _VI), align=4) for v in range(vectors)]
         new = {}
         for r in range(rows):
