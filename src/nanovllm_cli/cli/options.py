@@ -147,7 +147,7 @@ class ModelOptions(WeightsOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
+class MemoryOptions:
     """How much memory, how many tokens at once."""
 
     ctx_size: Annotated[
@@ -205,21 +205,9 @@ class EngineOptions:
             panel=ENGINE, metavar="SHARE",
         ),
     ] = EngineConfig().gpu_memory_utilization  # fmt: skip
-    eager: Annotated[
-        bool, option("--eager", help="On a GPU: launch every kernel, record no step as a graph.", panel=ENGINE)
-    ] = False
-    programmatic_launch: Annotated[
-        bool,
-        option(
-            "--programmatic-launch", help="On a GPU from 9.0 up: start kernels before the one ahead ends.", panel=ENGINE
-        ),
-    ] = False
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
-    deterministic: Deterministic = False
 
-    def config(
-        self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None
-    ) -> EngineConfig:
+    def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
@@ -234,15 +222,35 @@ class EngineOptions:
             device=model.device,
             quant=model.quant,
             activations=model.activations,
-            deterministic=self.deterministic,
-            eager=self.eager,
-            programmatic_launch=self.programmatic_launch,
             kv_cache_dtype=cast(KVCacheDType, self.kv_cache_dtype),
             cache_type_k=cast(KVCacheDType | None, self.cache_type_k),
             cache_type_v=cast(KVCacheDType | None, self.cache_type_v),
             gpu_memory_utilization=self.gpu_memory_utilization,
             **{name: value for name, value in given.items() if value is not None},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(MemoryOptions):
+    """How much memory, how many tokens at once, and how steps are run."""
+
+    eager: Annotated[
+        bool, option("--eager", help="On a GPU: launch every kernel, record no step as a graph.", panel=ENGINE)
+    ] = False
+    programmatic_launch: Annotated[
+        bool,
+        option(
+            "--programmatic-launch", help="On a GPU from 9.0 up: start kernels before the one ahead ends.", panel=ENGINE
+        ),
+    ] = False
+    deterministic: Deterministic = False
+
+    def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:
+        """The engine's settings. Raises UsageError."""
+        return dataclasses.replace(
+            MemoryOptions.config(self, model, max_num_seqs=max_num_seqs, policy=policy),
+            deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

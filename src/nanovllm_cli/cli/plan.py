@@ -16,12 +16,12 @@ from nanovllm_cli.cli import log, parsers, signals
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, option
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
-from nanovllm_cli.cli.options import MessageOptions, RooflineChoice, SourceOptions
+from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, RooflineChoice, WeightsOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.cli.table import aligned
-from nanovllm_cli.config import DTypeName, EngineConfig
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ EXAMPLE = "for example: nanovllm plan qwen3:8b"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """How it would be run, and what is said of it."""
+class PlannedWeights(WeightsOptions):
+    """Which model, in which numbers."""
 
     quant: Annotated[
         str | None,
@@ -44,10 +44,12 @@ class PlanOptions:
             panel=MODEL, metavar="FORMAT",
         ),
     ] = None  # fmt: skip
-    dtype: Annotated[DTypeName, option("--dtype", help="What it computes in. [auto]", panel=MODEL)] = "auto"
-    device: Annotated[
-        str, option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE")
-    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory(MemoryOptions):
+    """How it would be run."""
+
     ctx_size: Annotated[
         int | None,
         option(
@@ -55,7 +57,19 @@ class PlanOptions:
             panel=ENGINE, metavar="SIZE", parser=parsers.count,
         ),
     ] = None  # fmt: skip
-    threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
+    parallel: Annotated[
+        int | None,
+        option(
+            "-np", "--parallel", "--max-num-seqs", help="Answers at once to plan for, each with that context. [1]",
+            panel=ENGINE, envvar="NANOVLLM_PARALLEL",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What is said of it."""
+
     check: Annotated[
         bool,
         option(
@@ -64,13 +78,6 @@ class PlanOptions:
     ] = False
     roofline: RooflineChoice = "cached"
     json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
-
-    def config(self) -> EngineConfig:
-        """Raises UsageError."""
-        length = None if self.ctx_size in (0, -1) else self.ctx_size
-        return EngineConfig(
-            dtype=self.dtype, device=self.device, quant=self.quant, max_model_len=length, threads=self.threads
-        )
 
 
 class _Planned(NamedTuple):
@@ -88,7 +95,8 @@ def plan(
     model_word: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
     ] = None,
-    source: SourceOptions,
+    source: PlannedWeights,
+    memory: PlannedMemory,
     options: PlanOptions,
     messages: MessageOptions,
 ) -> None:
@@ -101,13 +109,13 @@ def plan(
     screen = console()
     log.configure(messages, screen)
     name = named_model(ctx.obj, model_word, source, EXAMPLE)
-    config = options.config()
+    config = memory.config(source, max_num_seqs=memory.parallel)
     screen.announce(f"looking for {name}")
     with signals.insisting():
         from nanovllm_cli.quant.format_names import parse_format
-    if options.quant is not None:
-        parse_format(options.quant)
-    planned = _planned(name, source, options, config, screen)
+    if source.quant is not None:
+        parse_format(source.quant)
+    planned = _planned(name, source, options, config, memory.parallel or 1, screen)
     compared = _checked(name, source, planned.plan, config, screen) if options.check else None
     if options.json:
         record = {"model": name, "where": planned.where, "download_bytes": planned.download_bytes}
@@ -117,8 +125,10 @@ def plan(
         screen.answer("\n".join(_lines(planned, compared)) + "\n")
 
 
-def _planned(name: str, source: SourceOptions, options: PlanOptions, config: EngineConfig, screen: Console) -> _Planned:
-    from nanovllm_cli.planning.plan import device_of, make_plan
+def _planned(
+    name: str, source: PlannedWeights, options: PlanOptions, config: EngineConfig, answers: int, screen: Console
+) -> _Planned:
+    from nanovllm_cli.planning.plan import make_plan
     from nanovllm_cli.weights.checkpoint import open_checkpoint
     from nanovllm_cli.weights.source import ResolvedModel, cached_copy, locate
 
@@ -129,9 +139,9 @@ def _planned(name: str, source: SourceOptions, options: PlanOptions, config: Eng
         found = cached_copy(found.hub_name, name) or found
     with _files(found, progress) as path, open_checkpoint(path) as checkpoint:
         remote = not isinstance(found, ResolvedModel)
-        speed = _speed(device_of(config), options, screen)
-        formats = None if options.quant is None else [options.quant]
-        made = make_plan(checkpoint, config, formats, speed, headers_only=remote)
+        speed = _speed(config, options, screen)
+        formats = None if source.quant is None else [source.quant]
+        made = make_plan(checkpoint, config, formats, speed, answers=answers, headers_only=remote)
     if isinstance(found, ResolvedModel):
         return _Planned(made, f"{found}, here", 0)
     return _Planned(made, f"{found.repo}@{found.listing.commit[:7]}, not in the cache", made.facts.num_bytes)
@@ -150,27 +160,29 @@ def _files(found: ResolvedModel | RemoteModel, progress: ProgressLine) -> Iterat
         yield fetch_headers(found, Path(folder), progress)
 
 
-def _speed(device: str, options: PlanOptions, screen: Console) -> Speed | None:
+def _speed(config: EngineConfig, options: PlanOptions, screen: Console) -> Speed | None:
     """Of this machine, measured once, and anew to be compared with what happens now. None where it can't or shall not be."""
     if options.roofline == "off":
         return None
     from nanovllm_cli.bench.roofline import roofline
     from nanovllm_cli.planning.estimate import Speed
+    from nanovllm_cli.planning.plan import device_of
 
     fresh = options.check or options.roofline == "measure"
     try:
-        return Speed(*roofline(device, options.threads, fresh=fresh, progress=ProgressLine(screen)))
+        return Speed(*roofline(device_of(config), config.threads, fresh=fresh, progress=ProgressLine(screen)))
     except NanovllmError as error:
         screen.say(f"nothing is said of speed: {error.message}")
         return None
 
 
-def _checked(name: str, source: SourceOptions, made: Plan, config: EngineConfig, screen: Console) -> list[Comparison]:
+def _checked(name: str, source: PlannedWeights, made: Plan, config: EngineConfig, screen: Console) -> list[Comparison]:
     if not made.fits:
         row = made.formats[0]
         raise DoesNotFitError(
-            f"{name} is not loaded: it needs {size(row.total_bytes)}, and {size(made.free_bytes)} are free",
-            "leave --check away, or take fewer bits with --quant",
+            f"{name} is not loaded: it needs {size(row.total_bytes)}, of which {size(made.cache_bytes)} are for the KV cache; "
+            f"{size(made.free_bytes)} are free, and the KV cache gets {size(made.cache_room)} of them",
+            "leave --check away, or take fewer bits with --quant, or a shorter context with -c",
         )
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.planning.check import compare
@@ -201,8 +213,8 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
         machine += f", which is read at {made.speed.read_gb_s:.1f} GB/s"
     yield machine
     yield ""
-    least = made.cache[0].context
-    rows = [("weights", "size", f"with {least:,} tokens", "fits", "longest context", "prompt t/s", "answer t/s")]
+    planned_for = f"with {'' if made.answers == 1 else f'{made.answers} x '}{made.context:,} tokens"
+    rows = [("weights", "size", planned_for, "fits", "longest context", "prompt t/s", "answer t/s")]
     rows += [
         (f"{row.format} as stored" if row.quant is None else f"--quant {row.quant}", size(row.weight_bytes),
          size(row.total_bytes), "yes" if row.fits else "no", f"{row.longest_context:,}" if row.longest_context else "-",
@@ -213,22 +225,17 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
     if made.speed is not None:
         yield "speeds are the most that this machine allows, for one sequence"
     yield ""
-    cells = [["KV cache", "context", *(f"batch {batch} " for batch in _batches())]]
+    cells = [["KV cache", "context", *(f"batch {batch} " for batch in made.batches)]]
     for kept in made.cache:
         sizes = [size(each) + (" " if fits else "*") for each, fits in zip(kept.num_bytes, kept.fits, strict=True)]
         cells.append([kept.cache_type, f"{kept.context:,}", *sizes])
     yield from aligned(cells, left=(0,))
     if not all(all(kept.fits) for kept in made.cache):
-        yield "* does not fit beside the weights"
+        more = f", where it gets {size(made.cache_room)}; --kv-cache SIZE gives it more" if made.cache_room else ""
+        yield f"* does not fit beside the weights{more}"
     if compared is not None:
         yield ""
         yield from _comparison(compared)
-
-
-def _batches() -> tuple[int, ...]:
-    from nanovllm_cli.planning.estimate import BATCHES
-
-    return BATCHES
 
 
 def _comparison(compared: list[Comparison]) -> list[str]:

@@ -56,18 +56,23 @@ class CacheSize(NamedTuple):
     max_model_len: int
 
 
+def context_of(config: EngineConfig, max_position: int) -> int:
+    """Tokens of the longest sequence, as far as the model and the settings go."""
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise DoesNotFitError(
+            f"a context of {config.max_model_len} tokens was asked for; the model holds {max_position}",
+            f"use --ctx-size {max_position} or less",
+        )
+    return config.max_model_len or max_position
+
+
 def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget: int) -> CacheSize:
     """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
 
     max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
     where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it.
     """
-    if config.max_model_len is not None and config.max_model_len > max_position:
-        raise DoesNotFitError(
-            f"a context of {config.max_model_len} tokens was asked for; the model holds {max_position}",
-            f"use --ctx-size {max_position} or less",
-        )
-    length = config.max_model_len or max_position
+    length = context_of(config, max_position)
     size = config.block_size
     if config.num_blocks is not None:
         blocks = config.num_blocks

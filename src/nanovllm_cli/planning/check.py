@@ -44,8 +44,7 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     prefill, decode = _rates(llm, prompt_len, answer_len)
     cache, process = None, None
     if plan.processor == "cpu":
-        budget = int((plan.free_bytes - row.weight_bytes) * config.memory_utilization)
-        cache = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, budget).num_blocks * plan.block_bytes
+        cache = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, plan.cache_room).num_blocks * plan.block_bytes
         written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * plan.block_bytes
         process = estimate.total_bytes(row.weight_bytes, written)
     found = [

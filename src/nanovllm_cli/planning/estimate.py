@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
+from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
@@ -30,8 +31,6 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 CONTEXTS = (4096, 8192, 32768)
 BATCHES = (1, 8, 32)
 PROMPT_LEN = 512
-STEP_TOKENS = 512
-"""Most tokens of a prompt in one step, as EngineConfig has it."""
 _RATES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -60,9 +59,10 @@ def plan_weights(
     dtype: torch.dtype,
     wanted: Format | None,
     dense_bytes: DenseBytes,
+    activations: Activations = "auto",
 ) -> WeightPlan:
     """Weights as they are stored (wanted None) or rounded while loading. reader: see `facts.reader_of`. dense_bytes: see
-    `Platform.dense_bytes`.
+    `Platform.dense_bytes`. activations: see `EngineConfig`.
 
     UsageError where stored and wanted contradict each other, UnsupportedError for widths that the format can't have.
     """
@@ -82,7 +82,7 @@ def plan_weights(
     rows, width = facts.spec.vocab_size, facts.spec.hidden_size
     embedding = dense_bytes(rows, width, dtype) if form is None else math.ceil(rows * form.row_bytes(width))
     total = formats.num_bytes(dtype, dense_bytes)
-    return WeightPlan(name, total, total - (0 if facts.spec.tied_head else embedding), _multiplies(layer, dtype))
+    return WeightPlan(name, total, total - (0 if facts.spec.tied_head else embedding), _multiplies(layer, dtype, activations))
 
 
 def _is_plain(outer: TensorClass) -> bool:
@@ -98,10 +98,11 @@ def _widths(spec: ModelSpec) -> set[int]:
     return found
 
 
-def _multiplies(form: Format | None, dtype: torch.dtype) -> str:
+def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activations) -> str:
     """Whole numbers where weights and activations are (quant/cpu_formats.py), else the compute type."""
-    rounds = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
-    return "int8" if rounds and dtype != torch.float32 else _RATES[dtype]
+    can_round = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
+    rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[activations]
+    return "int8" if can_round and rounds else _RATES[dtype]
 
 
 def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int) -> int:
@@ -120,10 +121,17 @@ def contexts(spec: ModelSpec, own: int | None = None) -> list[int]:
     return sorted(found | ({own} if own else set()))
 
 
-def longest_context(free: int, weight_bytes: int, bytes_per_block: int, block_size: int, most: int) -> int:
-    """Tokens of the longest context of one sequence that fits beside the weights; 0 where the weights don't."""
-    left = free - total_bytes(weight_bytes, 0)
-    return max(0, min(most, left // bytes_per_block * block_size))
+def cache_room(config: EngineConfig, free: int, weight_bytes: int, *, is_cpu: bool) -> int:
+    """Bytes that the KV cache gets beside the weights, as the engine has it: what was asked for where that is free, else a share
+    of what is (on a GPU all: `free` is a share already)."""
+    share = config.memory_utilization if is_cpu else 1.0
+    wanted = int((free - weight_bytes) * share) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    return max(0, min(wanted, free - total_bytes(weight_bytes, 0)))
+
+
+def longest_context(room: int, bytes_per_block: int, block_size: int, answers: int, most: int) -> int:
+    """Tokens of the longest context that so many answers can have at once."""
+    return min(most, room // bytes_per_block // answers * block_size)
 
 
 def decode_rate(facts: Facts, weights: WeightPlan, token_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:
@@ -133,9 +141,11 @@ def decode_rate(facts: Facts, weights: WeightPlan, token_bytes: float, speed: Sp
     return 1.0 / max(read, work)
 
 
-def prefill_rate(facts: Facts, weights: WeightPlan, speed: Speed, length: int = PROMPT_LEN) -> float:
-    """Most tokens a second of a prompt of `length` tokens."""
-    steps = -(-length // STEP_TOKENS)
+def prefill_rate(
+    facts: Facts, weights: WeightPlan, speed: Speed, step_tokens: int, length: int = PROMPT_LEN
+) -> float:
+    """Most tokens a second of a prompt of `length` tokens, read in steps of step_tokens."""
+    steps = -(-length // step_tokens)
     read = steps * weights.read_bytes / (speed.read_gb_s * 1e9)
     work = length * (_matmul(facts.spec, with_head=False) + _attention(facts.spec, length / 2))
     return length / max(read, work / _operations(speed, weights))

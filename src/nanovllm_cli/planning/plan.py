@@ -14,6 +14,8 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import block_bytes
 from nanovllm_cli.config import EngineConfig, KVCacheDType
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
+from nanovllm_cli.engine.memory import context_of
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.worker import select_platform
 from nanovllm_cli.errors import UnsupportedError
@@ -31,8 +33,9 @@ CACHE_TYPES: tuple[KVCacheDType, ...] = ("auto", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class FormatRow:
-    """Weights in one format. quant: what --quant would say, None as they are stored. fits: with a context of the least length of
-    the plan. decode, prefill: most tokens a second of one sequence, None where the machine was not measured."""
+    """Weights in one format. quant: what --quant would say, None as they are stored. total_bytes, fits: with the KV cache of the
+    plan's answers and context. longest_context: of each answer. decode, prefill: most tokens a second of one sequence, None
+    where the machine was not measured."""
 
     quant: str | None
     format: str
@@ -46,7 +49,7 @@ class FormatRow:
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """The KV cache of batches (BATCHES) of one length, and whether each fits beside the weights as they are stored."""
+    """The KV cache of the plan's batches, of one length, and whether each fits beside the weights as they are stored."""
 
     cache_type: str
     context: int
@@ -56,16 +59,27 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """free_bytes: memory that can be had now, where `processor` computes. block_bytes: of a block of the KV cache."""
+    """answers, context: how many are to run at once, of how many tokens each. free_bytes: memory that can be had now, where
+    `processor` computes. block_bytes: of a block of the KV cache. cache_room: what the cache gets beside the first format's
+    weights."""
 
     facts: Facts
+    answers: int
+    context: int
+    batches: tuple[int, ...]
     processor: str
     dtype: str
     free_bytes: int
     block_bytes: int
+    cache_room: int
     formats: tuple[FormatRow, ...]
     cache: tuple[CacheRow, ...]
     speed: Speed | None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the first format."""
+        return self.formats[0].total_bytes - estimate.total_bytes(self.formats[0].weight_bytes, 0)
 
     @property
     def fits(self) -> bool:
@@ -78,8 +92,9 @@ class Plan:
             "architecture": spec.architecture, "parameters": self.facts.num_parameters, "stored": self.facts.stored,
             "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
             "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
+            "planned_for": {"answers": self.answers, "context": self.context}, "kv_cache_room_bytes": self.cache_room,
             "weights": [asdict(row) for row in self.formats],
-            "kv_cache": [asdict(row) | {"batches": list(BATCHES)} for row in self.cache],
+            "kv_cache": [asdict(row) | {"batches": list(self.batches)} for row in self.cache],
             "roofline": None if self.speed is None else {
                 "read_gb_s": self.speed.read_gb_s, "gflops": dict(self.speed.gflops)
             },
@@ -92,11 +107,14 @@ def make_plan(
     formats: Sequence[str] | None,
     speed: Speed | None,
     *,
+    answers: int = 1,
     headers_only: bool = False,
 ) -> Plan:
-    """formats: those that --quant asks for; None compares the usual ones with what is stored. headers_only: see `facts_of`.
+    """formats: those that --quant asks for; None compares the usual ones with what is stored. answers: how many at once.
+    headers_only: see `facts_of`.
 
-    Raises what opening a model raises, and UsageError or UnsupportedError for a format that was asked for and can't be.
+    Raises what opening a model raises, UsageError or UnsupportedError for a format that was asked for and can't be, and
+    DoesNotFitError for a context that the model does not have.
     """
     platform = select_platform(config, None)
     facts = facts_of(checkpoint, headers_only=headers_only)
@@ -104,25 +122,33 @@ def make_plan(
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
     per_block = block_bytes(facts.spec.kv_heads_and_dims, layout)
-    free, size = platform.available_bytes(), config.block_size
+    free, usable, size, most = platform.available_bytes(), _usable(platform), config.block_size, facts.spec.max_position
+    context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)
-    rows = []
+    context = config.max_model_len or lengths[0]
+    cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers)
+    rows, rooms = [], []
     for quant in _candidates(facts, platform) if formats is None else formats:
         try:
             wanted = _format(quant, platform, facts, dtype)
-            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, wanted, platform.dense_bytes)
+            weights = estimate.plan_weights(facts, checkpoint, reader, dtype, wanted, platform.dense_bytes, config.activations)
         except UnsupportedError:
             if formats is not None:
                 raise
             continue  # rows of this model don't divide into groups, or the like
-        total = estimate.total_bytes(weights.num_bytes, estimate.kv_bytes(facts.spec, layout, size, lengths[0], 1))
-        longest = estimate.longest_context(free, weights.num_bytes, per_block, size, facts.spec.max_position)
+        total = estimate.total_bytes(weights.num_bytes, cache_bytes)
+        room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
+        context_len = estimate.longest_context(room, per_block, size, answers, most)
         decode = None if speed is None else estimate.decode_rate(facts, weights, per_block / size, speed)
-        prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed)
-        rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, total <= free, longest, decode, prefill))
-    cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, free - rows[0].weight_bytes))
+        prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed, config.max_num_batched_tokens)
+        rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, cache_bytes <= room, context_len, decode, prefill))
+        rooms.append(room)
+    batches = tuple(sorted({*BATCHES, answers}))
+    cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, batches, rooms[0]))
     name = str(dtype).removeprefix("torch.")
-    return Plan(facts, kind_of(platform), name, free, per_block, tuple(rows), cache, speed)
+    return Plan(
+        facts, answers, context, batches, kind_of(platform), name, free, per_block, rooms[0], tuple(rows), cache, speed
+    )
 
 
 def device_of(config: EngineConfig) -> str:
@@ -155,18 +181,30 @@ def _format(quant: str | None, platform: Platform, facts: Facts, dtype: torch.dt
     return form
 
 
-def _cache_rows(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, lengths: list[int], left: int) -> Iterator[CacheRow]:
-    """left: free memory beside the weights."""
-    for kind in CACHE_TYPES:
+def _usable(platform: Platform) -> int:
+    """Memory that the engine may take now: of a GPU no more than its share."""
+    if not isinstance(platform, CudaPlatform):
+        return platform.available_bytes()
+    memory = platform.device.memory()
+    return memory.free - int(memory.total * (1.0 - platform.config.gpu_memory_utilization))
+
+
+def _cache_rows(
+    spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, lengths: list[int], batches: tuple[int, ...], room: int
+) -> Iterator[CacheRow]:
+    """Of the types that were asked for, or of those that there are. room: bytes beside the weights."""
+    types = {(kind, kind): replace(config, kv_cache_dtype=kind) for kind in CACHE_TYPES}
+    for names, settings in types.items() if config.cache_types == ("auto", "auto") else [(config.cache_types, config)]:
         try:
-            platform = select_platform(replace(config, kv_cache_dtype=kind, cache_type_k=None, cache_type_v=None), None)
+            platform = select_platform(settings, None)
         except UnsupportedError:
             continue  # a GPU knows no int8
         layout = platform.backend(spec, dtype)
-        shown = str(layout.cache_dtypes[0]).removeprefix("torch.") if kind == "auto" else kind
+        shown = [str(kept).removeprefix("torch.") if name == "auto" else name
+                 for name, kept in zip(names, layout.cache_dtypes, strict=True)]  # fmt: skip
         for length in lengths:
-            sizes = tuple(estimate.kv_bytes(spec, layout, config.block_size, length, batch) for batch in BATCHES)
-            yield CacheRow(shown, length, sizes, tuple(estimate.total_bytes(0, size) <= left for size in sizes))
+            sizes = tuple(estimate.kv_bytes(spec, layout, config.block_size, length, batch) for batch in batches)
+            yield CacheRow(", ".join(dict.fromkeys(shown)), length, sizes, tuple(size <= room for size in sizes))
 
 
 def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:

@@ -1,0 +1,110 @@
+"""What changes a plan: all that changes what an engine takes. Numbers are worked out by hand from the bundled model's shape."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from emulation.device import EmulatedDevice
+from forked_commands import Commands
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
+from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
+from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.planning import estimate, plan
+from nanovllm_cli.planning.estimate import Speed
+from nanovllm_cli.planning.plan import Plan, make_plan
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import TINY
+
+LAYERS, KV_HEADS, DIM, MOST = 4, 2, 64, 2048
+SPEED = Speed(20.0, {"fp32": 100.0, "bf16": 200.0, "int8": 400.0})
+GIB = 1 << 30
+
+
+def planned(formats: list[str] | None = None, answers: int = 1, **settings: Any) -> Plan:
+    with open_checkpoint(TINY) as checkpoint:
+        return make_plan(checkpoint, EngineConfig(**{"device": "cpu", **settings}), formats, SPEED, answers=answers)
+
+
+def test_keys_and_values_are_counted_in_the_types_that_were_asked_for() -> None:
+    made = planned(answers=3, max_model_len=1000, cache_type_k="int8")
+    tokens = 1008  # 63 whole blocks of 16
+    assert made.cache_bytes == 3 * tokens * LAYERS * KV_HEADS * ((DIM + 4) + 2 * DIM)
+    assert {(row.cache_type, row.context) for row in made.cache} == {("int8, bfloat16", 1000), ("int8, bfloat16", MOST)}
+    assert made.batches == (1, 3, 8, 32)
+    assert made.cache[0].num_bytes[1] == made.cache_bytes
+    both = planned(kv_cache_dtype="fp8")
+    assert {row.cache_type for row in both.cache} == {"fp8"}
+    assert {row.cache_type for row in planned().cache} == {"bfloat16", "int8", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("free", "weights", "config", "room"),
+    [
+        (20 * GIB, 4 * GIB, {}, 8 * GIB),  # the engine leaves half of what is free to others
+        (20 * GIB, 4 * GIB, {"kv_cache_bytes": 12 * GIB}, 12 * GIB),
+        (20 * GIB, 4 * GIB, {"kv_cache_bytes": 18 * GIB}, 16 * GIB - OVERHEAD_BYTES),
+        (4 * GIB, 4 * GIB, {}, 0),
+        (4 * GIB, 5 * GIB, {"kv_cache_bytes": GIB}, 0),
+    ],
+)
+def test_the_cache_gets_what_the_engine_would_give_it(free: int, weights: int, config: dict[str, Any], room: int) -> None:
+    assert estimate.cache_room(EngineConfig(**config), free, weights, is_cpu=True) == room
+
+
+def test_the_longest_context_is_the_longest_that_an_engine_takes() -> None:
+    """A room of 40 blocks and a bit: what the plan says is taken, one token more is not."""
+    block = 16 * LAYERS * KV_HEADS * DIM * 4
+    room = 40 * block + 100
+    made = planned(kv_cache_bytes=room)
+    longest = made.formats[0].longest_context
+    assert longest == 640
+    assert size_cache(EngineConfig(max_model_len=longest, kv_cache_bytes=room), MOST, block, 0).max_model_len == longest
+    with pytest.raises(DoesNotFitError):
+        size_cache(EngineConfig(max_model_len=longest + 1, kv_cache_bytes=room), MOST, block, 0)
+    assert [planned(kv_cache_bytes=room, max_model_len=length).fits for length in (640, 641)] == [True, False]
+    assert planned(kv_cache_bytes=room, answers=3).formats[0].longest_context == 13 * 16
+
+
+def test_a_context_that_the_model_does_not_have_is_refused_as_by_run() -> None:
+    with pytest.raises(DoesNotFitError, match="the model holds 2048"):
+        planned(max_model_len=MOST + 1)
+    assert planned(max_model_len=MOST).context == MOST
+
+
+def test_exact_activations_and_small_steps_cost_speed() -> None:
+    def prefill(**settings: Any) -> float:
+        rate = planned(["int8"], **settings).formats[0].prefill
+        assert rate is not None
+        return rate
+
+    assert prefill() == pytest.approx(2 * prefill(activations="exact")), "whole numbers are multiplied twice as fast here"
+    assert prefill(activations="rounded", dtype="float32") == pytest.approx(prefill())
+    reads = planned(["int8"]).formats[0].weight_bytes / 20e9
+    assert prefill(max_num_batched_tokens=1) == pytest.approx(1 / reads, rel=0.01), "every token reads the weights again"
+
+
+def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(free=3 * GIB)
+    monkeypatch.setattr(plan, "select_platform", lambda config, progress: CudaPlatform(config, device, progress))
+    total = device.memory().total
+    most, less = (planned(["int8"], device="cuda", gpu_memory_utilization=share) for share in (1.0, 0.75))
+    assert most.cache_room == 3 * GIB - OVERHEAD_BYTES - most.formats[0].weight_bytes
+    assert most.cache_room - less.cache_room == total - int(0.75 * total)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-np", "3", "-c", "1000", "-ctk", "int8"], "with 3 x 1,000 tokens"),
+        (["--kv-cache", "1M", "--quant", "int8"], "where it gets 1.0 MiB"),
+        (["--kv-cache-dtype", "fp8"], "fp8"),
+    ],
+)
+def test_the_command_takes_what_serve_takes(words: list[str], says: str) -> None:
+    told = Commands(dict(os.environ)).run("plan", "tiny", "--roofline", "off", "--device", "cpu", *words)
+    assert told.code == 0, told.err
+    assert says in told.out
