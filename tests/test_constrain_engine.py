@@ -110,6 +110,7 @@ def test_what_cannot_be_drawn_ends_its_own_request(llm: LLM) -> None:
     params = [SamplingParams(constraint=DATE, allowed_token_ids=(other,)), SamplingParams(constraint=YES, seed=1)]
     failed, fine = (output.outputs[0] for output in llm.generate(["a", "b"], params))
     assert (failed.finish_reason, failed.error) == ("error", "no token is left to draw: every one is banned")
+    assert failed.unmeetable
     assert fine.finish_reason == "stop"
 
 
@@ -128,7 +129,14 @@ def test_a_matcher_that_gives_up_ends_its_own_request(llm: LLM, monkeypatch: pyt
     failed, fine = (output.outputs[0] for output in llm.generate(["a", "b"], params))
     assert failed.finish_reason == "error"
     assert "constraint" in str(failed.error)
+    assert not failed.unmeetable  # what was drawn was not what it allows: that is nothing the request asked for
     assert fine.finish_reason == "stop"
+
+
+def test_what_is_more_than_llguidance_follows_is_the_requests_own_doing(llm: LLM) -> None:
+    (answer,) = answers(llm, Constraint("regex", "(a{1,900}){300,900}"), max_tokens=300)
+    assert (answer.finish_reason, answer.unmeetable) == ("error", True)
+    assert answer.error == "the answer could not be held to its constraint: its expressions are too involved"
 
 
 def test_a_step_that_fails_is_repeated_from_the_same_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +221,7 @@ def test_a_request_waits_for_its_constraint_and_nobody_else_does(llm: LLM, monke
     assert [(answer.text, answer.finish_reason) for answer in finished["waits"].outputs] == [("waittt", "stop"), ("", "abort")]
     assert finished["is wrong"].outputs[0].finish_reason == "error"
     assert "unclosed" in finished["is wrong"].outputs[0].error
+    assert finished["is wrong"].outputs[0].unmeetable
     assert engine.stats().waiting == 0
 
 

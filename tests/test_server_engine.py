@@ -20,6 +20,7 @@ import pytest
 
 import nanovllm_cli
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.llm import LLM
@@ -204,6 +205,30 @@ def test_what_is_refused_says_why_and_hurts_nobody(runner: asyncio.Runner, engin
         await baseline(engine)
 
     runner.run(scenario())
+
+
+def test_what_cannot_be_met_is_told_apart(runner: asyncio.Runner, engine: EngineClient) -> None:
+    params = SamplingParams(constraint=Constraint("choice", '["yes"]'), allowed_token_ids=(5,))
+
+    async def ask() -> Output:
+        return await collect(engine.generate(PROMPT, params))
+
+    (piece,) = runner.run(ask()).pieces
+    assert (piece.finish_reason, piece.unmeetable) == ("error", True)
+
+
+def test_signals_for_all_of_a_terminal_or_unit_leave_the_end_to_the_server(runner: asyncio.Runner, engine: EngineClient) -> None:
+    """Ctrl-C and a closed terminal reach the foreground group, systemd's SIGTERM all processes of a unit."""
+
+    async def scenario() -> Output:
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
+        first = await anext(stream)
+        assert engine.pid is not None
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(engine.pid, signum)
+        return joined(first, await collect(stream))
+
+    assert len(runner.run(scenario()).pieces[0].token_ids) == 200
 
 
 def test_aborted_at_any_time_everything_is_given_back(runner: asyncio.Runner, engine: EngineClient) -> None:

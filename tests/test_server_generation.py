@@ -332,6 +332,14 @@ def test_an_answer_that_fails_is_an_error_and_everything_is_let_go(run: Any) -> 
     assert house.log.lines[-1] == "end 500"
 
 
+def test_what_cannot_be_met_is_its_own_clients_fault(run: Any) -> None:
+    house = House([piece("a"), piece("", finish="error", error="no token is left to draw", unmeetable=True)])
+    with pytest.raises(ApiError, match="no token is left to draw") as caught:
+        run(house.chat(asked()))
+    assert (caught.value.status, caught.value.code, caught.value.retries) == (400, "unmeetable", False)
+    assert house.log.lines[-1] == "end 400"
+
+
 def test_an_engine_that_dies_fails_the_answer(run: Any) -> None:
     house = House([piece("a")], error=ApiError(503, "gone"))
     with pytest.raises(ApiError):

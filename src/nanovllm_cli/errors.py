@@ -2,6 +2,7 @@
 
     NanovllmError                     exit 1
     ├── UsageError                    exit 2   flags, request fields, input lines
+    │   └── UnmeetableError
     ├── ModelNotFoundError            exit 3   no such model, or not here while offline
     ├── AccessRefusedError            exit 4   gated or private repository, unreadable file
     ├── DoesNotFitError               exit 5   memory, or more tokens than the context holds
@@ -39,6 +40,11 @@ class UsageError(NanovllmError):
     """A flag, a request field or an input line that has no meaning."""
 
     exit_code = 2
+
+
+class UnmeetableError(UsageError):
+    """What a request asks of its answer cannot be had, which nobody knew before it ran: its constraint and its bans leave no
+    token to draw, or the constraint is too involved to be followed."""
 
 
 class ModelNotFoundError(NanovllmError):

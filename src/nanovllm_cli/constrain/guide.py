@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 class Guide:
     """matcher: at its beginning, and this guide's own; None without a constraint. stop_ids: what ends the answer.
 
-    Raises RequestError where it can't go on; only this answer is lost.
+    Raises RequestError or UnmeetableError where it can't go on; only this answer is lost.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import llguidance
 import numpy as np
 
 from nanovllm_cli.constrain.vocabulary import Vocabulary, Words
-from nanovllm_cli.errors import RequestError
+from nanovllm_cli.errors import RequestError, UnmeetableError
 
 _REASONS = {
     "ParserTooComplex": "the text so far can be read in too many ways",
@@ -17,7 +17,7 @@ _REASONS = {
 
 
 class Matcher:
-    """At a grammar's beginning. Raises RequestError where llguidance can't go on; it then never can.
+    """At a grammar's beginning. Raises where llguidance can't go on, as `check` does; it then never can.
 
     Not thread-safe: one thread at a time, though not always the same.
     """
@@ -65,7 +65,13 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def check(self) -> None:
-        """Raises RequestError if llguidance gave up."""
-        if self.inner.is_error():
-            reason = _REASONS.get(self.inner.stop_reason(), "llguidance gave up")
-            raise RequestError(f"the answer could not be held to its constraint: {reason}")
+        """Raises UnmeetableError if the grammar is more than llguidance follows, RequestError if it gave up otherwise."""
+        if not self.inner.is_error():
+            return
+        message = "the answer could not be held to its constraint"
+        reason = _REASONS.get(self.inner.stop_reason())
+        if self.inner.get_error().startswith("lexer error"):  # an "InternalError", as is a token that isn't allowed
+            reason = _REASONS["LexerTooComplex"]
+        if reason is None:
+            raise RequestError(f"{message}: llguidance gave up")
+        raise UnmeetableError(f"{message}: {reason}")

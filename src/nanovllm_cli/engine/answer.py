@@ -85,13 +85,14 @@ class Answer:
         self._text = ""
         self._stop_reason: str | int | None = None
         self._error: str | None = None
+        self._unmeetable = False
         self._num_shown = 0
         self._num_chars_shown = 0
 
     def take(self, drawn: Drawn) -> None:
         """Adds what one step drew, up to where the answer ends. An exception in detokenizing ends it with "error"."""
         if drawn.error is not None:
-            self.fail(drawn.error)
+            self.fail(drawn.error, unmeetable=drawn.unmeetable)
             return
         try:
             for token_id in drawn.token_ids:
@@ -108,9 +109,9 @@ class Answer:
         if self._logprobs is not None and drawn.logprobs is not None:
             self._logprobs.extend(drawn.logprobs[: len(self._ids) - len(self._logprobs)])
 
-    def fail(self, error: str) -> None:
-        """Ends it with "error"; what is there so far stays."""
-        self.finish_reason, self._error = "error", error
+    def fail(self, error: str, *, unmeetable: bool = False) -> None:
+        """Ends it with "error"; what is there so far stays. unmeetable: see CompletionOutput."""
+        self.finish_reason, self._error, self._unmeetable = "error", error, unmeetable
 
     def complete(self) -> None:
         """Ends it with "stop": there was nothing to draw."""
@@ -139,6 +140,7 @@ class Answer:
             self.finish_reason,
             self._stop_reason,
             self._error,
+            self._unmeetable,
         )
 
     def _add(self, token_id: int) -> None:

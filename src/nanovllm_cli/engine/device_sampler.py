@@ -20,6 +20,7 @@ from nanovllm_cli.kernels.sampling_table import (
     MAX_LOGPROBS,
     MAX_VOCABULARY,
     NOT_FINITE,
+    NOTHING_LEFT,
     SamplingBuffers,
     SamplingTable,
     on_device,
@@ -131,7 +132,7 @@ class DeviceSampler:
         drawn: list[Drawn] = []
         for row, (seq_id, token_id, found) in enumerate(zip(seq_ids, ids, status, strict=True)):
             if found != FINE:
-                drawn.append(Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT)))
+                drawn.append(Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT), unmeetable=found == NOTHING_LEFT))
                 continue
             state = self._states.get(seq_id)
             if state is None:  # it ended meanwhile

@@ -265,14 +265,14 @@ class Engine:
     def _schedule_prepared(self) -> list[_Live]:
         """Schedules the requests that wait for nothing more; those that waited in vain are over."""
         failed = []
-        for request, error in self._preparing.ready(is_idle=not (self._scheduler.running or self._scheduler.waiting)):
+        for request, error, unmeetable in self._preparing.ready(is_idle=not (self._scheduler.running or self._scheduler.waiting)):
             if error is None:
                 self._scheduler.add(request)
                 continue
             live = self._live[request.request_id]
             for answer in live.answers:
                 if answer.finish_reason is None:
-                    answer.fail(error)
+                    answer.fail(error, unmeetable=unmeetable)
             failed.append(live)
         return failed
 

@@ -26,7 +26,7 @@ class CompletionOutput:
     finish_reason: None while it runs. "stop": an end id, a stop id or a stop string; "length": max_tokens or the
         context.
     stop_reason: the stop string or stop id that ended it; None for the model's own end.
-    error: what failed, with finish_reason "error".
+    error: what failed, with finish_reason "error". unmeetable: it is what the request asked for, and fails again.
     """
 
     index: int
@@ -38,6 +38,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    unmeetable: bool = False
     num_tokens: int = -1
 
     def __post_init__(self) -> None:

@@ -89,13 +89,15 @@ class TokenLogprobs(NamedTuple):
 
 class Drawn(NamedTuple):
     """What one sequence drew in this step. `error` ends that sequence alone; its token_ids are then empty. `ends`: its constraint
-    is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty then, too."""
+    is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty then, too. `unmeetable`: the error
+    is what the request asked for."""
 
     seq_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     ends: bool = False
+    unmeetable: bool = False
 
 
 class StepOutput(NamedTuple):

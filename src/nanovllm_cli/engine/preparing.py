@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from nanovllm_cli.engine.sequence import Request, Sequence
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import NanovllmError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,11 @@ _SECONDS = 0.05
 
 
 class Prepared(NamedTuple):
-    """error: what came of it instead."""
+    """error: what came of it instead. unmeetable: that is what the request asked for."""
 
     request: Request
     error: str | None
+    unmeetable: bool
 
 
 class Preparing:
@@ -47,7 +48,7 @@ class Preparing:
         done = [entry for entry in self._waiting.values() if entry[1].done()]
         for request, _ in done:
             del self._waiting[request.request_id]
-        return [Prepared(request, _failure(future)) for request, future in done]
+        return [Prepared(request, *_failure(future)) for request, future in done]
 
     def drop(self, sequence: Sequence) -> bool:
         """Forgets a sequence that waits here; False where it does not."""
@@ -61,13 +62,14 @@ class Preparing:
         return True
 
 
-def _failure(future: Future[Any]) -> str | None:
+def _failure(future: Future[Any]) -> tuple[str | None, bool]:
+    """What it is, and whether it is what the request asked for."""
     if future.cancelled():
-        return "the engine was closed"
+        return "the engine was closed", False
     error = future.exception()
     if error is None:
-        return None
+        return None, False
     if isinstance(error, NanovllmError):
-        return error.message
+        return error.message, isinstance(error, UsageError)
     logger.error("a request could not be prepared", exc_info=error)
-    return f"an internal error ({type(error).__name__})"
+    return f"an internal error ({type(error).__name__})", False

@@ -49,7 +49,7 @@ from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_AGAIN, DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
-from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.errors import NanovllmError, RequestError, UnmeetableError, UsageError
 from nanovllm_cli.kernels.cpu_sampling import (
     MAX_VOCABULARY,
     Edits,
@@ -106,7 +106,7 @@ class Sampler:
         self._compiler = compiler
         self._mask_threads = MaskThreads()
         self._states: dict[int, SequenceState] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Exception] = {}
         self._scratch = np.empty((0, vocab_size), dtype=np.float32)
 
     def add(self, new: NewSequence) -> None:
@@ -119,7 +119,7 @@ class Sampler:
         try:
             self._states[new.seq_id] = self._state(new)
         except Exception as error:
-            self._refused[new.seq_id] = _reason(error)
+            self._refused[new.seq_id] = error
 
     def _state(self, new: NewSequence) -> SequenceState:
         params = new.params
@@ -193,7 +193,7 @@ class Sampler:
             self._draw(draws, logits, DRAW_TOKEN)
         self._put_logprobs(draws, logits)
         drawn = {draw.seq_id: draw.taken() for draw in draws}
-        return [drawn.get(seq_id) or Drawn(seq_id, [], error=self._refused[seq_id]) for seq_id in seq_ids]
+        return [drawn.get(seq_id) or _failed(seq_id, self._refused[seq_id]) for seq_id in seq_ids]
 
     def _put_masks(self, draws: Sequence[_Draw]) -> None:
         """What constraints allow. Whoever draws nothing, being at its end or in error, is settled."""
@@ -207,7 +207,7 @@ class Sampler:
                 draw.mask = self._mask_threads.mask(draw.seq_id, guide)
                 draw.ends = guide.is_complete
             except Exception as error:  # whatever it is, the other sequences go on
-                draw.error = _reason(error)
+                draw.error = error
 
     def _ask_constraints(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of what was drawn without a mask, keeps what is allowed; the rest is drawn again under its mask."""
@@ -237,7 +237,7 @@ class Sampler:
                 with np.errstate(all="ignore"):
                     edits[index] = draw.state.edits()
             except Exception as error:  # whatever it is, the other sequences go on
-                draw.error = _reason(error)
+                draw.error = error
         matrix = as_rows(logits)
         assert matrix.shape[1] == self._vocab_size
         sources, scratch = self._edited(row_addresses(matrix, [draw.row for draw in draws]), edits, allowed)
@@ -304,7 +304,7 @@ class _Draw:
     mask: Mask = None
     token_id: int = -1
     logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
+    error: Exception | None = None
     kept: Ids | None = None
     setting: NDArray[np.float64] | None = None
     ends: bool = False
@@ -329,33 +329,33 @@ class _Draw:
             self.token_id = self.token_id if token_id is None else token_id
             return token_id is not None
         except Exception as error:  # whatever it is, the other sequences go on
-            self.error = _reason(error)
+            self.error = error
             return False
 
     def found(self, token_id: int) -> None:
         self.token_id = token_id
         if token_id < 0 and self.error is None:
-            self.error = _NOT_FINITE if token_id == NOT_FINITE else _NOTHING_LEFT
+            self.error = RequestError(_NOT_FINITE) if token_id == NOT_FINITE else UnmeetableError(_NOTHING_LEFT)
 
     def taken(self) -> Drawn:
         """Moves the sequence on."""
         if self.error is None and not self.ends:
             try:
                 self.state.append(self.token_id)
-            except RequestError as error:
-                self.error = error.message
+            except NanovllmError as error:
+                self.error = error
         if self.error is not None:
-            return Drawn(self.seq_id, [], error=self.error)
+            return _failed(self.seq_id, self.error)
         if self.ends:
             return Drawn(self.seq_id, [], ends=True)
         guide = self.state.guide
         return Drawn(self.seq_id, [self.token_id], self.logprobs, ends=guide is not None and guide.is_complete)
 
 
-def _reason(error: Exception) -> str:
+def _failed(seq_id: int, error: Exception) -> Drawn:
     if isinstance(error, NanovllmError):
-        return error.message
-    return f"sampling failed: {type(error).__name__}: {error}"
+        return Drawn(seq_id, [], error=error.message, unmeetable=isinstance(error, UsageError))
+    return Drawn(seq_id, [], error=f"sampling failed: {type(error).__name__}: {error}")
 
 
 def _allowed(state: SequenceState, mask: Mask) -> Words | None:

@@ -90,7 +90,7 @@ class SequenceState:
         return self.position < self.params.min_tokens and len(self._stop_bans) > 0
 
     def append(self, token_id: int) -> None:
-        """What was drawn. Raises RequestError where its guide can't follow."""
+        """What was drawn. Raises as its guide does, where that can't follow."""
         self.output_ids.append(token_id)
         if self._counts is not None:
             self._counts.append(token_id)

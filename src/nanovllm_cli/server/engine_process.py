@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the server, which lets answers finish
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # a terminal, or systemd, tells every process; the server lets answers finish
     channel = Channel(socket.socket(fileno=fd))
     start = channel.receive()
     assert isinstance(start, Start)

@@ -94,4 +94,5 @@ def _joined(first: Piece, second: Piece) -> Piece:
         second.finish_reason,
         second.stop_reason,
         second.error,
+        second.unmeetable,
     )

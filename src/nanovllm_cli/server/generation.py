@@ -255,6 +255,8 @@ class LiveGeneration:
 
     def _event(self, piece: Piece) -> Event:
         if piece.error is not None:
+            if piece.unmeetable:
+                raise ApiError(400, f"what is asked for cannot be had: {piece.error}", code="unmeetable")
             raise ApiError(500, f"the answer failed: {piece.error}", code="generation_failed")
         parser = self._parsers[piece.index]
         reasoning, content, calls = parser.push(piece.text)

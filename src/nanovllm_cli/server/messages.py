@@ -111,7 +111,7 @@ class Refused(Message):
 
 
 class Piece(Message):
-    """What one answer of a request got in a step."""
+    """What one answer of a request got in a step. unmeetable: the error is what the request asked for."""
 
     index: int
     text: str
@@ -120,6 +120,7 @@ class Piece(Message):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    unmeetable: bool = False
 
 
 class Output(Message):

@@ -104,6 +104,7 @@ class _Told:
             answer.finish_reason,
             answer.stop_reason,
             answer.error,
+            answer.unmeetable,
         )
 
 
