@@ -9,8 +9,9 @@ import openai_spec
 
 
 def check_event(event: dict[str, Any]) -> None:
-    """Fails where it is not what the description has for an event of this type."""
-    openai_spec.check(_names()[event["type"]], event)
+    """Fails where it is not what the description has for an event of this type. Holds nothing without the description."""
+    if openai_spec.SPEC.exists():
+        openai_spec.check(_names()[event["type"]], event)
 
 
 @cache

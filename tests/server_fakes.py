@@ -217,6 +217,8 @@ class FakeModels:
         finally:
             self.in_use -= 1
 
+    peek = use
+
     def engines(self) -> Mapping[str, FakeEngine]:
         return {name: model.engine for name, model in self.served.items()}  # type: ignore[misc]
 

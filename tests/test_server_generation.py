@@ -99,6 +99,8 @@ class Models:
         finally:
             self.users -= 1
 
+    peek = use
+
     def cards(self) -> list[Any]:
         return []
 

@@ -103,7 +103,7 @@ def scripted(**options: Any) -> Iterator[Server]:
 # ---- the end ----
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_running_streams_finish_and_new_requests_are_refused(signum: int) -> None:
     with scripted() as server:
         assert server.line() == "ready"
@@ -124,6 +124,19 @@ def test_running_streams_finish_and_new_requests_are_refused(signum: int) -> Non
         assert server.end() == 0
         with pytest.raises(ConnectionRefusedError):
             server.ask("GET", "/health")
+
+
+def test_under_nohup_a_closed_terminal_is_no_matter() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with scripted() as server:
+            assert server.line() == "ready"
+            server.signal(signal.SIGHUP)
+            assert server.ask("GET", "/health").status == 200
+            server.signal(signal.SIGTERM)
+            assert server.end() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_stream_that_does_not_end_is_broken_off() -> None:

@@ -9,16 +9,23 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import nanovllm_cli
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.server import served_models
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.app import create_app
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Start
 from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.served_models import ModelSettings, ServedModels
+from nanovllm_cli.server.settings import ServeSettings
+from server_fakes import FakePool
 
 TINY = Path(nanovllm_cli.__file__).parent / "assets" / "tiny"
 CONFIG = EngineConfig(num_blocks=64, threads=1)
@@ -33,6 +40,7 @@ class StandIn:
         self.name = name
         self.state = EngineState.ASLEEP
         self.facts: Facts | None = None
+        self.stats: EngineStats | None = None
         self.num_loads = 0
         self.is_ending = False
 
@@ -131,7 +139,54 @@ def test_who_is_not_asked_sleeps_and_wakes(run: Run) -> None:
                 assert engine.state is EngineState.READY  # in use
             while engine.state is not EngineState.ASLEEP:
                 await asyncio.sleep(0.02)
+            async with models.peek("a") as model:
+                assert (model.id, model.facts, model.tokenizer.encode("hi") != []) == ("a", FACTS, True)
+            assert (engine.state, engine.num_loads) == (EngineState.ASLEEP, 1)  # type: ignore[attr-defined]
             assert await answers(models, None) == "a"
+        finally:
+            await models.close()
+
+    run(scenario())
+
+
+def test_what_counts_tokens_or_looks_leaves_a_sleeping_model_asleep(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1)
+        generates = Generator(models, FakePool())
+        app = create_app(ServerContext(ServeSettings(), models, generates, FakePool()))
+        messages = [{"role": "user", "content": "hi"}]
+        await models.start()
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                await answers(models, "b")
+                for method, path, body in (
+                    ("GET", "/health", None), ("GET", "/v1/models", None), ("GET", "/v1/models/a", None),
+                    ("GET", "/metrics", None), ("GET", "/status.json", None), ("GET", "/props?model=a", None),
+                    ("POST", "/tokenize", {"content": "hi"}), ("POST", "/tokenize", {"messages": messages}),
+                    ("POST", "/detokenize", {"tokens": [300]}), ("POST", "/apply-template", {"messages": messages}),
+                    ("POST", "/v1/messages/count_tokens", {"messages": messages}),
+                    ("POST", "/v1/responses/input_tokens", {"input": "hi"}),
+                ):  # fmt: skip
+                    answer = await client.request(method, path, json=None if body is None else {"model": "a", **body})
+                    assert (path, answer.status_code) == (path, 200), answer.text
+                assert states(models) == {"a": EngineState.ASLEEP, "b": EngineState.READY}
+                assert models.engines()["a"].num_loads == 1  # type: ignore[attr-defined]
+        finally:
+            await models.close()
+
+    run(scenario())
+
+
+def test_one_that_was_never_loaded_is_loaded_for_a_look_at_it(run: Run) -> None:
+    """Its facts are not known before."""
+
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1)
+        await models.start()
+        try:
+            async with models.peek("b") as model:
+                assert model.facts == FACTS
+            assert states(models)["b"] is EngineState.READY
         finally:
             await models.close()
 

@@ -108,13 +108,14 @@ def test_texts_are_done_before_their_item_is() -> None:
     ]  # fmt: skip
 
 
-def test_a_failure_in_mid_stream_is_an_event() -> None:
-    events = streamed(Script([[event(reasoning="Hm")], [event("Hel")]], error=ApiError(500, "the engine died")))
+@pytest.mark.parametrize(("status", "code"), [(500, "server_error"), (503, "server_error"), (400, "invalid_prompt")])
+def test_a_failure_in_mid_stream_is_an_event(status: int, code: str) -> None:
+    events = streamed(Script([[event(reasoning="Hm")], [event("Hel")]], error=ApiError(status, "the engine died")))
     for _, data in events:
         check_event(data)
     last = events[-1].data["response"]
     assert (events[-1].name, last["status"]) == ("response.failed", "failed")
-    assert last["error"] == {"code": "server_error", "message": "the engine died"}
+    assert last["error"] == {"code": code, "message": "the engine died"}
     assert [(item["type"], item["status"]) for item in last["output"]] == [("reasoning", "completed"), ("message", "incomplete")]
 
 

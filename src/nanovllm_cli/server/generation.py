@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -94,7 +94,7 @@ class Generator:
             return await self._begin(work, prompt_ids, params, asked, caller, "text_completion", plain)
 
     async def encode_chat(self, model: str | None, asked: ChatAsked) -> list[int]:
-        async with self._using(model) as work:
+        async with _Work(partial(self._models.peek, model), self._observer) as work:
             return await self._in_thread(partial(chat_ids, work.model, asked))
 
     async def embed(
@@ -128,7 +128,7 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     def _using(self, model: str | None) -> _Work:
-        return _Work(self._models, model, self._observer)
+        return _Work(partial(self._models.use, model), self._observer)
 
     async def _begin(
         self,
@@ -152,11 +152,11 @@ class Generator:
 
 
 class _Work:
-    """A model in use until `async with` ends, or until the generation is closed that took it over by `keep`. Typed errors become
-    ApiErrors, and are told to the observer."""
+    """A model that is let in by `enter` until `async with` ends, or until the generation is closed that took it over by `keep`.
+    Typed errors become ApiErrors, and are told to the observer."""
 
-    def __init__(self, models: Models, name: str | None, observer: Observer) -> None:
-        self._models, self._name, self._observer = models, name, observer
+    def __init__(self, enter: Callable[[], AbstractAsyncContextManager[ServedModel]], observer: Observer) -> None:
+        self._enter, self._observer = enter, observer
         self._stack = AsyncExitStack()
         self._model: ServedModel | None = None
 
@@ -170,7 +170,7 @@ class _Work:
 
     async def __aenter__(self) -> Self:
         try:
-            self._model = await self._stack.enter_async_context(self._models.use(self._name))
+            self._model = await self._stack.enter_async_context(self._enter())
         except ApiError as error:
             self._observer.refused(None, error)
             raise

@@ -110,6 +110,9 @@ class Models(Protocol):
         Raises ApiError: 404 for an unknown name, 503 while it cannot be loaded.
         """
 
+    def peek(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        """As `use`, for what needs its tokenizer, template and facts alone: a model that sleeps sleeps on."""
+
     def engines(self) -> Mapping[str, EnginePort]: ...
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.routing import ApiRequest
 from nanovllm_cli.text.chat_template import check_variables
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def json_text(value: Any) -> str:
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
     """What `work` returns; in a thread where the body is so large that others would wait for it."""
-    if len(await request.body()) < LARGE_BODY_BYTES:
+    assert isinstance(request, ApiRequest)
+    if request.body_len < LARGE_BODY_BYTES:
         return work()
     return await asyncio.to_thread(work)
 

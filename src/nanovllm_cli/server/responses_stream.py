@@ -74,7 +74,7 @@ class ResponseBuilder:
 
     def fail(self, error: ApiError, usage: Usage) -> list[StreamEvent]:
         events = self._close("incomplete")
-        self.response["error"] = {"code": "server_error", "message": error.message}
+        self.response["error"] = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
         self._end("failed", usage)
         return [*events, self._about("response.failed")]
 

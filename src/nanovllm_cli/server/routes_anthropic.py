@@ -64,7 +64,7 @@ def router(context: ServerContext) -> APIRouter:
     async def count_tokens(body: CountTokensRequest, request: Request, exchange: CurrentExchange) -> Response:
         _check_edits(body)
         messages = await off_loop(request, lambda: chat_messages(body.system, body.messages))
-        async with context.models.use(body.model) as model:
+        async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, messages, SamplingParams(), _form(body), model)
             ids = await context.generates.encode_chat(body.model, asked)
             exchange.count(model.id, len(ids))

@@ -74,7 +74,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/props", responses=answers(PropsAnswer))
     async def props(model: str | None = None) -> Response:
-        async with context.models.use(model) as served:
+        async with context.models.peek(model) as served:
             return JsonResponse(_props(served))
 
     @routes.post("/tokenize", responses=answers(TokenizeAnswer))
@@ -82,14 +82,14 @@ def router(context: ServerContext) -> APIRouter:
         given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
             raise ApiError(400, "give one of content, prompt and messages", param=given[1] if given else "content")
-        async with context.models.use(body.model) as served, tokenizing:
+        async with context.models.peek(body.model) as served, tokenizing:
             ids = await _token_ids(context, served, body)
             exchange.count(served.id, len(ids))
             return JsonResponse(await asyncio.to_thread(_tokenized, served, body, ids))
 
     @routes.post("/detokenize", responses=answers(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest, exchange: CurrentExchange) -> Response:
-        async with context.models.use(body.model) as served:
+        async with context.models.peek(body.model) as served:
             if max(body.tokens, default=0) >= served.facts.vocab_size:
                 raise ApiError(400, f"the vocabulary has {served.facts.vocab_size} tokens", param="tokens")
             text = await asyncio.to_thread(served.tokenizer.decode, body.tokens, skip_special_tokens=False)
@@ -98,7 +98,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post("/apply-template", responses=answers(ApplyTemplateAnswer))
     async def apply_template(body: ApplyTemplateRequest) -> Response:
-        async with context.models.use(body.model) as served:
+        async with context.models.peek(body.model) as served:
             return JsonResponse({"prompt": await asyncio.to_thread(_rendered, served, body)})
 
     return routes

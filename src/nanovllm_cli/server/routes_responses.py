@@ -86,7 +86,7 @@ def router(context: ServerContext) -> APIRouter:
         before, items = await _items(body, request, store, exchange.tenant)
         tools = tools_of(body)
         form = await form_of(body, context)
-        async with context.models.use(body.model) as model:
+        async with context.models.peek(body.model) as model:
             asked = _chat_asked(body, [*before, *items], tools, form, SamplingParams(), model)
             ids = await context.generates.encode_chat(body.model, asked)
             exchange.count(model.id, len(ids))

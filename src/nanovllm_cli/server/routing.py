@@ -1,7 +1,7 @@
-"""Routes whose bodies are read in one place: bounded in size, depth and time, parsed by msgspec, before FastAPI sees them.
+"""Routes whose bodies are read in one place: bounded in size, depth and time, parsed by msgspec and made the route's model,
+before FastAPI sees them.
 
-FastAPI then validates the parsed value against the route's model. A body must say that it is JSON: a page of another site
-can send text and forms to this machine without asking, but not JSON.
+A body must say that it is JSON: a page of another site can send text and forms to this machine without asking, but not JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -64,11 +65,13 @@ def answers(
 
 
 class ApiRequest(Request):
-    """A request whose body is read by `read`."""
+    """A request whose body has become the route's model, which FastAPI takes as it is. What the model doesn't know is gone:
+    answers may take minutes, and two megabytes of JSON forty as Python's values. body_len: its bytes."""
 
-    def __init__(self, scope: Scope, receive: Receive, body: bytes, value: Any) -> None:
+    def __init__(self, scope: Scope, receive: Receive, body_len: int, model: Any) -> None:
         super().__init__(scope, receive)
-        self._body, self._json = body, value
+        self._body, self._json = b"{}", model
+        self.body_len = body_len
 
 
 class ApiRoute(APIRoute):
@@ -78,11 +81,19 @@ class ApiRoute(APIRoute):
             return handle
 
         async def read_and_handle(request: Request) -> Response:
-            limits = request.app.state.settings
-            body = await read_body(request, limits.max_body_bytes, limits.body_seconds)
-            return await handle(ApiRequest(request.scope, request.receive, body, parse_json(body, limits.max_json_depth)))
+            return await handle(await self._read(request))
 
         return read_and_handle
+
+    async def _read(self, request: Request) -> ApiRequest:
+        assert self.body_field is not None
+        limits = request.app.state.settings
+        body = await read_body(request, limits.max_body_bytes, limits.body_seconds)
+        value = parse_json(body, limits.max_json_depth)
+        model, problems = self.body_field.validate(value, loc=("body",))
+        if problems:
+            raise RequestValidationError(problems, body=value)
+        return ApiRequest(request.scope, request.receive, len(body), model)
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:

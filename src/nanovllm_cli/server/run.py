@@ -1,7 +1,8 @@
 """The life of a server: HTTP is there first and says that models are loading; then requests; then the end.
 
-SIGTERM or Ctrl-C: nobody new gets in (503), what is under way finishes, or is broken off after drain_seconds. A second signal
-does not wait. Either way engines, connections and socket files are gone when `serve` returns.
+SIGTERM, Ctrl-C, or a terminal that closes (which nohup has ignored): nobody new gets in (503), what is under way finishes, or is
+broken off after drain_seconds. A second signal does not wait. Either way engines, connections and socket files are gone when
+`serve` returns.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,6 +161,11 @@ class ServedModels:
 
     def use(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
         return self._use(self._find(name))
+
+    def peek(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        slot = self._find(name)
+        was_loaded = slot.text is not None and slot.engine.facts is not None
+        return nullcontext(self._served(slot)) if was_loaded else self._use(slot)
 
     @asynccontextmanager
     async def _use(self, slot: _Slot) -> AsyncIterator[ServedModel]:
