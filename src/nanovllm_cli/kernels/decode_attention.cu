@@ -119,10 +119,7 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP_SIZE, 0);  // tells the compiler that the lanes agree on it
   Split split;
   find_heads(split, kv_heads, group);
-  wait_for_previous_kernel();
-  const int kv_len = kv_lens[blockIdx.z];
-  if (kv_len == 0) return write_zeros(split, kv_heads, group, out);
-  find_tokens(split, kv_len, window, least_split, fixed_splits);
+  if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
 
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;
@@ -165,9 +162,12 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
   int tile = first_tile + ((warp - first_tile) & (WARPS - 1));
   if (tile < end_tile) {
     find_blocks(blocks, tile);
+    find_blocks(next_blocks, tile + WARPS * TILES);
+  }
+  wait_for_previous_kernel();
+  if (tile < end_tile) {
     load_keys(blocks, tile, 0);
     load_values(blocks, tile, 0);
-    find_blocks(next_blocks, tile + WARPS * TILES);
   }
 
   q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;

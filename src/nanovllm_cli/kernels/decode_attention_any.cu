@@ -24,11 +24,9 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
   Split split;
   find_heads(split, kv_heads, group);
-  wait_for_previous_kernel();
-  const int kv_len = kv_lens[blockIdx.z];
-  if (kv_len == 0) return write_zeros(split, kv_heads, group, out);
-  find_tokens(split, kv_len, window, least_split, fixed_splits);
+  if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
+  wait_for_previous_kernel();
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};
   q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;

@@ -5,6 +5,9 @@
 // a CUDA graph holds for all lengths. The splits' results meet in `partials` [B, H, grid x, D] and `sums` [B, H, grid x, 2]; the
 // block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
 // row's bits depend on its own tokens and on how they are split.
+//
+// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them: they are read while the
+// kernel ahead still runs.
 #pragma once
 #include "common.cuh"
 
@@ -33,9 +36,12 @@ DEVICE void find_heads(Split& split, int kv_heads, int group) {
   split.rows = min(ROWS, group - chunk * ROWS);
 }
 
-// Which tokens. fixed_splits 0: as many splits as the grid has, but none below least_split tokens. Else splits of least_split
-// tokens, or of twice as many (four times, ...) where there would be more than fixed_splits, whatever the grid.
-DEVICE void find_tokens(Split& split, int kv_len, int window, int least_split, int fixed_splits) {
+// Which tokens; false where the sequence has none. fixed_splits 0: as many splits as the grid has, but none below least_split
+// tokens. Else splits of least_split tokens, or of twice as many (four times, ...) where there would be more than fixed_splits,
+// whatever the grid.
+DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_split, int fixed_splits) {
+  const int kv_len = kv_lens[blockIdx.z];
+  if (kv_len == 0) return false;
   const int first = window > 0 ? max(0, kv_len - window) : 0, most = gridDim.x;
   int size = least_split, origin = first / GRAIN * GRAIN;
   if (fixed_splits) {
@@ -47,6 +53,7 @@ DEVICE void find_tokens(Split& split, int kv_len, int window, int least_split, i
   split.splits = (kv_len - origin + size - 1) / size;
   split.begin = max(first, origin + (int)blockIdx.x * size);
   split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
+  return true;
 }
 
 // Where a kv head's rows of a block begin in a cache.
@@ -203,6 +210,7 @@ DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, 
 
 // The output of a sequence without tokens, as the padding of a batch has none.
 DEVICE void write_zeros(const Split& split, int kv_heads, int group, DTYPE* out) {
+  wait_for_previous_kernel();
   out += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
   for (int i = threadIdx.x; i < split.rows * HEAD_DIM && blockIdx.x == 0; i += THREADS) out[i] = from_float<DTYPE>(0.0f);
 }

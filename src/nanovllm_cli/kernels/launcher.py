@@ -1,16 +1,19 @@
 """Kernels on a GPU: compiled once, loaded once, put on torch's current stream.
 
-CuPy loads the machine code. `cuda.core` launches it where it is installed: it takes half a microsecond of CPU time and knows
-programmatic dependent launch, where a kernel starts while the one before it still runs. CuPy's own launch does without.
+CuPy loads the machine code. The driver launches it, by the call beneath all other ways to launch: it takes two microseconds of
+CPU time more than compiled code would, needs no package of a certain age, and knows programmatic dependent launch, where a kernel
+starts while the one before it still runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +22,16 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Arg, Kernel
 
+DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 FREE_SHARED_BYTES = 48 << 10  # shared memory, static and dynamic, that a kernel has without asking
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
-MAX_CONFIGS = 4096
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+PROGRAMMATIC_CAPABILITY = 90
+CARVEOUT = 100
+"""Percent of a multiprocessor's fast memory that is shared memory, where kernels overlap: a multiprocessor divides it anew only
+when it has nothing to run, so two kernels that want it divided differently can't be there at once."""
 
 Dims = tuple[int, int, int]
 
@@ -30,7 +39,7 @@ Dims = tuple[int, int, int]
 def has_driver() -> bool:
     """Whether this machine has NVIDIA's driver, and so most likely a GPU."""
     try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        ctypes.CDLL(DRIVER)
     except OSError:
         return False
     return True
@@ -70,8 +79,8 @@ def why_unavailable(device_index: int = 0) -> UnsupportedError | None:
 class CudaLauncher:
     """Launches on one GPU, which it makes current on the thread that launches. `num_launches` counts.
 
-    programmatic_launch: let kernels start before the one ahead of them ends (sm_90 on, through cuda.core; plain launches where
-    that is not to be had, and then `programmatic_launch` reads False).
+    programmatic_launch: let kernels start before the one ahead of them ends (sm_90 on; plain launches on older GPUs, and then
+    `programmatic_launch` reads False).
 
     Raises UnsupportedError where the device can't be used, or lacks what a kernel needs; RuntimeError where a launch fails.
     """
@@ -88,9 +97,9 @@ class CudaLauncher:
         self._index = device_index
         self._thread = _Thread()
         self._loaded: dict[Kernel, _Loaded] = {}
-        self._backend = _cuda_core(programmatic_launch and self.capability >= 90) or _Cupy()
-        self.programmatic_launch = self._backend.programmatic
+        self.programmatic_launch = programmatic_launch and self.capability >= PROGRAMMATIC_CAPABILITY
         self._options = ("-DPDL",) if self.programmatic_launch else ()
+        self._driver = _Driver(self.programmatic_launch)
 
     def launch(self, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0) -> None:
         """See `Launcher.launch`. The first launch of a kernel loads it, and does not belong into a graph's capture."""
@@ -102,11 +111,10 @@ class CudaLauncher:
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg for arg in args]
         # Asked each time: while a graph is captured the current stream is another one.
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        try:
-            self._backend.put(loaded.handle, grid, block, shared_bytes, stream, values)
-        except Exception as error:  # cuda.core's own is no RuntimeError; what an earlier kernel did wrong comes out here, too
+        error = self._driver.launch(loaded.function.ptr, grid, block, shared_bytes, stream, values)
+        if error:  # what an earlier kernel did wrong comes out here, too
             work = f"{grid} blocks of {block} threads with {shared_bytes} bytes of shared memory"
-            raise RuntimeError(f"{kernel} could not be launched, {work}: {error}") from error
+            raise RuntimeError(f"{kernel} could not be launched, {work}: {error}")
         self.num_launches += 1
 
     def torch_op(self, function: Callable[[], object]) -> None:
@@ -122,7 +130,7 @@ class CudaLauncher:
         self._thread.has_device = True
 
     def _load(self, kernel: Kernel) -> _Loaded:
-        from cupy.cuda import Module
+        from cupy.cuda import Module, driver
 
         if self.capability < kernel.min_capability:
             needed = f"{kernel.min_capability // 10}.{kernel.min_capability % 10}"
@@ -133,8 +141,9 @@ class CudaLauncher:
         module = Module()
         module.load(compiled.cubin)
         function = module.get_function(kernel.entry)
-        free = FREE_SHARED_BYTES - compiled.resources.shared
-        loaded = self._loaded[kernel] = _Loaded(function, self._backend.handle(function), free)
+        if self.programmatic_launch:
+            driver.funcSetAttribute(function.ptr, SHARED_CARVEOUT, CARVEOUT)
+        loaded = self._loaded[kernel] = _Loaded(function, FREE_SHARED_BYTES - compiled.resources.shared)
         return loaded
 
     def _allow_shared(self, kernel: Kernel, loaded: _Loaded, shared_bytes: int) -> None:
@@ -155,87 +164,71 @@ class _Thread(threading.local):
 
 
 class _Loaded:
-    """function: CuPy's, which keeps its module loaded; handle: the same for the backend. shared_bytes: dynamic ones allowed."""
+    """function: CuPy's, which keeps its module loaded. shared_bytes: dynamic ones allowed."""
 
-    __slots__ = ("function", "handle", "shared_bytes")
+    __slots__ = ("function", "shared_bytes")
 
-    def __init__(self, function: Any, handle: Any, shared_bytes: int) -> None:
+    def __init__(self, function: Any, shared_bytes: int) -> None:
         self.function = function
-        self.handle = handle
         self.shared_bytes = shared_bytes
 
 
-class _Backend(Protocol):
-    programmatic: bool
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
 
-    def handle(self, function: Any) -> Any: ...
-
-    def put(
-        self, handle: Any, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
-    ) -> None: ...
+    _fields_ = [("id", ctypes.c_int), ("gap", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60)]
 
 
-class _Stream(NamedTuple):
-    """A stream as CuPy's launch reads it."""
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
 
-    ptr: int
-
-
-class _Cupy:
-    """cupy.cuda.Function.__call__(grid, block, args, shared_mem, stream); a Python int passes as 64 bits, which addresses are."""
-
-    programmatic = False
-
-    def handle(self, function: Any) -> Any:
-        return function
-
-    def put(
-        self, handle: Any, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
-    ) -> None:
-        handle(grid, block, values, shared_bytes, _Stream(stream))
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
 
 
-class _CudaCore:
-    """cuda.core.launch(stream, config, kernel, *args); a Python int passes as an address."""
+class _Layout(NamedTuple):
+    """Arguments of a kernel in memory, as a C struct of them."""
 
-    def __init__(self, core: Any, programmatic: bool) -> None:
-        self.programmatic = programmatic
-        self._core = core
-        self._launch = core.launch
-        self._attributes = {"programmatic_stream_serialization": True} if programmatic else {}
-        self._streams: dict[int, Any] = {}
-        self._configs: dict[tuple[Dims, Dims, int], Any] = {}
-
-    def handle(self, function: Any) -> Any:
-        return self._core.Kernel.from_handle(function.ptr)
-
-    def put(
-        self, handle: Any, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
-    ) -> None:
-        shape = (grid, block, shared_bytes)
-        config = self._configs.get(shape) or self._config(shape)
-        self._launch(self._streams.get(stream) or self._stream(stream), config, handle, *values)
-
-    def _config(self, shape: tuple[Dims, Dims, int]) -> Any:
-        if len(self._configs) >= MAX_CONFIGS:  # prompts of every length come with grids of their own
-            self._configs.clear()
-        grid, block, shared_bytes = shape
-        config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes, **self._attributes)
-        self._configs[shape] = config
-        return config
-
-    def _stream(self, pointer: int) -> Any:
-        stream = self._streams[pointer] = self._core.Stream.from_handle(pointer)
-        return stream
+    fields: struct.Struct
+    offsets: tuple[int, ...]
+    pointers: Any
 
 
-def _cuda_core(programmatic: bool) -> _CudaCore | None:
-    """None where cuda.core is not installed, not fit for this driver, or older than 1.2: before 1.0 `Kernel.from_handle` asks the
-    driver about the handle, as if it weren't CuPy's function, and before 1.2 there is no dependent launch."""
-    try:
-        from cuda import core
+class _Driver:
+    """cuLaunchKernelEx. programmatic: a kernel may start before the one ahead of it in the stream ends."""
 
-        config = core.LaunchConfig(grid=1, block=1)
-    except Exception:  # its loaders raise errors of their own; CuPy launches as well
-        return None
-    return _CudaCore(core, programmatic) if hasattr(config, "programmatic_stream_serialization") else None
+    def __init__(self, programmatic: bool) -> None:
+        library = ctypes.CDLL(DRIVER)
+        self._launch, self._name_of = library.cuLaunchKernelEx, library.cuGetErrorName
+        self._launch.argtypes = [ctypes.c_void_p] * 4
+        self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._attributes = (ctypes.addressof(self._attribute), 1) if programmatic else (None, 0)
+
+    def launch(
+        self, function: int, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
+    ) -> str | None:
+        """The error's name, or None. Python's own numbers are addresses."""
+        layout = _layout("".join([_CODES[type(value)] for value in values]))
+        packed = ctypes.create_string_buffer(layout.fields.pack(*values), layout.fields.size or 1)
+        base = ctypes.addressof(packed)
+        pointers = layout.pointers(*[base + offset for offset in layout.offsets])
+        config = _Config(grid, block, shared_bytes, stream, *self._attributes)
+        code = self._launch(ctypes.addressof(config), function, ctypes.addressof(pointers), None)
+        return self._error(code) if code else None
+
+    def _error(self, code: int) -> str:
+        name = ctypes.c_char_p()
+        self._name_of(code, ctypes.byref(name))
+        return name.value.decode() if name.value else f"error {code}"
+
+
+_CODES = {int: "Q", np.int32: "i", np.int64: "q", np.float32: "f"}
+"""A kernel's types by `struct`'s letters."""
+
+
+@functools.cache
+def _layout(codes: str) -> _Layout:
+    offsets = tuple(struct.calcsize(f"@{codes[:i]}0{codes[i]}") for i in range(len(codes)))
+    return _Layout(struct.Struct(f"@{codes}"), offsets, ctypes.c_void_p * len(codes))
