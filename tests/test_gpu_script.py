@@ -27,7 +27,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
 from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections
-from gpu.engines import decode, load, serve
+from gpu.engines import decode, load, overlaps, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
 from gpu.timing import copies_for
@@ -66,7 +66,7 @@ def test_sections_are_listed_and_unknown_ones_refused() -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [section.name for section in sections.SECTIONS]
     refused = script("--only", "ceilings,nothing")
     assert refused.returncode == 2
-    assert "no section 'nothing'; known: environment, kernels" in refused.stderr
+    assert "no section 'nothing'; known: environment, ceilings" in refused.stderr
 
 
 def test_a_call_resumes_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_call_resumes_where_another_ended(tmp_path: Path, monkeypatch: pytest.
     assert command_line.main(["--only", "ceilings,matmul", "--output", str(first)]) == 0
     words = ["--resume", str(first), "--output", str(second), "--table", str(tmp_path / "table.md")]
     assert command_line.main([*words, "--only", "ceilings,matmul,prefill"]) == 0
-    assert ran == ["ceilings", "matmul", "matmul", "prefill"]
+    assert ran == ["ceilings", "matmul", "prefill", "matmul"]
     assert list(json.loads(second.read_text())["sections"]) == ["ceilings", "matmul", "prefill"]
     assert "| ceilings | done, by an earlier call |" in (tmp_path / "table.md").read_text()
 
@@ -122,6 +122,51 @@ def test_what_no_call_came_to_runs_before_what_failed_and_results_are_kept_where
         "attention": ("timed out", {"d": 1}),
     }  # fmt: skip
     assert (found["matmul"]["why"], found["matmul"]["earlier"]) == ("broke at once", True)
+
+
+ALONE, TOGETHER = f"{report.SMALLEST}, {report.ONE_BY_ONE}", f"{report.SMALLEST}, {report.OVERLAPPED}"
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "expected"),
+    [
+        ({}, "running", False),
+        ({}, "skipped", False),
+        ({}, "timed out", True),  # kernels that wait for each other for ever
+        ({}, "failed", True),
+        ({report.SMALLEST: {"tok/s": 1600}}, "timed out", False),
+        ({ALONE: {"tok/s": 1200, "same tokens": True}, TOGETHER: {"tok/s": 1600, "same tokens": True}}, "done", False),
+        ({ALONE: {"tok/s": 1700, "same tokens": True}, TOGETHER: {"tok/s": 1600, "same tokens": True}}, "done", True),
+        ({ALONE: {"tok/s": 1200, "same tokens": False}, TOGETHER: {"tok/s": 1600, "same tokens": True}}, "done", True),
+        ({ALONE: {"tok/s": 1200, "same tokens": True}, TOGETHER: {"tok/s": 1600, "same tokens": False}}, "done", True),
+    ],
+)
+def test_kernels_run_one_after_the_other_where_overlapping_ones_hang_err_or_are_slower(
+    found: dict[str, Any], status: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the next section on, and in a call that resumes this one."""
+    seen: list[bool] = []
+
+    def run_all(names: list[str], command: list[str], budget: float, report: Any, environment: dict[str, str]) -> None:
+        if "batch-1" in names:
+            report("batch-1", done(**found) | {"status": status})
+        seen.append(sections.ONE_BY_ONE in environment)
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", run_all)
+    output = str(tmp_path / "gpu.json")
+    command_line.main(["--output", output])
+    assert seen == [expected]
+    if status not in ("running", "skipped"):
+        command_line.main(["--resume", output, "--output", output, "--only", "ceilings"])
+        assert seen == [expected] * 2
+
+
+def test_a_section_is_told_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overlaps()
+    monkeypatch.setenv(sections.ONE_BY_ONE, "1")
+    assert not overlaps()
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"sections": 3}', '{"sections": {"kernels": {}}}'])

@@ -78,12 +78,19 @@ def measure(
 ) -> int:
     """0 where every section is done or has a reason to be skipped, else 1. results: of an earlier call; these are added."""
 
+    def launch_as_found() -> None:
+        """Whatever is wrong with kernels that overlap takes no other section with it."""
+        environment.pop(sections.ONE_BY_ONE, None)
+        if report.one_by_one_is_better(results):
+            environment[sections.ONE_BY_ONE] = "1"
+
     def keep(name: str, record: sections.Record) -> None:
         before = results.get(name)
         if before and before["results"] and not record["results"]:
             came_to_it = record["status"] not in ("running", "skipped")
             record = record | {"results": before["results"], "earlier": True} if came_to_it else before
         results[name] = record
+        launch_as_found()
         if record["status"] != "running":
             print(f"{name}: {record['status']}, {record['seconds']} s {report.last_line(record.get('why'))}", flush=True)
         bars, table = shown(results)
@@ -91,6 +98,7 @@ def measure(
         if options.table:
             options.table.write_text(table)
 
+    launch_as_found()
     command = [sys.executable, __file__, "--section"]
     sections.run_all(still_to_do(options.only or known_names(), results), command, budget, keep, environment)
     print("\n" + shown(results)[1])

@@ -105,11 +105,12 @@ def tokens(output: Output) -> None:
         "bf16": answered(shape, gpu(), PROMPTS),
         "bf16, one at a time": answered(shape, gpu(), 1),
         "programmatic launch": answered(shape, gpu(True), PROMPTS),
+        "one kernel after the other": answered(shape, gpu(False), PROMPTS),
         "eager": answered(shape, gpu(), PROMPTS, eager=True),
         "deterministic": answered(shape, gpu(), PROMPTS, deterministic=True),
         "fp8 cache": answered(shape, gpu(), PROMPTS, kv_cache_dtype="fp8"),
     }
-    same = [answers[kind] == answers["bf16"] for kind in ("programmatic launch", "eager")]
+    same = [answers[kind] == answers["bf16"] for kind in ("programmatic launch", "one kernel after the other", "eager")]
     output.put("recorded, eager and programmatic steps have the same tokens", all(same))
     cpu = load(shape, None, **_room(PROMPTS))
     for kind, found in answers.items():

@@ -5,16 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from typing import Any
+from unittest.mock import patch
 
 from gpu.engines import Decoded, Loaded, decode, finished, gpu, load, release, serve
+from gpu.report import ONE_BY_ONE, OVERLAPPED, SMALLEST
 from gpu.sections import Output
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import PROMPT, Request, nano_vllm, prompt
+from nanovllm_cli.kernels import launcher
 from nanovllm_cli.sampling_params import SamplingParams
 
-MODELS = ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b")
+MODELS = (SMALLEST, "qwen3-8b", "llama-3.2-1b")
 ROUNDS = 3
 BATCHES = (8, 32, 128, 256)
+WAYS: tuple[tuple[str, dict[str, bool], bool | None, int], ...] = (
+    (ONE_BY_ONE, {}, False, 100),
+    ("eager", {"eager": True}, None, 100),
+    (OVERLAPPED, {}, True, 100),
+    ("programmatic launch, memory divided as each kernel likes", {}, True, -1),
+)
+"""Of a decode step: settings, programmatic launch (None: as elsewhere), percent of a multiprocessor's memory that is shared."""
 PREFILLS = ((2048, 1), (512, 1), (8192, 1), (2048, 4))
 """Tokens of a prompt, prompts at once."""
 
@@ -42,7 +52,8 @@ def measure(loaded: Loaded, shape: Shape, batch: int, steps: int, rounds: int = 
 
 
 def batch_1(output: Output) -> None:
-    """The models one after the other; then what graphs and programmatic launch do for the smallest, whose steps are shortest."""
+    """The models one after the other; then what graphs and programmatic launch do for the smallest, whose steps are shortest.
+    Each row says whether its tokens are the first one's."""
     for name in MODELS:
         shape = SHAPES[name]
         loaded = load(shape, gpu(), **room(1, 1024))
@@ -53,9 +64,13 @@ def batch_1(output: Output) -> None:
         del loaded
         release()
     shape = SHAPES[MODELS[0]]
-    for title, settings, programmatic in (("eager", {"eager": True}, False), ("programmatic launch", {}, True)):
-        result, last = measure(load(shape, gpu(programmatic), **room(1, 1024), **settings), shape, 1, 256)
+    for title, settings, programmatic, carveout in WAYS:
+        with patch.object(launcher, "CARVEOUT", carveout):
+            loaded = load(shape, gpu(programmatic), **room(1, 1024), **settings)
+            result, last = measure(loaded, shape, 1, 256)
         output.put(f"{MODELS[0]}, {title}", result | {"same tokens": last.outputs[0].outputs[0].token_ids == recorded})
+        del loaded
+        release()
 
 
 def batches(output: Output) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from gpu import sections
 from gpu.shapes import RandomCheckpoint, Shape
 from gpu.workload import Request, prompt
 from nanovllm_cli.config import EngineConfig
@@ -88,10 +90,16 @@ class Loaded(NamedTuple):
     vocab: int
 
 
-def gpu(programmatic_launch: bool = False) -> Device:
+def gpu(programmatic_launch: bool | None = None) -> Device:
+    """None: as this run launches kernels, see `overlaps`."""
     from nanovllm_cli.kernels.cuda_device import CudaDevice
 
-    return CudaDevice(0, programmatic_launch)
+    return CudaDevice(0, overlaps() if programmatic_launch is None else programmatic_launch)
+
+
+def overlaps() -> bool:
+    """Whether kernels may start before the one ahead of them ends: until a section has found that they had better not."""
+    return sections.ONE_BY_ONE not in os.environ
 
 
 def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:

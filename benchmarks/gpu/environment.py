@@ -15,8 +15,8 @@ from typing import Any
 from gpu.sections import ENGINE, Output
 
 PACKAGES = (
-    "torch", "cupy-cuda13x", "cupy-cuda12x", "cuda-core", "triton", "transformers", "numba", "numpy", "gguf", "tokenizers",
-    "pytest",
+    "torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "triton", "transformers", "numba", "numpy", "gguf",
+    "tokenizers", "pytest",
 )  # fmt: skip
 QUERY = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader")
 
@@ -41,9 +41,10 @@ def section(output: Output) -> None:
             "cuda": torch.version.cuda,
         },
     )
+    from gpu.engines import overlaps
     from nanovllm_cli.kernels.launcher import CudaLauncher
 
-    output.put("programmatic launch", CudaLauncher(0, programmatic_launch=True).programmatic_launch)
+    output.put("programmatic launch", CudaLauncher(0, programmatic_launch=overlaps()).programmatic_launch)
     output.put("commit", answer("git", "rev-parse", "--short", "HEAD"))
 
 

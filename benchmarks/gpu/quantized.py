@@ -15,7 +15,7 @@ import torch
 
 from gpu.cases import BF16, Case, randn
 from gpu.engine_runs import measure, prefill_of, room
-from gpu.engines import Loaded, gpu, load, release
+from gpu.engines import Loaded, gpu, load, overlaps, release
 from gpu.sections import Output, Skipped
 from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.sweeps import put, timed
@@ -52,7 +52,7 @@ LOADED_ROWS = 16 * POOL_ROWS
 
 def kernels(output: Output) -> None:
     """Products of one row, as a decode step launches them: bytes are those that the format keeps."""
-    launcher = CudaLauncher()
+    launcher = CudaLauncher(programmatic_launch=overlaps())
     for name in FORMATS:
         for outputs, width in SIZES:
             put(output, name, product_case(launcher, name, outputs, width, 1))

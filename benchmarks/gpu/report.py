@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 Results = Mapping[str, Mapping[str, Any]]
 """Records by section."""
 RED = "MISSED"
+SMALLEST, ONE_BY_ONE, OVERLAPPED = "qwen3-0.6b", "one kernel after the other", "programmatic launch"
+"""Rows of batch-1: a model, and behind a comma the way its kernels were launched."""
 
 
 class Bar(NamedTuple):
@@ -143,6 +145,18 @@ BARS = (
     Bar("against llama.cpp, batch 1", 1.2, "x", _against_llama_cpp("batch 1")),
     Bar("against llama.cpp, batch 32", 3, "x", _against_llama_cpp("batch 32")),
 )  # fmt: skip
+
+
+def one_by_one_is_better(results: Results) -> bool:
+    """By batch-1, kernels that overlap never got to an answer, gave another one, or were slower."""
+    if results.get("batch-1", {}).get("status") not in ("done", "failed", "timed out"):
+        return False
+    first, plain, overlapped = (
+        _get(results, "batch-1", row) for row in (SMALLEST, f"{SMALLEST}, {ONE_BY_ONE}", f"{SMALLEST}, {OVERLAPPED}")
+    )
+    if plain is None or overlapped is None:
+        return first is None
+    return plain["same tokens"] != overlapped["same tokens"] or overlapped["tok/s"] < plain["tok/s"]
 
 
 def bars(results: Results) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ GLANCE_SECONDS = 1.0
 """How often a running section's results are looked at."""
 TAIL = 4000
 SKIPPED_STATUS = 77
+ONE_BY_ONE = "NANOVLLM_GPU_ONE_BY_ONE"
+"""In a section's environment: kernels are not to start before the one ahead of them ends."""
 NO_TIME = "no time left"
 Record = dict[str, Any]
 
@@ -46,24 +48,26 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("environment", "machine, packages, versions", "environment:section", 60, ()),
-    Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
     Section("ceilings", "copy GB/s, matmul TFLOP/s", "sweeps:ceilings", 40),
     Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 100),
-    Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
     Section("attention", "paged decode and prefill attention", "sweeps:attention", 60),
-    Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
     Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
     Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 90),
+    Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
     Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
-    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 120),
-    Section("quantized", "products of one row in every format", "quantized:kernels", 90),
+    Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
+    Section("quantized", "products of one row in every format", "quantized:kernels", 90),
+    Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
+    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 120),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 90),
+    Section("tuning", "constants that only a GPU can decide", "sweeps:tuning", 60),
     Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 200, (*ENGINE, "transformers")),
     Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
     Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 200),
 )
+"""In the order in which they run: what most bars are about comes first."""
 
 
 class Output:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from gpu import cases
 from gpu.cases import BF16, FP8, Case
+from gpu.engines import overlaps
 from gpu.sections import Output
 from gpu.shapes import SHAPES
 from gpu.timing import seconds_in_graph, seconds_of
+from nanovllm_cli.kernels import decode_attention
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher
 
@@ -19,6 +22,11 @@ COPY_BYTES = 4 << 30
 SIDE = 8192
 DECODES = ((32, 2048), (1, 2048), (1, 32768), (8, 8192), (128, 2048), (256, 1024))
 """Sequences and tokens of each."""
+TUNED: tuple[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]], ...] = (
+    ("BLOCKS_WANTED", (3, 6, 9, 12, 18, 24), ((1, 2048), (8, 8192), (32, 2048), (128, 2048))),
+    ("LEAST_SPLIT", (64, 128, 256, 512), ((1, 200), (1, 1000), (8, 500))),
+)
+"""Constants of decode attention, what they may be, and sequences and tokens that tell."""
 PREFILLS = ((1, 2048, 0), (1, 512, 0), (1, 8192, 0), (4, 2048, 0), (1, 1024, 8192))
 """Prompts, tokens of each, tokens cached before them."""
 
@@ -34,7 +42,7 @@ def ceilings(output: Output) -> None:
 
 
 def attention(output: Output) -> None:
-    launcher = CudaLauncher()
+    launcher = CudaLauncher(programmatic_launch=overlaps())
     for name in ("qwen3-8b", "qwen3-0.6b", "llama-3.2-1b"):
         for batch, tokens in DECODES if name == "qwen3-8b" else DECODES[:1]:
             for dtype in (BF16, FP8):
@@ -42,6 +50,19 @@ def attention(output: Output) -> None:
     for count, tokens, prefix in PREFILLS:
         put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], count, tokens, prefix, BF16))
     put(output, "prefill", cases.prefill_case(launcher, "qwen3-8b", SHAPES["qwen3-8b"], 1, 2048, 0, FP8))
+
+
+def tuning(output: Output) -> None:
+    """Of constants that nothing but a GPU can decide: microseconds by value, and the best."""
+    launcher, shape = CudaLauncher(programmatic_launch=overlaps()), SHAPES["qwen3-8b"]
+    for constant, values, sizes in TUNED:
+        for batch, tokens in sizes:
+            times = {}
+            for value in values:
+                with patch.object(decode_attention, constant, value):
+                    times[str(value)] = timed(cases.decode_case(launcher, "", shape, batch, tokens, BF16))["us"]
+            best = min(times, key=lambda value: times[value])
+            output.put(f"{constant}, {batch} x {tokens}", times | {"best": int(best)})
 
 
 def matmuls(output: Output) -> None:
