@@ -232,7 +232,8 @@ def test_static_shared_memory_counts_too(gpu: Gpu) -> None:
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     class Capture:  # what torch.cuda.graph does: the stream is set back only where ending the capture succeeds
-        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None: ...
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
+            streams.append(stream)
 
         def __enter__(self) -> None:
             gpu.stream = 9
@@ -240,7 +241,9 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu: Gpu, monkeypatch:
         def __exit__(self, *error: object) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
+    streams: list[Any] = []
     monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("a stream of", device))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu.stream)
@@ -249,6 +252,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu: Gpu, monkeypatch:
     with pytest.raises(RuntimeError, match="previous error"):
         CudaDevice().capture(lambda: None)
     assert gpu.stream == 5
+    assert streams == [("a stream of", torch.device("cuda", 0))]
 
 
 def test_device_is_made_current_on_each_thread_that_launches(gpu: Gpu) -> None:

@@ -44,7 +44,7 @@ class EngineConfig:
         about half of bfloat16. On a CPU both have a scale for each token and head. A GPU knows fp8 only, unscaled.
     cache_type_k, cache_type_v: the same for K and V apart, where they differ (on a CPU); None is kv_cache_dtype.
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
-    programmatic_launch: kernels on a GPU may start before the one ahead of them ends (compute capability 9.0, with cuda.core).
+    programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
@@ -71,7 +71,7 @@ class EngineConfig:
     threads: int | None = None
     deterministic: bool = False
     eager: bool = False
-    programmatic_launch: bool = False
+    programmatic_launch: bool = True
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:

@@ -240,9 +240,10 @@ class EngineOptions(MemoryOptions):
     programmatic_launch: Annotated[
         bool,
         option(
-            "--programmatic-launch", help="On a GPU from 9.0 up: start kernels before the one ahead ends.", panel=ENGINE
+            "--programmatic-launch/--no-programmatic-launch",
+            help="On a GPU from 9.0 up: start kernels before the one ahead ends. [on]", panel=ENGINE,
         ),
-    ] = False
+    ] = EngineConfig().programmatic_launch  # fmt: skip
     deterministic: Deterministic = False
 
     def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:

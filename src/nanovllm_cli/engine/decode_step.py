@@ -56,8 +56,8 @@ class DecodeStep:
         self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=where)
         self._logit_rows = torch.arange(max_rows, dtype=torch.int64, device=where)
-        self._uploads = [device.host_buffer(NUM_LINES * max_rows, torch.int64) for _ in range(STEPS_IN_FLIGHT)]
-        self._table_uploads = [device.host_buffer(max_rows * table_width, torch.int32) for _ in range(STEPS_IN_FLIGHT)]
+        self._uploads = _Uploads(device, NUM_LINES * max_rows, torch.int64)
+        self._table_uploads = _Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
         self._graphs: dict[Key, Graph] = {}
@@ -124,8 +124,7 @@ class DecodeStep:
         sampler.draw(logits, only_greedy, has_logprobs)
 
     def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> None:
-        self._uploads.append(self._uploads.pop(0))
-        upload = self._uploads[-1]
+        upload = self._uploads.take()
         lines = upload.numpy().reshape(NUM_LINES, self._max_rows)
         count, size = len(scheduled), self._backend.block_size
         position = np.array([share.start for share in scheduled], np.int64)
@@ -149,7 +148,7 @@ class DecodeStep:
         kv_lens[:count] = position + 1
         sampling_rows[:] = -1
         sampling_rows[:count] = slots
-        self._state[self._max_rows :].copy_(upload, non_blocking=True)
+        self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])
 
@@ -161,12 +160,30 @@ class DecodeStep:
             known = last[row] if row < len(last) else []
             same = len(known) if table[: len(known)] == known else 0
             self._host_tables[row, same : len(table)] = table[same:]
-        self._table_uploads.append(self._table_uploads.pop(0))
         width = max(map(len, tables))
-        upload = self._table_uploads[-1][: len(tables) * width].view(len(tables), width)
+        upload = self._table_uploads.take()[: len(tables) * width].view(len(tables), width)
         upload.numpy()[:] = self._host_tables[: len(tables), :width]
-        self._tables[: len(tables), :width].copy_(upload, non_blocking=True)
+        self._table_uploads.copy(upload, self._tables[: len(tables), :width])
         self._last_tables = tables
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())
+
+
+class _Uploads:
+    """Host memory by turns, for one step after another. Steps whose tokens nobody reads, as those that were interrupted, are not
+    waited for elsewhere: here it is made sure that what is written anew has been copied."""
+
+    def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
+        self._turns = [(device.host_buffer(numel, dtype), device.event()) for _ in range(STEPS_IN_FLIGHT)]
+
+    def take(self) -> torch.Tensor:
+        self._turns.append(self._turns.pop(0))
+        buffer, copied = self._turns[-1]
+        copied.synchronize()
+        return buffer
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """From what was taken last."""
+        target.copy_(source, non_blocking=True)
+        self._turns[-1][1].record()

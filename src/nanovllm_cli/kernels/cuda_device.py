@@ -16,6 +16,8 @@ class CudaDevice:
     def __init__(self, index: int = 0, programmatic_launch: bool = False) -> None:
         self.launcher = CudaLauncher(index, programmatic_launch)
         self._pool = torch.cuda.graph_pool_handle()
+        # One of this GPU's: torch's own belongs to whichever GPU captured first in this process.
+        self._stream = torch.cuda.Stream(self.launcher.device)  # type: ignore[no-untyped-call]
 
     def enter(self) -> None:
         torch.cuda.set_device(self.launcher.device)
@@ -32,7 +34,7 @@ class CudaDevice:
         stream = torch.cuda.current_stream()
         try:
             # Other threads may allocate meanwhile: only what this one does wrong counts.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
                 output = step()
         finally:
             torch.cuda.set_stream(stream)  # where the capture fails at its end, torch stays on the one it captured on
