@@ -21,6 +21,7 @@ from emulation import on_gpu
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 
 HERE = Path(__file__).parent
+OVERLAP = HERE / "overlap" / "overlap.h"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
 SANITIZE = os.environ.get("NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
 ORDERS = (7,) if SANITIZE else (0,) if on_gpu.ENABLED else (0, 1, 7)
@@ -74,8 +75,8 @@ class KernelFailed(AssertionError):
 class Emulator:
     """order: the seed of the order in which threads and blocks get their turn. capability: what the wrappers are told.
 
-    bugs: macros that plant a bug, for tests of the tests. only_block: the one block of a launch that runs, for grids too large
-    to emulate. `launches` counts, by entry.
+    bugs: macros that plant a bug, for tests of the tests; OVERLAP is none, but emulates dependent launch (overlap.h).
+    only_block: the one block of a launch that runs, for grids too large to emulate. `launches` counts, by entry.
     """
 
     def __init__(
@@ -155,17 +156,19 @@ def _skip_most_variants(kernel: Kernel, bugs: tuple[str, ...]) -> None:
 
 def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
     options = [*FLAGS, *kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
+    more = [OVERLAP] if "OVERLAP" in bugs else []
     sources = [SOURCES / f"{kernel.stem}.cu", HERE / "switch.cpp"]
     digest = hashlib.sha256(repr(options).encode())
     digest.update(repr(read_sources(sources[0], SOURCES)).encode())
-    for file in [sources[1], *sorted(HERE.glob("*.h"))]:
+    for file in [sources[1], *sorted(HERE.glob("*.h")), *more]:
         digest.update(file.read_bytes())
     target = CACHE / f"{Path(kernel.stem).name}-{kernel.entry}-{digest.hexdigest()[:20]}.so"
     if not target.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")
         folders = [f"-I{folder}" for folder in (SOURCES, HERE, *cuda_headers())]
-        command = ["-include", str(_headers()), *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
+        first = [word for header in (_headers(), *more) for word in ("-include", str(header))]
+        command = [*first, *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
         done = _compile(command)
         if done.returncode:
             raise KernelFailed(f"{kernel} does not compile:\n{done.stderr[:4000]}")

@@ -1,0 +1,95 @@
+"""Kernels that start before the one ahead of them has ended: what that one may still write is neither read nor written until they
+have waited for it. Emulated with everything but weights, lengths and block tables poisoned until then."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from emulation.compare import random
+from emulation.emulator import ORDERS, Emulator, load, needs_emulation
+from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.gemv import gemv
+from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
+from nanovllm_cli.kernels.ops import Normed
+from nanovllm_cli.kernels.rope_cache import rope_and_cache
+
+pytestmark = needs_emulation
+BF16 = torch.bfloat16
+Call = Callable[[Launcher], torch.Tensor]
+
+
+class Overlapping(Emulator):
+    """known: what a kernel may read at once."""
+
+    def __init__(self, order: int, known: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(order, bugs=("OVERLAP",))
+        self.known = {tensor.data_ptr() for tensor in known}
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: tuple[Arg, ...],
+        shared_bytes: int = 0,
+    ) -> None:
+        library = load(kernel, self.bugs)
+        tensors = {arg.data_ptr(): arg for arg in args if isinstance(arg, torch.Tensor) and arg.numel()}
+        for address, tensor in tensors.items():
+            if address not in self.known:
+                library.emulation_hide(ctypes.c_void_p(address), ctypes.c_size_t(tensor.nbytes))
+        super().launch(kernel, grid, block, args, shared_bytes)
+        assert not library.emulation_is_hidden(), f"{kernel} never waits"
+
+
+def normed_product() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    x, gain, weight = random(2, 256, dtype=BF16), random(256, dtype=BF16), random(48, 256, dtype=BF16)
+    return lambda launcher: gemv(launcher, Normed(x, gain, 1e-6, 0.0), weight, None), (gain, weight)
+
+
+def product_and_residual() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    x, weight, residual = random(2, 256, dtype=BF16), random(48, 256, dtype=BF16), random(2, 48, dtype=BF16)
+    return lambda launcher: gemv(launcher, x, weight, None, residual=residual.clone()), (weight,)
+
+
+def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    qkv, gain = random(3, 4 * 64, dtype=BF16), random(64, dtype=BF16)
+    cos, sin, slots = random(3, 32), random(3, 32), torch.tensor([5, -1, 17])
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        caches = torch.zeros(2, 2, 1, 16, 64, dtype=BF16)
+        q = rope_and_cache(launcher, qkv, 2, 1, 64, gain, gain, 1e-6, cos, sin, False, slots, caches[0], caches[1])
+        return torch.cat((q.flatten(), caches.flatten()))
+
+    return call, (gain,)
+
+
+def attention() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    q, k, v = random(3, 4, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16)
+    tables, lens = torch.arange(48, dtype=torch.int32).view(3, 16) % 40, torch.tensor([200, 0, 33], dtype=torch.int32)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        return decode_attention(launcher, q, k, v, tables, lens, DecodeScratch(launcher, 3, 4, 2, 64, 256), 0.125)
+
+    return call, (tables, lens)
+
+
+CASES = (normed_product, product_and_residual, rotation, attention)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_do_not_depend_on_when_the_kernel_ahead_ends(case: Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]) -> None:
+    call, known = case()
+    expected = call(Emulator())
+    for order in ORDERS:
+        assert torch.equal(call(Overlapping(order, known)), expected)
+
+
+def test_what_touches_too_much_too_early_is_found() -> None:
+    """With gains hidden, which the norm in front of a product reads at once; and a kernel ahead that reads what is written."""
+    call, (_, weight) = normed_product()
+    assert not torch.equal(call(Overlapping(0, (weight,))), call(Emulator()))
