@@ -1,5 +1,6 @@
 // What CUDA gives a kernel, for the emulation: built-in variables, barriers, warp functions, atomics, arithmetic, and the
-// wrappers of common.cuh around PTX instructions. An intrinsic that a kernel needs and that is missing here is added here.
+// wrappers of common.cuh around PTX instructions. What is long is in warps.cpp. An intrinsic that a kernel needs and that is
+// missing here is added here.
 #pragma once
 
 #define threadIdx (emulation::current->thread)
@@ -14,30 +15,14 @@ using std::min;
 // ---- waiting ----
 
 inline void __syncthreads() { emulation::block_barrier(); }
-inline void __syncwarp(unsigned mask = emulation::FULL_MASK) { emulation::meet(emulation::meeting_of(mask)); }
+inline void __syncwarp(unsigned mask = emulation::FULL_MASK) { emulation::warp_barrier(mask); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __nanosleep(unsigned) {}
 
-template <class T>
-inline T block_reduce(T value, T (*combine)(T, T)) {
-  static std::vector<T> values;
-  static T result;
-  values.push_back(value);
-  const bool last = (int)values.size() == emulation::live_threads;
-  if (last) {
-    result = values[0];
-    for (size_t i = 1; i < values.size(); ++i) result = combine(result, values[i]);
-    values.clear();
-  }
-  emulation::block_barrier();
-  T mine = result;
-  emulation::block_barrier();
-  return mine;
-}
-inline int __syncthreads_or(int p) { return block_reduce<int>(p != 0, [](int a, int b) { return a | b; }); }
-inline int __syncthreads_and(int p) { return block_reduce<int>(p != 0, [](int a, int b) { return a & b; }); }
-inline int __syncthreads_count(int p) { return block_reduce<int>(p != 0, [](int a, int b) { return a + b; }); }
+inline int __syncthreads_or(int p) { return emulation::block_reduce(p != 0, [](int a, int b) { return a | b; }); }
+inline int __syncthreads_and(int p) { return emulation::block_reduce(p != 0, [](int a, int b) { return a & b; }); }
+inline int __syncthreads_count(int p) { return emulation::block_reduce(p != 0, [](int a, int b) { return a + b; }); }
 
 // ---- warps ----
 
@@ -61,39 +46,18 @@ inline T __shfl_up_sync(unsigned mask, T value, int delta, int width = 32) {
   const int lane = emulation::current->lane;
   return emulation::exchange(mask, value, (lane & (width - 1)) - delta >= 0 ? lane - delta : lane);
 }
-inline unsigned __activemask() { return emulation::warps[emulation::current->warp].live; }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  auto slots = emulation::put_down<int>(mask, predicate != 0);
-  const unsigned live = emulation::warps[emulation::current->warp].live;
-  unsigned bits = 0;
-  for (int lane = 0; lane < 32; ++lane)
-    if ((mask & live) >> lane & 1) bits |= (unsigned)emulation::take<int>(slots, lane) << lane;
-  return bits;
-}
+inline unsigned __activemask() { return emulation::live_lanes(); }
+unsigned __ballot_sync(unsigned mask, int predicate);
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
-template <class T, class Combine>
-inline T emulated_warp_reduce(unsigned mask, T value, Combine combine) {
-  auto slots = emulation::put_down(mask, value);
-  const unsigned live = mask & emulation::warps[emulation::current->warp].live;
-  T result = value;
-  for (int lane = 0; lane < 32; ++lane)
-    if (lane != emulation::current->lane && (live >> lane & 1)) result = combine(result, emulation::take<T>(slots, lane));
-  return result;
-}
-#define EMULATED_REDUCE(name, type, expression) \
-  inline type name(unsigned mask, type value) { \
-    return emulated_warp_reduce(mask, value, [](type a, type b) { return (type)(expression); }); \
-  }
-EMULATED_REDUCE(__reduce_add_sync, unsigned, a + b)
-EMULATED_REDUCE(__reduce_add_sync, int, a + b)
-EMULATED_REDUCE(__reduce_min_sync, unsigned, a < b ? a : b)
-EMULATED_REDUCE(__reduce_min_sync, int, a < b ? a : b)
-EMULATED_REDUCE(__reduce_max_sync, unsigned, a > b ? a : b)
-EMULATED_REDUCE(__reduce_max_sync, int, a > b ? a : b)
-EMULATED_REDUCE(__reduce_or_sync, unsigned, a | b)
-EMULATED_REDUCE(__reduce_and_sync, unsigned, a& b)
-#undef EMULATED_REDUCE
+unsigned __reduce_add_sync(unsigned mask, unsigned value);
+int __reduce_add_sync(unsigned mask, int value);
+unsigned __reduce_min_sync(unsigned mask, unsigned value);
+int __reduce_min_sync(unsigned mask, int value);
+unsigned __reduce_max_sync(unsigned mask, unsigned value);
+int __reduce_max_sync(unsigned mask, int value);
+unsigned __reduce_or_sync(unsigned mask, unsigned value);
+unsigned __reduce_and_sync(unsigned mask, unsigned value);
 
 // ---- atomics: one thread runs at a time ----
 
@@ -171,110 +135,26 @@ inline void __stcg(T* address, T value) { *address = value; }
 
 // ---- the PTX wrappers of common.cuh ----
 
-struct MmaOperands {
-  uint32_t a[4], b[2];
-  float c[4];
-};
-
 template <class T>
-inline float half_word(uint32_t pair, int index) {
-  T value;
-  const uint16_t bits = index ? pair >> 16 : pair & 0xffff;
-  memcpy(&value, &bits, sizeof value);
-  return (float)value;
-}
-
-// Lane l owns rows l / 4 and l / 4 + 8 and columns 2 * (l % 4) and one more (PTX ISA, mma.m16n8k16).
-template <class T>
-inline void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b) {
-  MmaOperands mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b, sizeof mine.b);
-  memcpy(mine.c, d, sizeof mine.c);
-  auto slots = emulation::put_down(emulation::FULL_MASK, mine);
-  auto operands = [&](int lane) { return (const MmaOperands*)slots[lane]; };
-  const int lane = emulation::current->lane;
-  for (int r = 0; r < 4; ++r) {
-    const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
-    float sum = mine.c[r];
-    for (int k = 0; k < 16; ++k) {
-      const int part = k % 8 / 2, high = k / 8;
-      sum += half_word<T>(operands(row % 8 * 4 + part)->a[row / 8 + 2 * high], k % 2) *
-             half_word<T>(operands(column * 4 + part)->b[high], k % 2);
-    }
-    d[r] = sum;
-  }
-}
-
-// Of 8-bit numbers, four a word: lane l owns columns 4 * (l % 4) … of each sixteen (PTX ISA, mma.m16n8k32 and m16n8k16).
-template <class T, int DEPTH, class Sum>
-inline void emulated_mma_bytes(Sum* d, const uint32_t* a, const uint32_t* b) {
-  MmaOperands mine = {};
-  memcpy(mine.a, a, DEPTH / 8 * sizeof *a);
-  memcpy(mine.b, b, DEPTH / 16 * sizeof *b);
-  auto slots = emulation::put_down(emulation::FULL_MASK, mine);
-  auto operands = [&](int lane) { return (const MmaOperands*)slots[lane]; };
-  const int lane = emulation::current->lane;
-  for (int r = 0; r < 4; ++r) {
-    const int row = lane / 4 + 8 * (r / 2), column = 2 * (lane % 4) + r % 2;
-    for (int k = 0; k < DEPTH; ++k) {
-      const int part = k % 16 / 4, high = k / 16;
-      const T x = ((const T*)&operands(row % 8 * 4 + part)->a[row / 8 + 2 * high])[k % 4];
-      const T y = ((const T*)&operands(column * 4 + part)->b[high])[k % 4];
-      d[r] += (Sum)(float)x * (Sum)(float)y;
-    }
-  }
-}
+void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b);
 template <int DEPTH>
-inline void mma_s8(int* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<int8_t, DEPTH>(d, a, b); }
-inline void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b) { mma_s8<32>(d, a, b); }
-inline void mma_m16n8k32(float* d, const uint32_t* a, const uint32_t* b) { emulated_mma_bytes<__nv_fp8_e4m3, 32>(d, a, b); }
-
-template <bool TRANSPOSED>
-inline void emulated_load_matrix(uint32_t* words, const void* row) {
-  if ((uintptr_t)row % 16) emulation::fail("ldmatrix: a row that is not on a 16-byte boundary");
-  auto slots = emulation::put_down(emulation::FULL_MASK, row);
-  const int lane = emulation::current->lane;
-  for (int i = 0; i < 4; ++i) {
-    auto element = [&](int row, int column) {
-      return (uint32_t)((const uint16_t*)emulation::take<const void*>(slots, 8 * i + row))[column];
-    };
-    const int a = lane / 4, b = 2 * (lane % 4);
-    words[i] = TRANSPOSED ? element(b, a) | element(b + 1, a) << 16 : element(a, b) | element(a, b + 1) << 16;
-  }
-  __syncwarp();  // a row may be overwritten as soon as the instruction is done
-}
-inline void load_matrix_x4(uint32_t* words, const void* row) { emulated_load_matrix<false>(words, row); }
-inline void load_matrix_x4_transposed(uint32_t* words, const void* row) { emulated_load_matrix<true>(words, row); }
+void mma_s8(int* d, const uint32_t* a, const uint32_t* b);
+void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b);
+void mma_m16n8k32(float* d, const uint32_t* a, const uint32_t* b);
+void load_matrix_x4(uint32_t* words, const void* row);
+void load_matrix_x4_transposed(uint32_t* words, const void* row);
 
 inline uint4 load_streaming(const void* source) {
   if ((uintptr_t)source % 16) emulation::fail("a 16-byte load that is not on a 16-byte boundary");
   return *(const uint4*)source;
 }
 
-// The copy happens at the wait; until then its target is poison.
 inline void copy_async_16(void* target, const void* source, bool in_range = true) {
   if ((uintptr_t)target % 16 || (in_range && (uintptr_t)source % 16)) emulation::fail("cp.async: not on a 16-byte boundary");
-  emulation::current->open_copies.push_back({target, source, 16, in_range ? 16 : 0});
-  memset(target, emulation::POISON, 16);
+  emulation::copy_async(target, source, 16, in_range ? 16 : 0);
 }
-inline void commit_copies() {
-  emulation::current->copy_groups.push_back(std::move(emulation::current->open_copies));
-  emulation::current->open_copies.clear();
-}
+inline void commit_copies() { emulation::commit_copies(); }
 template <int LEFT>
-inline void wait_copies() {
-  auto& groups = emulation::current->copy_groups;
-  while ((int)groups.size() > LEFT) {
-    for (const emulation::AsyncCopy& copy : groups[0]) {
-      if (copy.source_bytes) {
-        memcpy(copy.target, copy.source, copy.source_bytes);
-      } else {
-        memset(copy.target, 0, copy.bytes);
-      }
-    }
-    groups.erase(groups.begin());
-  }
-}
+inline void wait_copies() { emulation::wait_copies(LEFT); }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}

@@ -26,7 +26,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano
 SANITIZE = os.environ.get("NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
 ORDERS = (7,) if SANITIZE else (0,) if on_gpu.ENABLED else (0, 1, 7)
 """Thread orders that every kernel is tested in: as numbered, backwards, shuffled."""
-FLAGS = ["-std=c++20", "-shared", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w", "-O1"]
+FLAGS = ["-std=c++20", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w", "-O1"]
 if SANITIZE:  # variables of shared memory get gaps too, though they have a section of their own
     FLAGS += ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fsanitize-sections=cuda_shared"]
     FLAGS += ["-fno-sanitize=null,pointer-overflow"]  # a fifth of compiling, and what they find ends in an access, which is found
@@ -155,46 +155,57 @@ def _skip_most_variants(kernel: Kernel, bugs: tuple[str, ...]) -> None:
 
 
 def build(kernel: Kernel, bugs: tuple[str, ...] = ()) -> Path:
-    options = [*FLAGS, *kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
-    more = [OVERLAP] if "OVERLAP" in bugs else []
-    sources = [SOURCES / f"{kernel.stem}.cu", HERE / "switch.cpp"]
-    digest = hashlib.sha256(repr(options).encode())
-    digest.update(repr(read_sources(sources[0], SOURCES)).encode())
-    for file in [sources[1], *sorted(HERE.glob("*.h")), *more]:
-        digest.update(file.read_bytes())
-    target = CACHE / f"{Path(kernel.stem).name}-{kernel.entry}-{digest.hexdigest()[:20]}.so"
+    source = SOURCES / f"{kernel.stem}.cu"
+    options = [*kernel.defines, *(f"-DBUG_{bug}" for bug in bugs), *(["-include", str(OVERLAP)] if "OVERLAP" in bugs else [])]
+    digest = hashlib.sha256(repr((_digest(), options, read_sources(source, SOURCES))).encode()).hexdigest()
+    target = CACHE / f"{Path(kernel.stem).name}-{kernel.entry}-{digest[:20]}.so"
     if not target.is_file():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(f".{os.getpid()}")
-        folders = [f"-I{folder}" for folder in (SOURCES, HERE, *cuda_headers())]
-        first = [word for header in (_headers(), *more) for word in ("-include", str(header))]
-        command = [*first, *options, "-x", "c++", *map(str, sources), *folders, "-o", str(unfinished)]
-        done = _compile(command)
-        if done.returncode:
-            raise KernelFailed(f"{kernel} does not compile:\n{done.stderr[:4000]}")
-        unfinished.rename(target)
+        _link(target, [*options, f"-I{SOURCES}", "-x", "c++", str(source), "-x", "none", str(_machine()), "-Wl,-rpath,$ORIGIN"])
+    return target
+
+
+@functools.cache
+def _machine() -> Path:
+    """The library of what does not depend on the kernel: half the time of a small one."""
+    target = CACHE / f"machine-{_digest()}.so"
+    if not target.is_file():
+        _link(target, [*map(str, sorted(HERE.glob("*.cpp"))), f"-Wl,-soname,{target.name}"])
     return target
 
 
 @functools.cache
 def _headers() -> Path:
-    """A header that includes what every kernel begins with, compiled beforehand: half the time of a small kernel."""
-    digest = hashlib.sha256(repr((FLAGS, cuda_headers())).encode())
-    for file in sorted(HERE.glob("*.h")):
-        digest.update(file.read_bytes())
-    header = CACHE / f"headers-{digest.hexdigest()[:20]}" / "headers.h"
+    """A header that includes what every kernel begins with, compiled beforehand: half of the rest."""
+    header = CACHE / f"headers-{_digest()}" / "headers.h"
     compiled = header.with_name("headers.h.gch")
     if not compiled.is_file():
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text('#include "cuda_emulation.h"\n')
-        unfinished = compiled.with_name(f"unfinished.{os.getpid()}")
-        folders = [f"-I{folder}" for folder in (HERE, *cuda_headers())]
-        done = _compile([*FLAGS, "-x", "c++-header", str(header), *folders, "-o", str(unfinished)])
-        assert done.returncode == 0, done.stderr[:4000]
-        unfinished.rename(compiled)
+        _compile(compiled, ["-x", "c++-header", str(header)])
     return header
 
 
-def _compile(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def _digest() -> str:
+    """Of all that kernels have in common."""
+    digest = hashlib.sha256(repr((FLAGS, cuda_headers())).encode())
+    for file in sorted([*HERE.rglob("*.h"), *HERE.glob("*.cpp")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _link(target: Path, arguments: list[str]) -> None:
+    """Into a library, with the headers."""
+    _compile(target, ["-shared", "-include", str(_headers()), *arguments])
+
+
+def _compile(target: Path, arguments: list[str]) -> None:
+    """It appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of the sanitizers
-    return subprocess.run(["g++", *arguments], capture_output=True, text=True, env=environment)
+    command = ["g++", *FLAGS, *arguments, *(f"-I{folder}" for folder in (HERE, *cuda_headers())), "-o", str(unfinished)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise KernelFailed(f"{target.name} does not compile:\n{done.stderr[:4000]}")
+    unfinished.rename(target)

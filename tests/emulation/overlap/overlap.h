@@ -2,6 +2,8 @@
 // threads wait for that. Included after cuda_emulation.h, before a kernel's source.
 #pragma once
 
+#include <vector>
+
 namespace emulation {
 
 struct Hidden {
@@ -23,7 +25,7 @@ inline void show_hidden() {
 // All threads of a block have their turn up to here before the first of them goes on.
 inline void wait_for_kernel_ahead() {
   if (hidden.empty()) return;
-  to_scheduler(false);
+  give_way();
   show_hidden();
 }
 
