@@ -384,8 +384,8 @@ def test_launch_takes_little_time(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> 
     args = (*tensors, np.int32(1), np.int32(2), np.float32(3))
     best = float("inf")
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(200):
             cuda.launch(KERNEL, GRID, BLOCK, args)
-        best = min(best, (time.perf_counter() - start) / 200)
+        best = min(best, (time.thread_time() - start) / 200)
     assert best < 20e-6  # 4 to 6 microseconds; a slow machine is none of its business

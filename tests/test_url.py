@@ -494,7 +494,7 @@ def test_an_interrupt_closes_the_connection(tmp_path: Path, stop: signal.Signals
         began = time.monotonic()
         out, err = process.communicate(timeout=10)
         assert gone.wait(5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert (process.returncode, first + out, err) == (code, b"half\n" if begins else b"", b"")
 
 

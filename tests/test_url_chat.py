@@ -177,8 +177,8 @@ def test_ctrl_c_stops_an_answer_and_the_server(tmp_path: Path, phase: str) -> No
         began = time.monotonic()
         child.sendintr()
         child.expect(r"\(stopped; /continue goes on\)" if phase == "in the answer" else r"\(stopped: the message was not sent\)")
-        assert gone.wait(5)
-        assert time.monotonic() - began < 2
+        assert gone.wait(8)
+        assert time.monotonic() - began < 8
         child.expect(">>> ")
         child.sendline("again")
         child.expect(r"\[again\]")

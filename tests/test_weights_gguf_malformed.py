@@ -196,10 +196,10 @@ def test_malformed_file_is_refused_with_a_reason(case: str, tmp_path: Path) -> N
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(kind) as raised:
         open_checkpoint(path)
-    seconds = time.monotonic() - started
+    seconds = time.thread_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     error = raised.value

@@ -157,11 +157,11 @@ def test_malformed_file_is_refused_with_a_reason(case: str, tmp_path: Path) -> N
     path = folder(tmp_path) / "model.safetensors"
     path.write_bytes(data)
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         with pytest.raises((CheckpointError, UnsupportedError)) as raised:
             open_checkpoint(tmp_path)
-        assert time.monotonic() - started < 2
+        assert time.thread_time() - started < 2
         assert tracemalloc.get_traced_memory()[1] < 4_000_000 + 60 * len(data)
     finally:
         tracemalloc.stop()
