@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import typer
 from typer.main import get_command
 
 from nanovllm_cli.cli import habits
 from nanovllm_cli.cli.command_tree import page
+from nanovllm_cli.cli.failures import explanation
 from nanovllm_cli.cli.program import PROGRAM, build
 
 PAGES = list(page(get_command(build()), PROGRAM).every())
@@ -26,10 +29,20 @@ def test_what_run_chat_and_serve_call_so_themselves_is_no_habit() -> None:
         assert not [flag for flag in known if flag in habits._RENAMED and habits._RENAMED[flag] in known], command
 
 
+def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
+    """`-ot x` would write the answer into a file called t, `-mli` would run the model li."""
+    command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
+    for words, flag in ((["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft")):
+        with pytest.raises(typer.TyperException) as refused:
+            command.make_context("run", words)
+        assert explanation(refused.value).hint == habits._SENTENCES[flag]
+
+
 def test_hints_of_commands_name_commands() -> None:
     assert set(habits._COMMANDS.values()) <= NAMES
     assert set(habits._EXTRA_WORDS) <= NAMES
-    assert not set(habits._COMMANDS) & NAMES
+    assert not ({*habits._COMMANDS} | {*habits._NO_COMMANDS}) & NAMES
+    assert habits.command_hint("version") == "here it is nanovllm --version"
 
 
 def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:

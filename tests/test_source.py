@@ -381,3 +381,16 @@ def test_progress_of_a_xet_transfer_counts_once() -> None:
             report.total_transfer_bytes_completed, report.total_bytes_completed = transferred, written
             reporter.update_progress(report)
             assert listener.total == expected
+
+
+def test_a_misspelt_file_is_met_with_those_that_are_there(home: Path) -> None:
+    Path("model-q4.gguf").touch()
+    Path("folder").mkdir()
+    Path("notes-q4.txt").touch()
+    for name, near in (("model-q4.ggf", "model-q4.gguf"), ("./modl-q4.gguf", "model-q4.gguf"), ("./foldr", "folder")):
+        with pytest.raises(ModelNotFoundError) as missing:
+            resolve(name)
+        assert missing.value.hint == f"did you mean {near}?"
+    with pytest.raises(ModelNotFoundError) as missing:
+        resolve("./notes-q4.gguf")
+    assert missing.value.hint is None or "notes" not in missing.value.hint

@@ -33,6 +33,8 @@ _OPTIONS = {
     "--cors-origin": ("--allowed-origins",),
     "--unix-socket": ("--uds",),
     "--max-models": ("--models-max",),
+    "--head": ("--output-tensor-type",),
+    "--embedding": ("--token-embedding-type",),
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
     "--verbose": ("--log-verbosity", "-lv", "--uvicorn-log-level"),
     "--sleep-idle": ("--sleep-idle-seconds", "--keep-alive", "--ttl"),
@@ -41,11 +43,24 @@ _RENAMED = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names
 
 _ALWAYS = "that is always so: leave it out"
 _EXPLAINED = {
-    ("-ngl", "--n-gpu-layers", "--gpu-layers"): "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
+    ("-ngl", "--n-gpu-layers", "--gpu-layers", "-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-nkvo",
+     "--no-kv-offload"): "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
     ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching",
      "--metrics", "--props", "--embedding", "--embeddings", "--rerank", "--reranking", "--webui", "--no-context-shift",
+     "--escape", "--no-display-prompt", "--simple-io", "--no-perf", "--mmap",
      "--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-reasoning", "--enable-log-requests"):
         _ALWAYS,
+    ("-e",): r"a prompt is taken as it stands; in most shells $'one\ntwo' has a new line in it",
+    ("-co", "--color", "--colors"): "colour follows the terminal; NO_COLOR and FORCE_COLOR decide otherwise",
+    ("-sysf", "--system-prompt-file"): 'here it is -sys "$(cat FILE)"',
+    ("-hft", "--hf-token"): "the token is read from HF_TOKEN, or from where hf auth login keeps it",
+    ("--list-devices",): "nanovllm plan MODEL says what it would be computed on",
+    ("--context-shift", "--keep"): "nothing is left out in silence; chat --context-overflow shift drops the oldest turns aloud",
+    ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"): "nanovllm chat --save-kv keeps what was read",
+    ("--prio", "--poll", "--numa", "--cpu-mask", "--cpu-range", "--cpu-strict"):
+        "which processors are used is said in front: taskset, numactl, nice; -t says how many",
+    ("--imatrix",): "--algorithm gptq or awq looks at what the layers see; --calibration FILE is what they read",
+    ("--pure",): "--tensor-type '.=FORMAT' gives every weight that format",
     ("--disable-log-requests", "--disable-uvicorn-access-log", "--log-disable"):
         "serve writes a line for each request; --no-access-log leaves it out",
     ("--slots", "--no-slots"): "what runs is told at /status and /metrics",
@@ -54,11 +69,13 @@ _EXPLAINED = {
     ("--root-path", "--api-prefix", "--middleware", "--path"): "that is for a proxy in front",
     ("--threads-http", "--api-server-count"): "one process answers over HTTP: leave it out",
     ("--swap-space", "--cpu-offload-gb", "--cache-ram", "-cram"): "there is one cache, in memory: --kv-cache SIZE",
-    ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl"):
+    ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl",
+     "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--override-kv"):
         "that follows from the model's own files: leave it out",
     ("--no-enable-prefix-caching",): "the prefix cache changes no answer and is always on: leave it out",
     ("-no-cnv", "--no-conversation", "-st", "--single-turn"): "run answers once and never asks back: leave it out",
-    ("-cnv", "--conversation", "-i", "--interactive", "--interactive-first"): "nanovllm chat MODEL is the conversation",
+    ("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", "-mli", "--multiline-input",
+     "--in-prefix", "--in-suffix"): "nanovllm chat MODEL is the conversation",
     ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-mu", "--model-url"):
         "a hub's model is named like any other: org/repo, org/repo:Q4_K_M, org/repo/file.gguf",
     ("--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
@@ -68,7 +85,8 @@ _EXPLAINED = {
     ("--lora", "--adapter-path", "--enable-lora"): "adapters are not supported: merge them into the weights first",
     ("--mmproj", "--image"): "models that read images are not supported",
     ("-md", "--model-draft", "--draft-model", "--speculative-config"): "drafting by a second model is not supported",
-    ("--mirostat", "--samplers", "--top-n-sigma"): "that sampler is not supported; --help lists those that are",
+    ("--mirostat", "--samplers", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
+        "that sampler is not supported; --help lists those that are",
 }  # fmt: skip
 _SENTENCES = {name: sentence for names, sentence in _EXPLAINED.items() for name in names}
 
@@ -78,6 +96,13 @@ _COMMANDS = {
     "complete": "run", "server": "serve", "start": "serve", "perplexity": "verify",
 }  # fmt: skip
 
+_NO_COMMANDS = {
+    "ps": "nothing stays in memory behind a command; a server says what it holds at /v1/models",
+    "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
+    "version": "here it is nanovllm --version",
+    "tokenize": "a server does so: nanovllm serve MODEL, then POST /tokenize",
+    "split": "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges",
+}
 
 _EXTRA_WORDS = {
     "quantize": "nanovllm quantize MODEL --to q4_k_m -o OUTPUT",
@@ -96,8 +121,9 @@ def option_hint(flag: str, known: Collection[str]) -> str | None:
 
 def command_hint(name: str) -> str | None:
     """The same of a command that the program does not have."""
-    if name == "ps":
-        return "nothing stays in memory behind a command; a server says what it holds at /v1/models"
+    told = _NO_COMMANDS.get(name)
+    if told:
+        return told
     ours = _COMMANDS.get(name)
     return f"here it is nanovllm {ours}" if ours else None
 

@@ -82,7 +82,7 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
         blocks = min(-(-length // size) * config.max_num_seqs, budget // block_bytes)
     if blocks < 1:
         raise DoesNotFitError(
-            f"no room for the KV cache: one block of {size} tokens takes {block_bytes / (1 << 20):.1f} MiB",
+            f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB",
             "give it more memory, or use a smaller model",
         )
     if blocks * size < length:

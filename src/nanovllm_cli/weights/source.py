@@ -333,12 +333,22 @@ def _looks_like_path(name: str) -> bool:
 def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     shown = name if name.isprintable() else repr(name)
     shown = shown if len(shown) <= 200 else shown[:200] + "…"
-    hint = _suggestion(name, known)
+    hint = _near_files(Path(os.path.expanduser(name))) or _suggestion(name, known)
     if _looks_like_path(name) or "/" in name:
         return ModelNotFoundError(f"{shown}: no such file or folder", hint)
     return ModelNotFoundError(
         f"no model is called {shown}", hint or "a name is a path, org/repo on the hub, or an alias such as qwen3:0.6b"
     )
+
+
+def _near_files(path: Path) -> str | None:
+    """The nearest models' files and folders where the name would be one."""
+    try:
+        there = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix in (".gguf", ".safetensors")]
+    except (OSError, ValueError):
+        return None
+    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.75)
+    return f"did you mean {' or '.join(str(path.parent / each) for each in near)}?" if near else None
 
 
 def _suggestion(name: str, known: Mapping[str, str]) -> str | None:
