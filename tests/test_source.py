@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.worker import select_platform
 from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import hub, source
 from nanovllm_cli.weights.aliases import ALIASES
 from nanovllm_cli.weights.files import choose, quant_of, split_parts
@@ -394,3 +397,30 @@ def test_a_misspelt_file_is_met_with_those_that_are_there(home: Path) -> None:
     with pytest.raises(ModelNotFoundError) as missing:
         resolve("./notes-q4.gguf")
     assert missing.value.hint is None or "notes" not in missing.value.hint
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_said_to_be_none(home: Path) -> None:
+    class Notes(NullProgress):
+        def note(self, message: str) -> None:
+            heard.append(message)
+
+    heard: list[str] = []
+    resolve("tiny", revision="v1", progress=Notes())
+    assert heard == ["revision v1 is not looked at: tiny does not come from the hub"]
+    cached(home, "org/repo", {"config.json": "{}", "model.safetensors": "x"}, revision="v1")
+    resolve("org/repo", revision="v1", offline=True, progress=Notes())
+    resolve("tiny", progress=Notes())
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"eager": True}, "eager is for GPUs"), ({"gpu_memory_utilization": 0.5}, "gpu-memory-utilization is for GPUs"), ({}, ""),
+])  # fmt: skip
+def test_what_only_a_gpu_has_is_said_on_a_cpu(settings: dict[str, Any], said: str) -> None:
+    class Notes(NullProgress):
+        def note(self, message: str) -> None:
+            heard.append(message)
+
+    heard: list[str] = []
+    select_platform(EngineConfig(device="cpu", **settings), Notes())
+    assert [line[: len(said)] for line in heard] == ([said] if said else [])

@@ -96,6 +96,8 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as failure:
+            if getattr(failure, "ctx", ctx) is None:
+                failure.ctx = ctx  # type: ignore[attr-defined]
             misspelt = self._misspelt_flag(ctx, failure, words)
             if misspelt is None:
                 raise

@@ -15,6 +15,12 @@ from nanovllm_cli.cli.command import ORIGINS
 from nanovllm_cli.cli.habits import command_hint, option_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
+_NUMBERS = {
+    "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
+    "Input should be a valid integer, got a number with a fractional part": "not a whole number",
+    "Input should be a valid number, unable to parse string as a number": "not a number",
+}
+
 
 class Explanation(NamedTuple):
     message: str
@@ -87,6 +93,8 @@ def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
 def _sentence(message: str) -> str:
     """The parser's message as ours are: no capital, no full stop, not the name of a Python exception."""
     message = message.strip().removesuffix(".").replace(": Value error, ", ": ")
+    for theirs, ours in _NUMBERS.items():
+        message = message.replace(theirs, ours)
     return message[:1].lower() + message[1:]
 
 

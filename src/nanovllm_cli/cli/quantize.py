@@ -215,8 +215,9 @@ def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> 
             if is_typed(ctx, name):
                 hint = "add --algorithm gptq or awq, or leave it away"
                 raise UsageError(f"{flag} is given, and nothing is calibrated", hint)
-    if options.no_verify and is_typed(ctx, "verify_text"):
-        raise UsageError("--verify-text is given, and --no-verify leaves the quality card out", "leave one of them away")
+    for flag, name in (("--verify-text", "verify_text"), ("--verify-tokens", "verify_tokens")):
+        if options.no_verify and is_typed(ctx, name):
+            raise UsageError(f"{flag} is given, and --no-verify leaves the quality card out", "leave one of them away")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(
             f"{options.to} makes a folder, and {options.output} is called like a GGUF file",

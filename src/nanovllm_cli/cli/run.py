@@ -14,7 +14,7 @@ import typer
 
 from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, log, signals
-from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
@@ -73,6 +73,8 @@ def run(
     log.configure(messages, screen)
     given = sampling.given() | form.given()
     _refuse_contradictions(prompt, output, sampling)
+    if prompt.raw and is_typed(ctx, "chat_template"):
+        raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them away")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
     endpoint = server.endpoint(ctx)

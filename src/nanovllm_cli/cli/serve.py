@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.model import chat_template
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
 from nanovllm_cli.cli.output import Console, console
@@ -65,6 +65,13 @@ def serve(
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:
         raise UsageError("--sleep-idle must be more than 0")
+    if model.max_models is None and is_typed(ctx, "swap_timeout"):
+        raise UsageError("--swap-timeout has no meaning without --max-models")
+    if address.ssl_key_file is None and is_typed(ctx, "ssl_key_password_file"):
+        raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
+    for name in ("host", "port"):
+        if address.unix_socket is not None and is_typed(ctx, name):
+            raise UsageError(f"--{name} has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()

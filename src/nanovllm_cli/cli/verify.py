@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console, console
@@ -95,6 +95,8 @@ def verify(
     against = options.against or ("model" if len(names) == 2 else "float32")
     if (against == "model") != (len(names) == 2):
         raise UsageError(f"--against {against} and {len(names)} models contradict each other", EXAMPLE)
+    if against != "model" and is_typed(ctx, "dtype_b"):
+        raise UsageError("--dtype-b has no meaning without OTHER", f"{against} computes in float32; OTHER may be MODEL again")
     if isinstance(ctx.obj, Settings):
         names = [ctx.obj.resolve(name) for name in names]
     screen.announce(f"opening {names[0]}")

@@ -206,7 +206,7 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     UnsupportedError says why a GPU that was asked for can't be.
     """
     if config.device == "cpu":
-        return CpuPlatform(config, progress)
+        return _cpu(config, progress)
     kind, _, number = config.device.partition(":")
     index = int(number or 0)
     reason = why_unavailable(index)
@@ -216,4 +216,13 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
         raise reason
     if progress is not None and has_driver():
         progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
+    return _cpu(config, progress)
+
+
+def _cpu(config: EngineConfig, progress: LoadProgress | None) -> CpuPlatform:
+    if progress is not None:
+        plain = EngineConfig()
+        for name in ("eager", "programmatic_launch", "gpu_memory_utilization"):
+            if getattr(config, name) != getattr(plain, name):
+                progress.note(f"{name.replace('_', '-')} is for GPUs, and changes nothing on a CPU")
     return CpuPlatform(config, progress)

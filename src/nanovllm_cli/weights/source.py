@@ -117,9 +117,11 @@ def locate(
     """What `name` means, as for `resolve`, before anything is downloaded. A branch on the hub is always asked for, if the hub
     can be reached: a copy that is here may be old. Raises what `resolve` raises, except for what a download needs."""
     progress = progress or NullProgress()
-    if name.startswith(RANDOM):
+    meant = None if name.startswith(RANDOM) else meaning(name, aliases)
+    if revision is not None and not isinstance(meant, HubName):
+        progress.note(f"revision {revision} is not looked at: {name} does not come from the hub")
+    if meant is None:
         return _made_up(name)
-    meant = meaning(name, aliases)
     if isinstance(meant, Path):
         return _local(meant, name, quant)
     meant = meant._replace(quant=meant.quant or quant, revision=meant.revision or revision)
