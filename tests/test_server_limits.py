@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -9,6 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,11 +18,14 @@ pytest.importorskip("uvicorn")
 
 from fastapi import Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from http_server import Answer, Running, read_answer, running
+from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.routing import api_router
+from nanovllm_cli.server.gate import Gate
+from nanovllm_cli.server.routing import MAX_ARRIVING, api_router, read_body
 from nanovllm_cli.server.settings import ServeSettings
 from server_fakes import FakeGenerates, FakeModels, FakePool
 
@@ -198,6 +203,36 @@ def test_a_body_that_comes_byte_by_byte_is_late_all_the_same(server: Running) ->
         sock.sendall(POST + b"content-length: 10000\r\n\r\n")
         drip(sock, (b" " for _ in range(10_000)))
         check(read_answer(sock), 408)
+
+
+def test_bodies_on_their_way_have_a_limit_together() -> None:
+    """Whoever goes beyond it is refused; when the others are there, or gone, there is room again."""
+
+    async def scenario() -> None:
+        gate, parts = Gate(), [asyncio.Queue[Any]() for _ in range(MAX_ARRIVING + 2)]
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        bodies = [asyncio.create_task(read_body(Request(scope, each.get), gate, 1000, 60)) for each in parts]
+        for each in parts[:MAX_ARRIVING]:
+            each.put_nowait({"type": "http.request", "body": b"x" * 1000, "more_body": True})
+        await asyncio.sleep(0.01)
+        parts[-2].put_nowait({"type": "http.request", "body": b"x", "more_body": True})
+        with pytest.raises(ApiError) as caught:
+            await bodies[-2]
+        assert (caught.value.status, caught.value.code) == (429, "too_many_bytes")
+        assert gate.arriving == 1000 * MAX_ARRIVING
+        parts[0].put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        parts[1].put_nowait({"type": "http.disconnect"})
+        assert len(await bodies[0]) == 1000
+        with pytest.raises(ClientDisconnect):
+            await bodies[1]
+        parts[-1].put_nowait({"type": "http.request", "body": b"x", "more_body": False})
+        assert await bodies[-1] == b"x"
+        for body in bodies:
+            body.cancel()
+        await asyncio.gather(*bodies, return_exceptions=True)
+        assert gate.arriving == 0
+
+    asyncio.run(scenario())
 
 
 def test_while_an_answer_is_made_nothing_is_kept_of_what_its_body_had_besides(server: Running) -> None:

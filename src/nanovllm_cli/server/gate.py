@@ -1,4 +1,4 @@
-"""Gate: how many requests are under way, and whether new ones are let in. Turnstile: how fast a crowd of them is taken up."""
+"""Gate: how much is under way, and whether new requests are let in. Turnstile: how fast a crowd of them is taken up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Used from one event loop."""
+    """Used from one event loop. in_flight: requests; arriving: bytes of bodies that have not come to their end."""
 
     def __init__(self) -> None:
         self.draining = False
-        self.in_flight = 0
+        self.in_flight = self.arriving = 0
         self._empty = asyncio.Event()
         self._empty.set()
 

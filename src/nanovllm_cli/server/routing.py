@@ -20,9 +20,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.gate import Gate
 
 MAX_VALUES = 1 << 18
 """Most values of a body: enough for the ids of any prompt. What is wrong with each of millions would take minutes to tell."""
+MAX_ARRIVING = 16
+"""Bodies of the largest size whose bytes may be on their way at once: hundreds who send slowly would fill the memory together."""
 
 _decode = msgspec.json.Decoder().decode
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -88,7 +91,7 @@ class ApiRoute(APIRoute):
     async def _read(self, request: Request) -> ApiRequest:
         assert self.body_field is not None
         limits = request.app.state.settings
-        body = await read_body(request, limits.max_body_bytes, limits.body_seconds)
+        body = await read_body(request, request.app.state.gate, limits.max_body_bytes, limits.body_seconds)
         value = parse_json(body, limits.max_json_depth)
         model, problems = self.body_field.validate(value, loc=("body",))
         if problems:
@@ -96,8 +99,8 @@ class ApiRoute(APIRoute):
         return ApiRequest(request.scope, request.receive, len(body), model)
 
 
-async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """The body. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408."""
+async def read_body(request: Request, gate: Gate, max_bytes: int, seconds: float) -> bytes:
+    """The body. Raises ApiError: 415 where it is not called JSON, or compressed; 413, 408; 429 where too much comes at once."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, and the request must say so: Content-Type: application/json")
@@ -112,10 +115,15 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 body += chunk
+                gate.arriving += len(chunk)
                 if len(body) > max_bytes:
                     raise too_large
+                if gate.arriving > MAX_ARRIVING * max_bytes:
+                    raise ApiError(429, "too much is being sent at once", code="too_many_bytes", retry_after=1)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+    finally:
+        gate.arriving -= len(body)
     return bytes(body)
 
 
