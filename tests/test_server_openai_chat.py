@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai_spec
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta
@@ -259,6 +261,23 @@ def test_what_is_impossible_has_a_number_all_the_same() -> None:
     entry = TokenLogprobs(65, float("-inf"), 9, ((66, -0.0),))
     answer, _ = ask(Script([[event("A", logprobs=[entry], finish="length")]]), logprobs=True)
     assert answer.json["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_log_probabilities_of_a_whole_answer_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions take seconds to write: not on the event loop."""
+    raw, on_loop = logprobs._raw, []
+
+    def watched(value: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return raw(value)
+
+    monkeypatch.setattr(logprobs, "_raw", watched)
+    given = [None, TokenLogprobs(105, -0.25, 2, ((104, -0.125),))]
+    steps = [[event("ab", logprobs=drawn("ab", top=2), finish="length")]]
+    ask(Script(steps, prompt_logprobs=given), logprobs=True, top_logprobs=2, prompt_logprobs=1)
+    texts = Door(FakeGenerates(Script(steps, prompt_logprobs=given)))
+    assert texts.post("/v1/completions", {"prompt": "x", "logprobs": 2, "prompt_logprobs": 1}).status == 200
+    assert on_loop == [False] * 6
 
 
 def test_prompt_logprobs_come_by_id() -> None:

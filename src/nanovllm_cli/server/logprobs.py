@@ -2,6 +2,8 @@
 
 Reported are the tokens whose text is in the answer's text: joined they are the text. What an answer drew beyond it is left out:
 the token that ends it, and what a stop string cut off. A token that the cut goes through is reported whole.
+
+What is said of one token is JSON at once (`Raw`): as Python's values the alternatives of a long answer would be gigabytes.
 """
 
 from __future__ import annotations
@@ -10,10 +12,15 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import Raw
+
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.ports import Event
 from nanovllm_cli.text.tokenizer import Tokenizer
+
+_encode = msgspec.json.Encoder().encode
 
 LOWEST = -9999.0
 """Instead of minus infinity, which JSON cannot say (OpenAI's)."""
@@ -47,13 +54,15 @@ class TextTokens:
         return [entry for _, entry in ready]
 
 
-def chat_form(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[dict[str, Any]]:
+def chat_form(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[Raw]:
     """`logprobs.content` of chat completions."""
     return [
-        {
-            **_named(tokenizer, entry.token_id, entry.logprob),
-            "top_logprobs": [_named(tokenizer, token_id, value) for token_id, value in entry.top[:num_top]],
-        }
+        _raw(
+            {
+                **_named(tokenizer, entry.token_id, entry.logprob),
+                "top_logprobs": [_named(tokenizer, token_id, value) for token_id, value in entry.top[:num_top]],
+            }
+        )
         for entry in entries
     ]
 
@@ -72,14 +81,18 @@ def text_form(
     return {
         "tokens": tokens,
         "token_logprobs": [None if entry is None else max(LOWEST, entry.logprob) for entry in entries],
-        "top_logprobs": [None if entry is None else _most_likely(tokenizer, entry, num_top) for entry in entries],
+        "top_logprobs": [None if entry is None else _raw(_most_likely(tokenizer, entry, num_top)) for entry in entries],
         "text_offset": offsets,
     }
 
 
-def prompt_form(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_form(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None]) -> list[Raw | None]:
     """vLLM's `prompt_logprobs`: for each token of the prompt but the first, id -> logprob, rank and text; its own included."""
-    return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
+    return [None if entry is None else _raw(_ranked(tokenizer, entry)) for entry in entries]
+
+
+def _raw(value: Any) -> Raw:
+    return Raw(_encode(value))
 
 
 def _named(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -6,12 +6,13 @@ the frames that they make. `gather` makes whole answers of them.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from nanovllm_cli.server.sse import DONE
 from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 encode = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +218,19 @@ async def gather(generation: Generation, params: SamplingParams) -> list[Answer]
 
 async def chat_answer(generation: Generation, style: ChatStyle) -> dict[str, Any]:
     """The whole answer to a chat request."""
-    head = Head.new("chatcmpl-", "chat.completion", generation.model)
     answers = await gather(generation, style.params)
+    return await off_loop(style.params, lambda: _chat_answer(generation, style, answers))
+
+
+async def off_loop(params: SamplingParams, work: Callable[[], T]) -> T:
+    """What `work` returns; in a thread where it has log-probabilities to write, of which there may be millions."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _chat_answer(generation: Generation, style: ChatStyle, answers: Sequence[Answer]) -> dict[str, Any]:
+    head = Head.new("chatcmpl-", "chat.completion", generation.model)
     answer = {
         **head.fields(),
         "choices": [_chat_choice(head, style, index, answer) for index, answer in enumerate(answers)],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from msgspec import Raw
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ class ContentTokens:
         self._tokens = TextTokens(tokenizer, params)
         self._waiting: list[TokenLogprobs] = []
 
-    def take(self, event: Event) -> list[dict[str, Any]]:
+    def take(self, event: Event) -> list[Raw]:
         self._waiting += self._tokens.take(event)
         if not event.content:
             if event.reasoning:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import Raw
+
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import Event, Usage
 from nanovllm_cli.server.responses_items import Item, new_id, sealed
@@ -35,7 +37,7 @@ class ResponseBuilder:
         self._sequence_number = 0
         self._item: Item | None = None
         self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[Raw] = []
         self._call_index: int | None = None
 
     @property
@@ -46,7 +48,7 @@ class ResponseBuilder:
     def begin(self) -> list[StreamEvent]:
         return [self._about("response.created"), self._about("response.in_progress")]
 
-    def take(self, event: Event, logprobs: Iterable[dict[str, Any]] = ()) -> list[StreamEvent]:
+    def take(self, event: Event, logprobs: Iterable[Raw] = ()) -> list[StreamEvent]:
         """logprobs: entries of the event's content."""
         events: list[StreamEvent] = []
         if event.reasoning:
@@ -93,7 +95,7 @@ class ResponseBuilder:
             }  # fmt: skip
         return [*events, self._added(), self._part("response.content_part.added")]
 
-    def _content(self, text: str, logprobs: list[dict[str, Any]]) -> StreamEvent:
+    def _content(self, text: str, logprobs: list[Raw]) -> StreamEvent:
         self._text.append(text)
         self._logprobs += logprobs
         return self._inside("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)

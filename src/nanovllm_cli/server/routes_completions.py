@@ -18,7 +18,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
-from nanovllm_cli.server.openai_answers import Answer, Head, gather, total, usage_fields
+from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
 from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
@@ -76,17 +76,20 @@ def _check(body: CompletionRequest) -> None:
 
 async def _whole(context: ServerContext, body: CompletionRequest, exchange: Exchange) -> Response:
     async with _generations(context, body, exchange) as (style, begun):
-        num_choices = body.n or style.params.n
         drawn = await asyncio.gather(*(gather(one.generation, one.params) for one in begun))
-        head = Head.new("cmpl-", "text_completion", begun[0].generation.model)
-        choices: list[dict[str, Any]] = []
-        for (prompt, _, generation), found in zip(begun, drawn, strict=True):
-            echo = Echo.of(prompt, generation, style)
-            for answer in _best(found, num_choices):
-                choice = text_choice(head, style, echo, len(choices), answer, generation)
-                asked = body.prompt_logprobs is not None
-                choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
-        return JsonResponse({**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style))})
+        return JsonResponse(await off_loop(begun[0].params, lambda: _answer(body, style, begun, drawn)))
+
+
+def _answer(body: CompletionRequest, style: TextStyle, begun: list[Begun], drawn: list[list[Answer]]) -> dict[str, Any]:
+    head = Head.new("cmpl-", "text_completion", begun[0].generation.model)
+    choices: list[dict[str, Any]] = []
+    for (prompt, _, generation), found in zip(begun, drawn, strict=True):
+        echo = Echo.of(prompt, generation, style)
+        for answer in _best(found, body.n or style.params.n):
+            choice = text_choice(head, style, echo, len(choices), answer, generation)
+            asked = body.prompt_logprobs is not None
+            choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
+    return {**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style))}
 
 
 def _best(found: list[Answer], count: int) -> list[Answer]:
