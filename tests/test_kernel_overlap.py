@@ -11,11 +11,17 @@ import torch
 
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, load, needs_emulation
+from emulation.quantized import quantized
+from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 from nanovllm_cli.kernels.ops import Normed
+from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
+from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.rope_cache import rope_and_cache
+from nanovllm_cli.quant.format import Integer
+from test_kernel_block_gemv import weights
 
 pytestmark = needs_emulation
 BF16 = torch.bfloat16
@@ -69,16 +75,45 @@ def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 
 def attention() -> tuple[Call, tuple[torch.Tensor, ...]]:
-    q, k, v = random(3, 4, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16)
-    tables, lens = torch.arange(48, dtype=torch.int32).view(3, 16) % 40, torch.tensor([200, 0, 33], dtype=torch.int32)
+    q, k, v = random(4, 4, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16)
+    tables, lens = torch.arange(64, dtype=torch.int32).view(4, 16) % 40, torch.tensor([0, 200, 33, 0], dtype=torch.int32)
 
     def call(launcher: Launcher) -> torch.Tensor:
-        return decode_attention(launcher, q, k, v, tables, lens, DecodeScratch(launcher, 3, 4, 2, 64, 256), 0.125)
+        return decode_attention(launcher, q, k, v, tables, lens, DecodeScratch(launcher, 4, 4, 2, 64, 256), 0.125)
 
     return call, (tables, lens)
 
 
-CASES = (normed_product, product_and_residual, rotation, attention)
+def packed_product() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    weight, _ = quantized(Integer(4, 128), 40, 256)
+    x, gain = random(2, 256, dtype=BF16), random(256, dtype=BF16)
+    return lambda launcher: packed_gemv(launcher, Normed(x, gain, 1e-6, 0.0), weight, None), (gain, weight.codes, weight.scales)
+
+
+def packed_product_of_many() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """Sums of several blocks meet."""
+    weight, _ = quantized(Integer(4, 128), 40, 2048)
+    x = random(9, 2048, dtype=BF16)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        return packed_gemm(launcher, x, weight, None, new_counters(launcher))
+
+    return call, (weight.codes, weight.scales)
+
+
+def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    weight, _ = weights("Q4_K", 40, 512)
+    x, gain, residual = random(2, 512, dtype=BF16), random(512, dtype=BF16), random(2, 40, dtype=BF16)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        return block_gemv(launcher, Normed(x, gain, 1e-6, 0.0), weight, None, residual=residual.clone())
+
+    return call, (weight.data,)
+
+
+CASES = (
+    normed_product, product_and_residual, rotation, attention, packed_product, packed_product_of_many, product_of_blocks,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,6 +125,6 @@ def test_results_do_not_depend_on_when_the_kernel_ahead_ends(case: Callable[[], 
 
 
 def test_what_touches_too_much_too_early_is_found() -> None:
-    """With gains hidden, which the norm in front of a product reads at once; and a kernel ahead that reads what is written."""
+    """With gains hidden, which the norm in front of a product reads at once."""
     call, (_, weight) = normed_product()
     assert not torch.equal(call(Overlapping(0, (weight,))), call(Emulator()))

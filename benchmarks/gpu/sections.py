@@ -49,7 +49,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("environment", "machine, packages, versions", "environment:section", 60, ()),
     Section("ceilings", "copy GB/s, matmul TFLOP/s", "sweeps:ceilings", 40),
-    Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 100),
+    Section("batch-1", "decode of one sequence: graphs, eager, CPU time", "engine_runs:batch_1", 130),
     Section("attention", "paged decode and prefill attention", "sweeps:attention", 60),
     Section("prefill", "prompts of Qwen3-8B", "engine_runs:prefill", 60),
     Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 90),
@@ -59,7 +59,7 @@ SECTIONS = (
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
     Section("quantized", "products of one row in every format", "quantized:kernels", 90),
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
-    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 120),
+    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 90),
     Section("tuning", "constants that only a GPU can decide", "sweeps:tuning", 60),
