@@ -29,11 +29,12 @@ Call = Callable[[Launcher], torch.Tensor]
 
 
 class Overlapping(Emulator):
-    """known: what a kernel may read at once."""
+    """known: what a kernel may read at once, but for the parts of it that are `fresh`."""
 
-    def __init__(self, order: int, known: tuple[torch.Tensor, ...]) -> None:
-        super().__init__(order, bugs=("OVERLAP",))
+    def __init__(self, order: int, known: tuple[torch.Tensor, ...], fresh: tuple[torch.Tensor, ...] = ()) -> None:
+        super().__init__(order, bugs=("OVERLAP",), num_multiprocessors=132)
         self.known = {tensor.data_ptr() for tensor in known}
+        self.fresh = fresh
 
     def launch(
         self,
@@ -45,9 +46,9 @@ class Overlapping(Emulator):
     ) -> None:
         library = load(kernel, self.bugs)
         tensors = {arg.data_ptr(): arg for arg in args if isinstance(arg, torch.Tensor) and arg.numel()}
-        for address, tensor in tensors.items():
-            if address not in self.known:
-                library.emulation_hide(ctypes.c_void_p(address), ctypes.c_size_t(tensor.nbytes))
+        for tensor in (*(tensor for address, tensor in tensors.items() if address not in self.known), *self.fresh):
+            assert tensor.is_contiguous()
+            library.emulation_hide(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
         super().launch(kernel, grid, block, args, shared_bytes)
         assert not library.emulation_is_hidden(), f"{kernel} never waits"
 
@@ -72,16 +73,6 @@ def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
         return torch.cat((q.flatten(), caches.flatten()))
 
     return call, (gain,)
-
-
-def attention() -> tuple[Call, tuple[torch.Tensor, ...]]:
-    q, k, v = random(4, 4, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16), random(40, 2, 16, 64, dtype=BF16)
-    tables, lens = torch.arange(64, dtype=torch.int32).view(4, 16) % 40, torch.tensor([0, 200, 33, 0], dtype=torch.int32)
-
-    def call(launcher: Launcher) -> torch.Tensor:
-        return decode_attention(launcher, q, k, v, tables, lens, DecodeScratch(launcher, 4, 4, 2, 64, 256), 0.125)
-
-    return call, (tables, lens)
 
 
 def packed_product() -> tuple[Call, tuple[torch.Tensor, ...]]:
@@ -112,19 +103,35 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 
 CASES = (
-    normed_product, product_and_residual, rotation, attention, packed_product, packed_product_of_many, product_of_blocks,
+    normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, product_of_blocks,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_do_not_depend_on_when_the_kernel_ahead_ends(case: Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]) -> None:
     call, known = case()
-    expected = call(Emulator())
+    expected = call(Emulator(num_multiprocessors=132))
     for order in ORDERS:
         assert torch.equal(call(Overlapping(order, known)), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("lengths", [(200, 1, 300, 33, 0, 260), (0, 40, 0)])
+def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tuple[int, ...], order: int) -> None:
+    """The first block to run has old tokens alone in one order, the newest one in another; or none, and writes zeros."""
+    count, lens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+    blocks = torch.randperm(count * 32).int().view(count, 32)
+    q, k, v = random(count, 4, 64, dtype=BF16), *(random(count * 32, 2, 16, 64, dtype=BF16) for _ in range(2))
+    newest = [(int(blocks[row, (n - 1) // 16]), (n - 1) % 16) for row, n in enumerate(lengths) if n]
+    fresh = tuple(cache[block, head, at] for cache in (k, v) for block, at in newest for head in range(2))
+
+    def attend(launcher: Launcher) -> torch.Tensor:
+        return decode_attention(launcher, q, k, v, blocks, lens, DecodeScratch(launcher, count, 4, 2, 64, 512), 0.125)
+
+    assert torch.equal(attend(Overlapping(order, (blocks, lens, k, v), fresh)), attend(Emulator(num_multiprocessors=132)))
 
 
 def test_what_touches_too_much_too_early_is_found() -> None:
     """With gains hidden, which the norm in front of a product reads at once."""
     call, (_, weight) = normed_product()
-    assert not torch.equal(call(Overlapping(0, (weight,))), call(Emulator()))
+    assert not torch.equal(call(Overlapping(0, (weight,))), call(Emulator(num_multiprocessors=132)))

@@ -164,11 +164,13 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
     find_blocks(blocks, tile);
     find_blocks(next_blocks, tile + WARPS * TILES);
   }
-  wait_for_previous_kernel();
+  if (split.has_newest) wait_for_previous_kernel();
   if (tile < end_tile) {
     load_keys(blocks, tile, 0);
     load_values(blocks, tile, 0);
   }
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // where few sequences leave multiprocessors idle, it may ask for its weights meanwhile
 
   q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
   if (BYTES == 1) {
@@ -284,7 +286,6 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
     for (int i = 0; i < TILES; ++i) blocks[i] = next_blocks[i];
     if (more) find_blocks(next_blocks, tile + 2 * WARPS * TILES);
   }
-  let_next_kernel_start();
 
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {

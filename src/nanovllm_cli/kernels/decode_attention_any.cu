@@ -27,6 +27,7 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
   if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};
   q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
@@ -89,7 +90,6 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
       }
     }
   }
-  let_next_kernel_start();
 
   const auto sum_of_slots = [](float value) {
     for (int bits = WARP_SIZE / 2; bits >= LANES; bits /= 2) value += __shfl_xor_sync(ALL_LANES, value, bits);

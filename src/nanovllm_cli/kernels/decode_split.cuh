@@ -6,8 +6,8 @@
 // block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
 // row's bits depend on its own tokens and on how they are split.
 //
-// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them: they are read while the
-// kernel ahead still runs.
+// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them; of the cache, a step of
+// decodes writes each sequence's last token alone. All else may be read while the kernel ahead still runs.
 #pragma once
 #include "common.cuh"
 
@@ -25,6 +25,7 @@ struct Split {
   int kv_head, head, rows;  // query heads [head, head + rows), all of kv_head
   int begin, end;           // its tokens
   int splits;               // how many the sequence has
+  bool has_newest;          // its tokens end with the sequence's last, which the kernel ahead writes
 };
 
 // Which query heads the block has.
@@ -53,6 +54,7 @@ DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_
   split.splits = (kv_len - origin + size - 1) / size;
   split.begin = max(first, origin + (int)blockIdx.x * size);
   split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
+  split.has_newest = split.end == kv_len;
   return true;
 }
 

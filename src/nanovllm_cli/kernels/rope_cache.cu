@@ -73,6 +73,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
 
   // All loads before the first sum.
   wait_for_previous_kernel();
+  let_next_kernel_start();  // attention may look for its blocks meanwhile
   const DTYPE* source = qkv + (token * num_heads + head) * dim;
   Elements loaded[UNITS][2];
   Vector<float, VECTOR> angle_cos[UNITS], angle_sin[UNITS];
@@ -113,7 +114,6 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
 #pragma unroll
   for (int i = 0; i < UNITS; ++i)
     if ((lane + i * lanes) * VECTOR < num_angles && !is_value) rotate(values[i], angle_cos[i], angle_sin[i], interleaved);
-  let_next_kernel_start();
 
   if (is_query) {
     DTYPE* target = q + (token * heads + head) * dim;
