@@ -11,11 +11,11 @@ import pytest
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
 
 LONGEST = (
-    "test_examples", "test_sanitizers", "test_chat_loop", "test_quantize_model", "test_kernel_prefill_attention",
-    "test_cli_real", "test_pipes", "test_hub", "test_cpu_integer", "test_models_command", "test_url", "test_cli_terminal",
-    "test_kv_file", "test_kernels_generic", "test_quantize_algorithms", "test_kv_quant", "test_quant_engine",
-    "test_cuda_engine", "test_verify", "test_bench_serve", "test_compile_gate", "test_convert", "test_chat_prompt",
-    "test_kernel_decode_attention", "test_kernel_gemm",
+    "test_examples", "test_sanitizers", "test_chat_loop", "test_kv_file", "test_quantize_model", "test_verify",
+    "test_cuda_engine", "test_kernels_generic", "test_cli_real", "test_pipes", "test_hub", "test_quantize_algorithms",
+    "test_cpu_integer", "test_models_command", "test_url", "test_cli_terminal", "test_convert_command", "test_kv_quant",
+    "test_quant_engine", "test_kernel_sampling", "test_bench_roofline", "test_bench_serve", "test_compile_gate", "test_convert",
+    "test_kernel_prefill_attention", "test_chat_prompt",
 )  # fmt: skip
 
 
