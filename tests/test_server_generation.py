@@ -17,6 +17,7 @@ from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server import generation
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.engine_stream import EngineStream
 from nanovllm_cli.server.generation import Generator
@@ -383,6 +384,18 @@ def test_texts_and_ids_are_completed(run: Any) -> None:
         with pytest.raises(ApiError) as caught:
             run(scenario(bad))
         assert caught.value.status == 400
+
+
+def test_many_vectors_hold_up_nobody(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, on_loop = generation._unit, []
+
+    def watched(vector: Sequence[float]) -> list[float]:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return unit(vector)
+
+    monkeypatch.setattr(generation, "_unit", watched)
+    run(House().generator.embed("m", ["a", "bb"], "mean"))
+    assert on_loop == [False, False]
 
 
 def test_embeddings_have_length_one(run: Any) -> None:

@@ -116,7 +116,7 @@ class Generator:
                     watch.end(told)
             if told is not None:
                 raise told
-            return [_unit(task.result()) for task in tasks], sum(map(len, each))
+            return await self._in_thread(lambda: [_unit(task.result()) for task in tasks]), sum(map(len, each))
 
     async def _with_lark(self, asked: ChatAsked, tools: Sequence[Tool]) -> ChatAsked:
         """Beside calls a grammar is a part of a greater one, which is Lark."""

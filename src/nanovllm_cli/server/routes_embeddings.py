@@ -5,6 +5,7 @@ Ranking is by the cosine of embeddings, as embedding models mean it; no model he
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import secrets
@@ -12,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -57,19 +59,24 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
             body.model, _texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
         )
         exchange.count(model.id, num_tokens)
-        shortened = [_first(vector, body.dimensions) for vector in vectors]
-        as_base64 = body.encoding_format == "base64"
         return JsonResponse(
             {
                 "object": "list",
                 "model": model.id,
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": _base64(vector) if as_base64 else list(vector)}
-                    for index, vector in enumerate(shortened)
-                ],
+                "data": await asyncio.to_thread(_data, vectors, body),
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             }
         )
+
+
+def _data(vectors: Sequence[Sequence[float]], body: EmbeddingRequest) -> list[msgspec.Raw]:
+    """JSON of each. All together may be millions of numbers: that is done in a thread."""
+    data = []
+    for index, vector in enumerate(vectors):
+        shown = _first(vector, body.dimensions)
+        embedding = _base64(shown) if body.encoding_format == "base64" else list(shown)
+        data.append(msgspec.Raw(msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding})))
+    return data
 
 
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
