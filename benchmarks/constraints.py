@@ -67,10 +67,19 @@ item   ::= "{" [a-z]+ ":" ws (string | [0-9]+) "}" ws
 string ::= "\"" [^"\\\n]* "\""
 ws     ::= [ \n]?
 """
+RECURSIVE = r"""
+root   ::= "[" ws value ("," ws value){500,} "]"
+value  ::= ("{" ws (pair ("," ws pair)*)? "}" | "[" ws (value ("," ws value)*)? "]" | string | number | "true" | "null") ws
+pair   ::= string ws ":" ws value
+string ::= "\"" ([^"\\\x00-\x1F] | "\\" ["\\/bfnrt])* "\""
+number ::= "-"? [0-9]{1,9} ("." [0-9]{1,9})?
+ws     ::= " "?
+"""
 FORMS = {
     "json_schema": Constraint("json_schema", json.dumps(SCHEMA)),
     "regex": Constraint("regex", r"([A-Z][a-z]{2,9} \d{1,3}; ){500}"),
     "gbnf": Constraint("gbnf", GBNF),
+    "recursive_gbnf": Constraint("gbnf", RECURSIVE),
 }
 
 
