@@ -174,7 +174,9 @@ class LLM:
             logprobs = tuple(TokenLogprobs(ord(c), -0.5, 1, ((ord(c), -0.5), (33, float("-inf")))) for c in text)
         ids, delta_ids = tuple(map(ord, text)), tuple(map(ord, delta))
         return tuple(
-            CompletionOutput(index, text, ids, delta, delta_ids, logprobs, reason, error=error)
+            CompletionOutput(
+                index, text, ids, delta, delta_ids, logprobs, reason, error=error, unmeetable=error == "every token is banned"
+            )
             for index in range(params.n)
         )
 
@@ -190,6 +192,8 @@ class LLM:
             return "line after line\n" * 60, 0.0, None, "stop"
         if word == "fail":
             return "half an answ", 0.0, "NaN logits", "error"
+        if word == "unmeetable":
+            return "", 0.0, "every token is banned", "error"
         if word == "hold" and not os.environ.get("FAKE_HOLDS_NOT"):
             time.sleep(30)
         if word == "params":

@@ -183,6 +183,9 @@ def test_an_answer_that_fails_half_way(tmp_path: Path) -> None:
     result = nanovllm(tmp_path, "run", "tiny", "fail")
     assert (result.code, result.out) == (1, "half an answ\n")
     assert "the answer failed: NaN logits" in failure(result)
+    result = nanovllm(tmp_path, "run", "tiny", "unmeetable")
+    assert (result.code, result.out) == (2, "")
+    assert "the answer failed: every token is banned" in failure(result)
     result = nanovllm(tmp_path, "run", "tiny", "crash")
     assert result.code == 1
     assert "internal error: ValueError: a fault in the engine" in failure(result)

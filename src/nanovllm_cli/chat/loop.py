@@ -20,7 +20,7 @@ from nanovllm_cli.chat.surface import Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.records import Statistics
-from nanovllm_cli.errors import NanovllmError, RequestError, UsageError
+from nanovllm_cli.errors import NanovllmError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.options import Choice
@@ -304,8 +304,7 @@ class Chat:
                         self._keep(turn, begun)
             finally:
                 turn.end(self._remark(turn))
-        if turn.answer.error is not None:
-            raise RequestError(f"the answer failed: {turn.answer.error}", "/regen asks for another one")
+        turn.answer.check("/regen asks for another one")
         self._warn_when_nearly_full()
 
     def _keep(self, turn: Turn, begun: Message | None) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from nanovllm_cli.errors import RequestError, UnmeetableError
+
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
     from nanovllm_cli.cli.records import Record, Statistics
@@ -25,6 +27,7 @@ class Answer:
     """One of the answers to a question, as far as it has come.
 
     logprobs: records of its tokens, None where they were not asked for. error: what failed, with finish_reason "error".
+    unmeetable: it is what was asked for, and fails again.
     """
 
     index: int
@@ -35,6 +38,13 @@ class Answer:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    unmeetable: bool = False
+
+    def check(self, hint: str | None = None) -> None:
+        """Raises what failed, if anything did. hint: where it may not fail again."""
+        if self.error is not None:
+            what = f"the answer failed: {self.error}"
+            raise UnmeetableError(what) if self.unmeetable else RequestError(what, hint)
 
 
 class Piece(NamedTuple):

@@ -110,7 +110,8 @@ class LocalAnswering:
         answer.reasoning += reasoning
         answer.content += content
         answer.num_tokens = output.num_tokens
-        answer.finish_reason, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
+        answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
+        answer.error, answer.unmeetable = output.error, output.unmeetable
         new = None
         if output.delta_logprobs is not None:
             new = records.logprob_records(output.delta_logprobs, self._llm)
@@ -263,7 +264,7 @@ class LocalAnswerer:
 
                 reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_ids)))
             logprobs = None if each.logprobs is None else records.logprob_records(each.logprobs, self._llm)
-            reasons = each.finish_reason, each.stop_reason, each.error
+            reasons = each.finish_reason, each.stop_reason, each.error, each.unmeetable
             answers.append(Answer(each.index, content, reasoning, each.num_tokens, logprobs, *reasons))
         total = sum(each.num_tokens for each in output.outputs)
         usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)

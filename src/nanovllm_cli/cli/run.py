@@ -239,8 +239,7 @@ def _answer(
         file.commit()
     answers = answering.result.answers
     for answer in answers:
-        if answer.error is not None:
-            raise RequestError(f"the answer failed: {answer.error}")
+        answer.check()
     if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
         screen.say(f"cut off: {answerer.limit(given)}", "dim")
     logger.info("%s", statistics.line())
