@@ -547,7 +547,7 @@ def test_context_larger_than_the_model(good_folder: Path, doors: Doors) -> None:
 
 
 def test_kv_cache_smaller_than_a_block_or_than_the_context(good_folder: Path, doors: Doors) -> None:
-    expected = Expected(DoesNotFitError, ("no room for the KV cache", "MiB"))
+    expected = Expected(DoesNotFitError, ("no room for the KV cache", "KiB"))
     doors.refuse(good_folder, expected, ("--kv-cache", "1000"), kv_cache_bytes=1000)
     expected = Expected(DoesNotFitError, ("a context of 64 tokens needs", "--ctx-size 32 or less"))
     room = 2 * 16 * LAYERS * 2 * KV_HEADS * 16 * 4  # two blocks; heads are padded to 16 dims

@@ -88,7 +88,8 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
       panel += gridDim.x;
     }
   };
-  int next_panel = blockIdx.x, next_tile = first_tile;
+  const int first_panel = first_tile < tiles ? blockIdx.x : strips;  // behind the last: a narrow row has too few units for all
+  int next_panel = first_panel, next_tile = first_tile;
   const auto load_next = [&] {
     Unit loaded;
 #pragma unroll
@@ -127,7 +128,7 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
   Unit queue[QUEUE];
 #pragma unroll
   for (int i = 0; i < QUEUE; ++i) queue[i] = load_next();
-  Factors factors = load_factors(blockIdx.x, first_tile);
+  Factors factors = load_factors(first_panel, first_tile);
 
   const int row = min(STAGED ? lane % 8 : lane / 4, rows - 1);  // of x; what the rows past the last one give is nobody's
   const DTYPE* input = x + (int64_t)row * width + lane % 4 * 2;
