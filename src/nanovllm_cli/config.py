@@ -6,7 +6,6 @@ values; this file only says what was asked for, and refuses what makes no sense.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,11 +18,6 @@ KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 
 BLOCK_SIZE = 16
-
-
-def num_processors() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm_cli.config import num_processors
+from nanovllm_cli.processors import num_processors
 
 _SECONDS_FOR_A_PROGRAM = 10
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.bench.machine import this_machine
-from nanovllm_cli.config import num_processors
 from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.processors import num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
 
 if TYPE_CHECKING:

@@ -56,7 +56,6 @@ class _Lexeme:
     behind: list[int] = field(default_factory=list)
     first: int = 0
     last: int = 0
-    nullable: bool = False
 
     @property
     def is_long(self) -> bool:
@@ -157,16 +156,17 @@ class _Search:
 
     def _lexeme(self, parts: tuple[Node, ...]) -> Node:
         """These as a lexeme; lexemes are never empty."""
-        try:
-            lexeme = _Lexeme(parts, self._expressions.of(Sequence(parts)))
-            lexeme.nullable, lexeme.first, lexeme.last = self._positions(lexeme, Sequence(parts))
-        except NoExpression:
-            return self._with_lexemes(Sequence(parts))
-        if lexeme.nullable:
+        whole = Sequence(parts)
+        if self._may_be_empty(whole):
             if len(parts) > 1:
                 return Sequence(tuple(self._lexeme((part,)) for part in parts))
             some = self._not_empty(parts[0])
             return _EMPTY if some is None else Choice((self._lexeme((some,)), _EMPTY))
+        try:
+            lexeme = _Lexeme(parts, self._expressions.of(whole))
+            _, lexeme.first, lexeme.last = self._positions(lexeme, whole)
+        except NoExpression:
+            return self._with_lexemes(whole)
         number = self._numbers.setdefault(lexeme.expression, len(self._numbers))
         self.lexemes.setdefault(number, lexeme)
         return Terminal(lexeme.expression, number)

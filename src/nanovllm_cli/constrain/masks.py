@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import llguidance
 import numpy as np
 
-from nanovllm_cli.config import num_processors
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.vocabulary import Words
+from nanovllm_cli.processors import num_processors
 
 MAX_HELPERS = 7
 """Threads beside the caller's. A batch's masks take a few milliseconds of processor time."""

@@ -11,7 +11,7 @@ from numba import config as numba_config
 
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
-from nanovllm_cli.config import EngineConfig, num_processors
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import available_bytes
 from nanovllm_cli.engine.runner import Runner
 from nanovllm_cli.engine.sampler import Sampler
@@ -20,6 +20,7 @@ from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.processors import num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_integer import CpuInteger

@@ -32,7 +32,7 @@ class Runner:
         block_size: int,
         recordable: bool,
         *,
-        has_free_processor: bool = False,
+        has_free_processor: bool,
     ) -> None:
         self.model = model
         self.cache = cache
