@@ -19,6 +19,7 @@ from nanovllm_cli import LLM
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine import device_sampler
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
@@ -141,6 +142,30 @@ def test_what_the_device_cannot_draw_is_drawn_on_the_host(folder: Path) -> None:
         for device in (None, EmulatedDevice())
     ]
     assert found[0] == found[1]
+
+
+def test_answers_that_the_host_draws_leave_steps_recorded(folder: Path) -> None:
+    """One request for JSON in a batch must not take the graphs from all the others."""
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    form = Constraint("regex", "[0-9]{30}")
+    for name, params in (("here", greedy(20, constraint=form)), ("there", greedy(20))):
+        engine.add(name, PROMPTS[0], params)
+    for _ in range(6):
+        engine.step()
+    graphs, launches = len(device.graphs), device.launcher.num_launches
+    engine.step()
+    assert device.launcher.num_launches - launches == len(device.graphs[-1].launches)
+    assert len(device.graphs) == graphs
+
+
+def test_a_vocabulary_too_large_for_the_devices_sampler_is_drawn_from_on_the_host(
+    folder: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sampler, "MAX_VOCABULARY", 100)
+    device = EmulatedDevice()
+    assert tokens(engine_on(folder, device), greedy(8)) == expected
+    assert device.graphs
 
 
 def test_constraints_are_followed_beside_answers_that_the_device_draws(folder: Path) -> None:

@@ -142,8 +142,9 @@ class CudaPlatform:
             decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
             drawn = decode.drawn_tokens
         on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn)
-        if decode is not None and on_device.knows_vocabulary:
-            on_device.buffers.rows = decode.sampling_rows
+        if decode is not None:
+            if on_device.knows_vocabulary:
+                on_device.buffers.rows = decode.sampling_rows
             self.progress.stage("preparing decode kernels for this GPU", None, "tensors")
             with torch.inference_mode():
                 decode.warm_up(on_device)

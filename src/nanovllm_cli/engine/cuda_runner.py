@@ -1,5 +1,5 @@
-"""Plans on a GPU. A step of decodes whose sequences all draw on the device is a `DecodeStep`, recorded and replayed; any other
-step runs launch by launch, and may draw on the host too.
+"""Plans on a GPU. A step of decodes is a `DecodeStep`, recorded and replayed; any other step runs launch by launch. In both some
+sequences may draw on the host, from their rows of the logits.
 
 `submit` returns before the device is done, so that the next step can be planned and started meanwhile.
 """
@@ -64,19 +64,20 @@ class CudaRunner:
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
-        if self.decode is not None and all(self._is_plain_decode(share) for share in plan.scheduled):
-            read = self._decode(self.decode, plan.scheduled)
-            return lambda: StepOutput(read(), {})
+        if self.decode is not None and all(map(_is_plain_decode, plan.scheduled)):
+            return self._decode(self.decode, plan.scheduled)
         return self._step(plan.scheduled)
 
-    def _is_plain_decode(self, share: Scheduled) -> bool:
-        alone = share.draws == (share.seq_id,) and len(share.token_ids) == 1 and share.prompt_logprobs is None
-        return alone and share.seq_id in self.on_device
-
-    def _decode(self, decode: DecodeStep, scheduled: list[Scheduled]) -> Read:
-        seq_ids = [share.seq_id for share in scheduled]
-        decode.run(scheduled, self._rows_before, self.on_device.seat(seq_ids), self.on_device)
-        return self._read(seq_ids)
+    def _decode(self, decode: DecodeStep, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        there = [share for share in scheduled if share.seq_id in self.on_device]
+        here = [share for share in scheduled if share.seq_id not in self.on_device]
+        seq_ids, others = [share.seq_id for share in there], [share.seq_id for share in here]
+        self.sampler.start_masks(others)
+        logits = decode.run(there + here, self._rows_before, self.on_device.seat(seq_ids), self.on_device)
+        self._rows_before = {}
+        read = self._read(seq_ids)
+        drawn = self.sampler.sample(others, logits[len(there) : len(scheduled)]) if others else []
+        return lambda: StepOutput(drawn + read(), {})
 
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
@@ -121,5 +122,11 @@ class CudaRunner:
         self.on_device.buffers.rows[: len(draws)].copy_(slots)
 
     def _read(self, seq_ids: list[int]) -> Read:
+        if not seq_ids:
+            return list
         self._rows_before = {seq_id: row for row, seq_id in enumerate(seq_ids)}
         return self.on_device.read(seq_ids, self.on_device.needs(seq_ids)[1])
+
+
+def _is_plain_decode(share: Scheduled) -> bool:
+    return share.draws == (share.seq_id,) and len(share.token_ids) == 1 and share.prompt_logprobs is None

@@ -2,8 +2,8 @@
 
 Everything it reads lies in buffers that never move, so the step is recorded once for each batch bucket (1, 2, 4, 8, …) and
 replayed: embedding, layers, head and sampling in one graph. The rows behind the last sequence of a bucket are padding: they
-write nothing and draw nothing. A bucket's first step runs without a graph, so that nobody waits for the recording; its second
-is recorded.
+write nothing and draw nothing. Nor do those of sequences that draw on the host, but they leave their logits. A bucket's first
+step runs without a graph, so that nobody waits for the recording; its second is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm_cli.models.decoder import Decoder, StepInputs
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, bool, bool]
-"""Rows of the bucket; whether all sequences are greedy; whether any wants logprobs."""
+"""Rows of the bucket; whether all sequences that draw on the device are greedy; whether any of them wants logprobs."""
 # Lines of the uploaded buffer, each of max_rows numbers. Known tokens come first: they continue the table of drawn ones.
 KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW = range(7)
 NUM_LINES = 7
@@ -60,7 +60,7 @@ class DecodeStep:
         self._table_uploads = _Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
-        self._graphs: dict[Key, Graph] = {}
+        self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
         self._seen: set[Key] = set()
         self._recordable = recordable
         self.drawn_tokens = self._state[:max_rows]
@@ -72,19 +72,21 @@ class DecodeStep:
 
     def run(
         self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int], sampler: DeviceSampler
-    ) -> None:
-        """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, by row."""
+    ) -> torch.Tensor:
+        """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, of the first rows;
+        the others are drawn from by the caller: returns logits [B, V], to be used before the next step."""
         self._upload(scheduled, rows_before, slots)
-        only_greedy, has_logprobs = sampler.needs([share.seq_id for share in scheduled])
+        only_greedy, has_logprobs = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
         key = (self._bucket(len(scheduled)), only_greedy, has_logprobs)
-        graph = self._graphs.get(key)
-        if graph is None and self._recordable and key in self._seen:
-            graph = self._record(key, sampler)
+        recorded = self._graphs.get(key)
+        if recorded is None and self._recordable and key in self._seen:
+            recorded = self._record(key, sampler)
         self._seen.add(key)
-        if graph is None:
-            self._launch(key, sampler)
-        else:
-            graph.replay()
+        if recorded is None:
+            return self._launch(key, sampler)
+        graph, logits = recorded
+        graph.replay()
+        return logits
 
     def warm_up(self, sampler: DeviceSampler) -> None:
         """Launches every kernel once, on a row of padding, so that the first answer does not wait for the compiler."""
@@ -94,18 +96,18 @@ class DecodeStep:
             self._launch(key, sampler)
             self._seen.add(key)
 
-    def _record(self, key: Key, sampler: DeviceSampler) -> Graph | None:
+    def _record(self, key: Key, sampler: DeviceSampler) -> tuple[Graph, torch.Tensor] | None:
         try:
-            graph, _ = self._device.capture(lambda: self._launch(key, sampler))
+            recorded = self._device.capture(lambda: self._launch(key, sampler))
         except RuntimeError as error:
             self._recordable = False
             reason = str(error).strip().partition("\n")[0]
             logger.warning("the decode step could not be recorded and runs without graphs: %s", reason)
             return None
-        self._graphs[key] = graph
-        return graph
+        self._graphs[key] = recorded
+        return recorded
 
-    def _launch(self, key: Key, sampler: DeviceSampler) -> None:
+    def _launch(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
         rows, only_greedy, has_logprobs = key
         lines = self._lines
         batch = Batch(
@@ -121,7 +123,9 @@ class DecodeStep:
         )
         inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch))
         logits = self._model.logits(self._model.run(inputs, self._cache))
-        sampler.draw(logits, only_greedy, has_logprobs)
+        if sampler.knows_vocabulary:
+            sampler.draw(logits, only_greedy, has_logprobs)
+        return logits
 
     def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> None:
         upload = self._uploads.take()
@@ -147,7 +151,7 @@ class DecodeStep:
         kv_lens[:] = 0
         kv_lens[:count] = position + 1
         sampling_rows[:] = -1
-        sampling_rows[:count] = slots
+        sampling_rows[: len(slots)] = slots
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])
