@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.attention.kv_cache import BlockMover, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.model_spec import AttentionSpec
 
@@ -32,8 +31,8 @@ class AttentionBackend(Protocol):
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         """Zeroed memory for a cache, as uint8."""
 
-    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
-        """What copies whole blocks, (from, to), in all layers of this cache."""
+    def block_mover(self, layers: list[LayerCache]) -> BlockMover:
+        """What copies whole blocks in all layers of this cache, and takes them out and in."""
 
     def prepare(self, host: Batch, batch: Batch) -> Any:
         """What depends on the batch alone, once a step; handed to every layer's `attend`. The batch as it is on the host and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,28 @@ class CpuStep(NamedTuple):
     tiles: dict[int, torch.Tensor]
 
 
+class CpuBlocks:
+    """A BlockMover."""
+
+    def __init__(self, layers: list[LayerCache]) -> None:
+        self._sides = [side.view(torch.uint8).view(len(side), -1) for layer in layers for side in layer]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
+        for side in self._sides:
+            side[target] = side[source]
+
+    def take_out(self, blocks: list[int]) -> torch.Tensor:
+        index = torch.tensor(blocks)
+        return torch.cat([side[index] for side in self._sides], dim=1)
+
+    def put_in(self, blocks: list[int], data: torch.Tensor) -> None:
+        index = torch.tensor(blocks)
+        parts = torch.split(data, [side.shape[1] for side in self._sides], dim=1)
+        for side, part in zip(self._sides, parts, strict=True):
+            side[index] = part
+
+
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
@@ -39,15 +60,8 @@ class CpuAttention:
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         return cpu.zeros(num_bytes, torch.uint8)
 
-    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
-        tensors = [cache.view(torch.uint8) for layer in layers for cache in layer]
-
-        def copy(pairs: list[tuple[int, int]]) -> None:
-            source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
-            for cache in tensors:
-                cache[target] = cache[source]
-
-        return copy
+    def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
+        return CpuBlocks(layers)
 
     def prepare(self, host: Batch, batch: Batch) -> CpuStep:
         ends = batch.query_starts[1:]

@@ -14,7 +14,6 @@ Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +48,25 @@ class CudaStep(NamedTuple):
     kv_lens: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
     prompts: list[int] | None = None
+
+
+class CudaBlocks:
+    """A BlockMover."""
+
+    def __init__(self, launcher: Launcher, layers: list[LayerCache]) -> None:
+        self._launcher = launcher
+        self._regions = blocks.cache_regions(launcher, layers)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        blocks.copy_blocks(self._launcher, self._regions, pairs)
+
+    def take_out(self, which: list[int]) -> torch.Tensor:
+        staging = torch.empty(len(which), self._regions.staged_bytes, dtype=torch.uint8, device=self._launcher.device)
+        blocks.gather_blocks(self._launcher, self._regions, which, staging)
+        return staging.cpu()
+
+    def put_in(self, which: list[int], data: torch.Tensor) -> None:
+        blocks.scatter_blocks(self._launcher, self._regions, which, data.to(self._launcher.device))
 
 
 class CudaAttention:
@@ -100,9 +118,8 @@ class CudaAttention:
                 "leave --kv-cache away to take what fits, or shorten the context with --ctx-size",
             ) from None
 
-    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]:
-        regions = blocks.cache_regions(self.launcher, layers)
-        return lambda pairs: blocks.copy_blocks(self.launcher, regions, pairs)
+    def block_mover(self, layers: list[LayerCache]) -> CudaBlocks:
+        return CudaBlocks(self.launcher, layers)
 
     def prepare(self, host: Batch, batch: Batch) -> CudaStep:
         if host.num_tokens == host.num_seqs and not self.deterministic:

@@ -6,7 +6,6 @@ What belongs to a block lies in it, the scales of a quantized cache too: whoever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +35,19 @@ class LayerCache(NamedTuple):
     v: torch.Tensor
 
 
+class BlockMover(Protocol):
+    """Whole blocks of one cache, in all its layers."""
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """(from, to), at least one; no target is a source, or twice a target."""
+
+    def take_out(self, blocks: list[int]) -> torch.Tensor:
+        """What these hold, on the host: uint8 [len(blocks), block_bytes], K and V of each layer in order."""
+
+    def put_in(self, blocks: list[int], data: torch.Tensor) -> None:
+        """Fills these, none of them twice, with what `take_out` gave of others."""
+
+
 class CacheLayout(Protocol):
     """The part of an AttentionBackend that says what its cache looks like."""
 
@@ -45,7 +57,7 @@ class CacheLayout(Protocol):
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor: ...
 
-    def block_copier(self, layers: list[LayerCache]) -> Callable[[list[tuple[int, int]]], None]: ...
+    def block_mover(self, layers: list[LayerCache]) -> BlockMover: ...
 
 
 class KVCache:
@@ -59,25 +71,12 @@ class KVCache:
         parts = torch.split(layout.empty_cache(sum(sizes)), sizes)
         tensors = [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
         self.layers = [LayerCache(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
-        self._copy = layout.block_copier(self.layers)
-        self._bytes = [tensor.view(torch.uint8).view(num_blocks, -1) for tensor in tensors]
+        self.blocks = layout.block_mover(self.layers)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in all layers: copy-on-write."""
         if pairs:
-            self._copy(pairs)
-
-    def read_blocks(self, blocks: list[int]) -> torch.Tensor:
-        """What these blocks hold, on the host: uint8 [len(blocks), block_bytes], K and V of each layer in order."""
-        index = torch.tensor(blocks, device=self._bytes[0].device)
-        return torch.cat([side[index].cpu() for side in self._bytes], dim=1)
-
-    def write_blocks(self, blocks: list[int], data: torch.Tensor) -> None:
-        """Puts into these blocks what `read_blocks` gave of others."""
-        index = torch.tensor(blocks, device=self._bytes[0].device)
-        parts = torch.split(data, [side.shape[1] for side in self._bytes], dim=1)
-        for side, part in zip(self._bytes, parts, strict=True):
-            side[index] = part.to(side.device)
+            self.blocks.copy(pairs)
 
 
 def block_bytes(heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> int:

@@ -138,13 +138,13 @@ class Worker:
     def read_blocks(self, blocks: list[int]) -> memoryview:
         """See Executor."""
         self.platform.enter()
-        return self.runner.cache.read_blocks(blocks).flatten().numpy().data
+        return self.runner.cache.blocks.take_out(blocks).flatten().numpy().data
 
     def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """See Executor."""
         self.platform.enter()
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
-        self.runner.cache.write_blocks(blocks, rows)
+        self.runner.cache.blocks.put_in(blocks, rows)
 
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""
