@@ -286,6 +286,11 @@ def test_another_model_keeps_the_conversation(tmp_path: Path) -> None:
         "model: thinker",
     ]  # fmt: skip
     assert done.code == 3
+    loud = chat(tmp_path, "/model missing", "say hi", "/model huge", args=("tiny",))
+    assert loud.err.splitlines() == [
+        "tiny: org/fake@abc123 (1.0 MB)", "error: no model named missing", "hint: did you mean tiny?",
+        "tiny: org/fake@abc123 (1.0 MB)", "error: needs 900 GiB, 8 GiB free", "hint: try --ctx-size",
+    ]  # fmt: skip
     # a model that cannot think goes back as well
     assert "no switch for thinking" in chat(tmp_path, "/think on", "/model tiny", "/model", args=("-q", "thinker")).err
 

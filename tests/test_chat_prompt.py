@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def local(chat: Chat) -> LocalModel:
 
 def open_chat(llm: LLM, folder: Path, **more: object) -> Chat:
     given = {"max_tokens": 12, "seed": 5}
-    model = LocalModel(lambda name: Loaded(llm, 0.0), Settings(given, **more))  # type: ignore[arg-type]
+    model = LocalModel(lambda name: lambda: Loaded(llm, 0.0), Settings(given, **more))  # type: ignore[arg-type]
     chat = Chat(model, Sessions(folder), Screen(), interactive=True)
     chat.model.open("tiny")
     return chat
@@ -315,24 +315,35 @@ def test_reasoning_is_kept_apart_and_can_be_gone_on_with(llm: LLM, tmp_path: Pat
 
 
 def test_another_model_has_the_conversation_and_a_bad_one_leaves_the_old(llm: LLM, tmp_path: Path) -> None:
-    opened: list[str] = []
+    log: list[str] = []
 
-    def open_model(name: str) -> Loaded:
-        opened.append(name)
-        if name == "bad":
+    def find_model(name: str) -> Callable[[], Loaded]:
+        if name == "typo":
             raise UsageError("no such model")
-        return Loaded(llm, 0.0)
 
-    llm.close, close = lambda: None, llm.close  # type: ignore[method-assign]
+        def open_model() -> Loaded:
+            log.append(name)
+            if name == "bad":
+                raise UsageError("a broken model")
+            return Loaded(llm, 0.0)
+
+        return open_model
+
+    llm.close, close = lambda: log.append("closed"), llm.close  # type: ignore[method-assign]
     try:
-        chat = Chat(LocalModel(open_model, Settings({"max_tokens": 5})), Sessions(tmp_path), Screen(), interactive=True)
+        chat = Chat(LocalModel(find_model, Settings({"max_tokens": 5})), Sessions(tmp_path), Screen(), interactive=True)
         chat.model.open("one")
         chat.ask("hello")
         chat.switch_model("two")
-        with pytest.raises(UsageError, match="no such model"):
+        with pytest.raises(UsageError, match="a broken model"):
             chat.switch_model("bad")
-        assert opened == ["one", "two", "bad", llm.name]
+        assert log == ["one", "closed", "two", "closed", "bad", "two"]
         chat.ask("still there?")
         assert len(chat.conversation.messages) == 4
+        kept = chat.model.kept
+        with pytest.raises(UsageError, match="no such model"):
+            chat.switch_model("typo")
+        assert log[6:] == []
+        assert chat.model.kept == kept != ()
     finally:
         llm.close = close  # type: ignore[method-assign]

@@ -45,6 +45,7 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
+    name: str
     path: str = "somewhere"
     repo: str | None = "org/fake"
     revision: str | None = "abc123"
@@ -75,14 +76,25 @@ class Template:
 class LLM:
     """The shape of nanovllm_cli.llm.LLM."""
 
-    def __init__(self, model: str, *, config: Any, progress: Any, offline: bool = False, **options: Any) -> None:
+    @staticmethod
+    def find(model: str, *, offline: bool = False, **options: Any) -> Resolved:
+        refusals = {
+            "missing": ModelNotFoundError("no model named missing", "did you mean tiny?"),
+            "gated": AccessRefusedError("org/gated is gated", "accept its license"),
+        }
+        if model in refusals:
+            raise refusals[model]
+        if offline and model == "remote":
+            raise ModelNotFoundError("remote is not on this machine", "leave --offline out")
+        return Resolved(model, revision=options["revision"] or "abc123")
+
+    def __init__(self, found: Resolved, *, config: Any, progress: Any, **options: Any) -> None:
+        model = found.name
         if os.environ.get("FAKE_SLEEP_IN_LOAD"):
             progress.stage("loading weights", 100, "tensors")
             time.sleep(30)
         time.sleep(float(os.environ.get("FAKE_LOAD_SECONDS", "0")))
         refusals = {
-            "missing": ModelNotFoundError("no model named missing", "did you mean tiny?"),
-            "gated": AccessRefusedError("org/gated is gated", "accept its license"),
             "huge": DoesNotFitError("needs 900 GiB, 8 GiB free", "try --ctx-size"),
             "odd": UnsupportedError("unknown architecture 'Odd'; known: Even"),
             "bug": KeyError("a fault\nof ours \x1b[31m"),
@@ -90,15 +102,13 @@ class LLM:
         }
         if model in refusals:
             raise refusals[model]
-        if offline and model == "remote":
-            raise ModelNotFoundError("remote is not on this machine", "leave --offline out")
         progress.stage("loading", 3, "tensors")
         for _ in range(3):
             progress.advance(1)
         progress.done()
         self.name = model
-        self.resolved = Resolved(repo=model)
-        self.config, self.options = config, options
+        self.resolved = found
+        self.config, self.options = config, options | {"revision": found.revision}
         self.tokenizer = Tokenizer()
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(source)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from engines import SMALL, greedy, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.engine.outputs import RequestOutput
-from nanovllm_cli.errors import PromptTooLongError, UsageError
+from nanovllm_cli.errors import ModelNotFoundError, PromptTooLongError, UsageError
 from nanovllm_cli.llm import QUEUE_FACTOR
 
 BOS, EOS, USER, ASSISTANT = range(256, 260)
@@ -72,6 +72,23 @@ class Model:
 
 def load(model: Model, **settings: Any) -> LLM:
     return LLM(model.folder, config=EngineConfig(**{"threads": 2, "num_blocks": 64} | settings))
+
+
+def test_what_was_found_is_loaded_as_it_is_and_its_name_not_looked_at_again(model: Model, tmp_path: Path) -> None:
+    name = tmp_path / "name"
+    name.symlink_to(model.folder)
+    found = LLM.find(name)
+    assert found.path == name
+    with pytest.raises(ModelNotFoundError):
+        LLM.find(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="int5"):
+        LLM.find(tmp_path / "nothing", config=EngineConfig(quant="int5"))
+    for more in ({"offline": True}, {"revision": "main"}):
+        with pytest.raises(UsageError, match="has been found"):
+            LLM(found, **more)
+    with LLM(found, config=EngineConfig(threads=2, num_blocks=64)) as llm:
+        assert llm.resolved is found
+        assert llm.name == str(name)
 
 
 @pytest.fixture(scope="module")

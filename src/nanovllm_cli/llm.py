@@ -44,16 +44,15 @@ from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.answer_format import model_format
-from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.random_weights import RandomCheckpoint
 from nanovllm_cli.weights.source import ResolvedModel, resolve
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +69,10 @@ QUEUE_FACTOR = 4
 class LLM:
     """A loaded model with its tokenizer and engine.
 
-    model: a path, a hub name or an alias (see weights/source.py). config: memory, context, batching, dtype. chat_template:
-    the source of one, instead of the model's own; tool_format, reasoning_format: by name, instead of what it says. shows_calls:
-    special tokens of tool calls stay in the text, for a parser of `answer_format`. progress: told about download and loading.
+    model: a path, a hub name or an alias (see weights/source.py), or what `find` has found. config: memory, context,
+    batching, dtype. chat_template: the source of one, instead of the model's own; tool_format, reasoning_format: by
+    name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
+    `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
@@ -80,7 +80,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | ResolvedModel,
         *,
         config: EngineConfig | None = None,
         offline: bool = False,
@@ -93,9 +93,11 @@ class LLM:
     ) -> None:
         config = config or EngineConfig()
         progress = progress or NullProgress()
-        if config.quant is not None:
-            parse_format(config.quant)  # before anything is downloaded
-        self.resolved: ResolvedModel = resolve(str(model), offline=offline, revision=revision, progress=progress)
+        if not isinstance(model, ResolvedModel):
+            model = self.find(model, config=config, offline=offline, revision=revision, progress=progress)
+        elif offline or revision is not None:
+            raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
+        self.resolved = model
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
@@ -121,6 +123,21 @@ class LLM:
         self._max_num_seqs = config.max_num_seqs
         self._request_ids = itertools.count()
         self._readers = Readers(self.engine)
+
+    @staticmethod
+    def find(
+        model: str | Path,
+        *,
+        config: EngineConfig | None = None,
+        offline: bool = False,
+        revision: str | None = None,
+        progress: LoadProgress | None = None,
+    ) -> ResolvedModel:
+        """The first half of loading: what a name means, downloaded where it is not here. `LLM(LLM.find(name))` is `LLM(name)`.
+        Raises what that raises for names and downloads, and UsageError for a config.quant that there is not."""
+        if config is not None and config.quant is not None:
+            parse_format(config.quant)  # before anything is downloaded
+        return resolve(str(model), offline=offline, revision=revision, progress=progress)
 
     # ---- what it is ----
 
@@ -391,15 +408,6 @@ def _embedding(output: RequestOutput) -> list[float]:
     if output.pooled is None:
         raise RequestError(f"the text could not be embedded: {output.outputs[0].error}")
     return list(output.pooled)
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if isinstance(checkpoint, RandomCheckpoint):
-        return byte_tokenizer()
-    if checkpoint.format == "gguf":
-        return Tokenizer.from_gguf(checkpoint.config)
-    path = checkpoint.path
-    return Tokenizer.from_folder(path if path.is_dir() else path.parent)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, spec: ModelSpec) -> None:

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
 
+Load = Callable[[], "Loaded"]
+
 logger = logging.getLogger(__name__)
 
 
 class LocalModel:
-    """One model at a time. load: by name; it may raise any NanovllmError."""
+    """One model at a time. find: what loads a name's; both may raise any NanovllmError."""
 
-    def __init__(self, load: Callable[[str], Loaded], settings: Settings) -> None:
+    def __init__(self, find: Callable[[str], Load], settings: Settings) -> None:
         self.settings = settings
-        self._load = load
+        self._find = find
+        self._load: Load | None = None
         self._loaded: Loaded | None = None
         self._prompts: Prompts | None = None
         self._kept: tuple[int, ...] = ()
@@ -95,25 +98,20 @@ class LocalModel:
 
     def open(self, name: str) -> None:
         """Raises NanovllmError, and UsageError for one that cannot chat."""
-        loaded = self._load(name)
-        try:
-            self._prompts = self._prompts_for(loaded.llm, self.settings.think)
-        except BaseException:
-            loaded.llm.close()
-            raise
-        self._loaded = loaded
+        self._open(self._find(name))
 
     def switch(self, name: str) -> None:
-        """Another one in its place. The old one goes first, and comes back where the new one fails."""
-        old = self.llm.name
+        """Another one in its place. Once it is found the old one goes, and comes back where the new one fails."""
+        old, new = self._load, self._find(name)
+        assert old is not None, "open comes first"
         self.close()
         gc.unfreeze()  # what was loaded with the old one is not to outlive it
         gc.collect()
         try:
-            self.open(name)
+            self._open(new)
         except (Exception, KeyboardInterrupt):
             signals.forgive()
-            self.open(old)
+            self._open(old)
             raise
 
     def think(self, choice: Choice) -> None:
@@ -170,6 +168,15 @@ class LocalModel:
             self._loaded.llm.close()
         self._loaded = self._prompts = None
         self._kept = ()
+
+    def _open(self, load: Load) -> None:
+        loaded = load()
+        try:
+            self._prompts = self._prompts_for(loaded.llm, self.settings.think)
+        except BaseException:
+            loaded.llm.close()
+            raise
+        self._load, self._loaded = load, loaded
 
     def _params(self, given: Given) -> SamplingParams:
         """For no answer in particular: a budget for reasoning waits until there is a prompt."""

@@ -17,7 +17,7 @@ from nanovllm_cli.cli import inputs, log
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
-from nanovllm_cli.cli.model import Loaded, load, name_and_words, named_model, template_kwargs
+from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
 from nanovllm_cli.cli.output import Console, console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
@@ -97,18 +97,18 @@ class _Local:
     def model(self, settings: Settings) -> Model:
         from nanovllm_cli.chat.local_model import LocalModel
 
-        return LocalModel(self._load, settings)
+        return LocalModel(self._find, settings)
 
     def name(self, resumed: str | None) -> str:
         """The model to begin with. resumed: the one that the session had."""
         self._begun_with = self.named or resumed or named_model(self.settings, None, self.options, EXAMPLE)
         return self._begun_with
 
-    def _load(self, name: str) -> Loaded:
+    def _find(self, name: str) -> Callable[[], Loaded]:
         options = self.options
         if name != self._begun_with:  # what was said of the first is of it alone
             options = dataclasses.replace(options, model=None, revision=None, chat_template=None)
-        return load(named_model(self.settings, name, options, EXAMPLE), options, self.config, self.screen)
+        return find(named_model(self.settings, name, options, EXAMPLE), options, self.config, self.screen)
 
 
 @dataclass(frozen=True)

@@ -54,24 +54,32 @@ class Loaded(NamedTuple):
 
 def load(name: str, options: SourceOptions, config: EngineConfig, console: Console) -> Loaded:
     """The model, ready. The first thing that this does is to show that something is happening."""
+    return find(name, options, config, console)()
+
+
+def find(name: str, options: SourceOptions, config: EngineConfig, console: Console) -> Callable[[], Loaded]:
+    """What loads the model, once that is on this machine: what is wrong with its name, or with a template's, is raised here."""
     console.announce(f"loading {name}")
     began = time.monotonic()
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
     signals.check()
-    llm = LLM(
-        name,
-        config=config,
-        offline=options.offline,
-        revision=options.revision,
-        chat_template=template,
-        progress=ProgressLine(console),
-    )
+    progress = ProgressLine(console)
+    found = LLM.find(name, config=config, offline=options.offline, revision=options.revision, progress=progress)
     signals.check()
-    gc.freeze()  # libraries and model stay; going through them again took a fifth of a step's Python
-    console.say(f"{name}: {llm.resolved}", "dim")
-    return Loaded(llm, time.monotonic() - began)
+    seconds = time.monotonic() - began
+
+    def load_found() -> Loaded:
+        console.status(f"loading {name}")
+        began = time.monotonic()
+        llm = LLM(found, config=config, chat_template=template, progress=progress)
+        signals.check()
+        gc.freeze()  # libraries and model stay; going through them again took a fifth of a step's Python
+        console.say(f"{name}: {llm.resolved}", "dim")
+        return Loaded(llm, seconds + time.monotonic() - began)
+
+    return load_found
 
 
 def chat_template(choice: str | None) -> str | None:

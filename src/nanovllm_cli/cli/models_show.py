@@ -109,7 +109,7 @@ def here(name: str, revision: str | None) -> ResolvedModel:
 
 
 def _tokenizer(checkpoint: Checkpoint, screen: Console) -> Tokenizer | None:
-    from nanovllm_cli.llm import load_tokenizer
+    from nanovllm_cli.weights.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(checkpoint)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_cli.llm import load_tokenizer
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 

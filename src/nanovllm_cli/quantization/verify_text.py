@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanovllm_cli.errors import NanovllmError, UnsupportedError
-from nanovllm_cli.llm import load_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.gguf_export import PROBES
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 CHATS: tuple[Messages, ...] = (

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError
-from nanovllm_cli.llm import load_tokenizer
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.engine_client import EngineClient
@@ -32,6 +31,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
