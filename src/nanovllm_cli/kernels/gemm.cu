@@ -28,7 +28,7 @@ DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows,
   constexpr int ROWS_AT_ONCE = THREADS / CHUNKS;
   const int row = threadIdx.x / CHUNKS, column = first_column + threadIdx.x % CHUNKS * CHUNK;
   const DTYPE* source = matrix + (Index)(first_row + row) * width + column;
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < ROWS; i += ROWS_AT_ONCE, source += (int64_t)ROWS_AT_ONCE * width) {
     if (ROWS % ROWS_AT_ONCE && row + i >= ROWS) break;
     DTYPE* target = chunk_of(tile, row + i, threadIdx.x % CHUNKS);
@@ -79,7 +79,7 @@ gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residu
     commit_copies();
     DTYPE* x_tile = stages + reading;
     DTYPE* weight_tile = x_tile + TILE_M * DEPTH;
-#pragma unroll
+#pragma unroll 1  // as in the copies: with more at once NVRTC 13.0 spills, or 13.5 does
     for (int deep = 0; deep < 2; ++deep) {  // 32 columns, two mma deep
       uint32_t b[COLUMN_TILES][4];
 #pragma unroll
