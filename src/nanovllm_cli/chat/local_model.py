@@ -104,10 +104,11 @@ class LocalModel:
         """Another one in its place. Once it is found the old one goes, and comes back where the new one fails."""
         old, new = self._load, self._find(name)
         assert old is not None, "open comes first"
-        self.close()
-        gc.unfreeze()  # what was loaded with the old one is not to outlive it
-        gc.collect()
         try:
+            with signals.held():  # half a model answers nobody
+                self.close()
+                gc.unfreeze()  # what was loaded with the old one is not to outlive it
+                gc.collect()
             self._open(new)
         except (Exception, KeyboardInterrupt):
             signals.forgive()
