@@ -268,6 +268,38 @@ def test_json_has_what_the_server_tells(tmp_path: Path) -> None:
     assert not {"weight_bytes", "kv_bytes", "load_seconds"} & set(whole["statistics"])
 
 
+def in_writes(*writes: str) -> Script:
+    """A token a letter, what belongs together in one write; the last one ends it. 0.2 s between them."""
+
+    async def answer(reply: Reply, request: Request) -> None:
+        await reply.begin()
+        whole = "".join(writes)
+        end = [{"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(whole)}}]
+        end.insert(0, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        for write in writes:
+            if write is not writes[0]:
+                await asyncio.sleep(0.2)
+            events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"content": letter}}]} for letter in write]
+            parts = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in events + end * (write is writes[-1])]
+            await reply.raw(b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts))
+        await reply.done()
+
+    return answer
+
+
+def test_a_rate_is_told_only_where_there_was_time_to_measure(tmp_path: Path) -> None:
+    with OpenAIServer(in_writes("Hello")) as server:
+        at_once = json.loads(run(tmp_path, server, *QUIET, "--json", "hi").out)
+        told = run(tmp_path, server, "--no-save", "hi")
+    assert at_once["usage"]["answer_tokens"] == 5
+    assert at_once["statistics"]["answer_tokens_per_second"] is None
+    assert told.err.startswith("prompt 7 tokens | answer 5 tokens | first token")
+    with OpenAIServer(in_writes("Hell", "o")) as server:
+        found = json.loads(run(tmp_path, server, *QUIET, "--json", "hi").out)["statistics"]
+    # one token came later than the first ones, after the 0.2 s
+    assert 0 < found["answer_tokens_per_second"] * (found["seconds"] - found["time_to_first_token"]) < 2
+
+
 def test_several_answers_and_their_logprobs(tmp_path: Path) -> None:
     async def two(reply: Reply, request: Request) -> None:
         await reply.begin()

@@ -80,8 +80,8 @@ class Statistics:
             prompt_tokens=prompt,
             cached_tokens=cached,
             answer_tokens=answers,
-            prompt_tokens_per_second=_rate(prompt - cached, reading),
-            answer_tokens_per_second=_rate(later, writing),
+            prompt_tokens_per_second=rate(prompt - cached, reading),
+            answer_tokens_per_second=rate(later, writing),
             time_to_first_token=_rounded(first - metrics.arrival if first is not None else None),
             seconds=_rounded(end - metrics.arrival),
             load_seconds=_rounded(load_seconds),
@@ -91,13 +91,13 @@ class Statistics:
         )
 
     @classmethod
-    def of_server(cls, usage: Usage, num_answers: int, asked: float, first: float | None, end: float) -> Statistics:
-        """As a client sees it: times are those of the whole way there and back. asked, first, end: on one clock."""
-        later = None if usage.answer_tokens is None else usage.answer_tokens - num_answers
+    def of_server(cls, usage: Usage, rate: float | None, asked: float, first: float | None, end: float) -> Statistics:
+        """As a client sees it: times are those of the whole way there and back. rate: of the answer's tokens, where there was
+        anything to measure. asked, first, end: on one clock."""
         return cls(
             *usage,
             prompt_tokens_per_second=None,
-            answer_tokens_per_second=_rate(later, end - first) if later is not None and first is not None else None,
+            answer_tokens_per_second=rate,
             time_to_first_token=_rounded(first - asked if first is not None else None),
             seconds=_rounded(end - asked),
         )
@@ -209,7 +209,8 @@ def _finite(value: float) -> float | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
-def _rate(count: int, seconds: float | None) -> float | None:
+def rate(count: int, seconds: float | None) -> float | None:
+    """Tokens a second; None where nothing can be said."""
     return round(count / seconds, 2) if seconds and count > 0 else None
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_AT_A_TIME = 32
 """Requests of a batch that are under way together."""
+MEASURABLE_SECONDS = 0.01
+"""From an answer's first read to its last. What came in less time had been waiting, in the server or on the way."""
 
 
 def interruptible(stream: AsyncGenerator[T, None]) -> Generator[T | None, None, None]:
@@ -60,6 +62,8 @@ class RemoteAnswering:
         self._steps = interruptible(endpoint.stream(path, body, self._stream))
         self._asked = time.monotonic()
         self._first: float | None = None
+        self._num_first = 0  # tokens that the first read with any of them brought
+        self._last = self._asked
         self._end: float | None = None
 
     @property
@@ -93,16 +97,21 @@ class RemoteAnswering:
             _count(self.answers, self._stream, self._num_answers)
             raise
         pieces = [_grown(self.answers, delta) for delta in deltas or ()]
-        if self._first is None and any(piece.content or piece.reasoning or piece.token_ids for piece in pieces):
-            self._first = time.monotonic()
+        brought = sum(len(piece.token_ids or " ") for piece in pieces if piece.content or piece.reasoning or piece.token_ids)
+        if brought:
+            self._last = time.monotonic()
+            if self._first is None:
+                self._first, self._num_first = self._last, brought
         return [piece for piece in pieces if _says_something(piece)]
 
     def flush(self) -> str:
         return ""
 
     def statistics(self, now: float) -> records.Statistics:
-        usage = self.result.usage
-        return records.Statistics.of_server(usage, self._num_answers, self._asked, self._first, self._end or now)
+        seconds = None if self._first is None else self._last - self._first
+        later = (self.result.usage.answer_tokens or 0) - self._num_first
+        rate = records.rate(later, seconds if seconds is not None and seconds >= MEASURABLE_SECONDS else None)
+        return records.Statistics.of_server(self.result.usage, rate, self._asked, self._first, self._end or now)
 
     def close(self) -> None:
         self._steps.close()
