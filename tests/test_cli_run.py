@@ -257,3 +257,46 @@ def test_python_m_is_the_same_program(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("nanovllm ")
+
+
+UNUSED = {
+    "--temp 0 --top-k 40 --seed 7": "--top-k and --seed change nothing: at --temp 0 the likeliest token is taken",
+    "--temp 0 --top-p 1 --min-p 0 --top-k 0 --seed -1 --xtc-probability 0": None,  # what is off has not been asked for
+    "--temp 0 --stop x --min-tokens 1 --repeat-penalty 1.1": None,
+    "--repeat-last-n 64": "--repeat-last-n changes nothing: there is no penalty",
+    "--repeat-last-n 64 --repeat-penalty 1.1": None,
+    "--repeat-last-n 0 --presence-penalty 1": "--presence-penalty changes nothing: --repeat-last-n is 0",
+    "--dry-base 2 --dry-sequence-breaker none": "--dry-base and --dry-sequence-breaker change nothing: --dry-multiplier is 0",
+    "--dry-base 2 --dry-multiplier 1": None,
+    "--dry-multiplier 1 --dry-penalty-last-n 0": "--dry-multiplier changes nothing: --dry-penalty-last-n is 0",
+    "--xtc-threshold 0.2": "--xtc-threshold changes nothing: --xtc-probability is 0",
+    "--xtc-threshold 0.6 --xtc-probability 0.5": "--xtc-probability changes nothing: --xtc-threshold is above 0.5",
+    "--xtc-threshold 0.2 --xtc-probability 0.5": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", UNUSED)
+def test_what_changes_nothing_beside_other_options_is_said(tmp_path: Path, flags: str) -> None:
+    done = nanovllm(tmp_path, "run", "--no-stats", "--no-save", "tiny", "say hi", *flags.split())
+    assert (done.code, done.out) == (0, "hi\n")
+    wanted = UNUSED[flags]
+    assert done.err.splitlines()[1:] == ([] if wanted is None else [wanted])
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "say hi", *flags.split()).err == ""
+
+
+def test_what_is_said_of_unused_options_is_said_in_a_chat_and_a_batch_too_and_not_of_defaults(tmp_path: Path) -> None:
+    note = "--top-k changes nothing: at --temp 0 the likeliest token is taken"
+    flags = ("--temp", "0", "--top-k", "4")
+    assert note in nanovllm(tmp_path, "chat", "--no-save", "tiny", *flags, stdin="say hi\n").err
+    (tmp_path / "lines").write_text('{"prompt": "say hi"}\n')
+    assert note in nanovllm(tmp_path, "run", "tiny", *flags, "--batch", "lines").err
+    assert note in nanovllm(tmp_path, "run", "tiny", "hi", "--top-k", "4", NANOVLLM_TEMP="0").err
+    assert note not in nanovllm(tmp_path, "run", "tiny", "hi", "--temp", "0", NANOVLLM_TOP_K="4").err
+
+
+def test_a_typed_v_wins_over_a_quiet_environment(tmp_path: Path) -> None:
+    done = nanovllm(tmp_path, "run", "-v", "tiny", "say hi", NANOVLLM_QUIET="1")
+    assert "info: " in done.err
+    assert nanovllm(tmp_path, "run", "tiny", "say hi", NANOVLLM_QUIET="1", NANOVLLM_VERBOSE="1").err == ""
+    assert nanovllm(tmp_path, "run", "-q", "-v", "--log-file", "log", "tiny", "say hi").err == ""
+    assert " INFO " in (tmp_path / "log").read_text()

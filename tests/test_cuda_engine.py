@@ -332,6 +332,21 @@ class Notes(NullProgress):
         self.notes.append(message)
 
 
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"threads": 2}, ["threads is for CPUs, and changes nothing on a GPU"]),
+    ({"gpu_memory_utilization": 0.5, "eager": True, "programmatic_launch": False}, []),
+    ({"gpu_memory_utilization": 0.5, "kv_cache_bytes": 1 << 20}, ["gpu-memory-utilization changes nothing: the KV cache has"]),
+])  # fmt: skip
+def test_what_changes_nothing_on_a_gpu_is_said(
+    settings: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "why_unavailable", lambda index: None)
+    monkeypatch.setattr(workers, "CudaDevice", lambda *_: EmulatedDevice())
+    progress = Notes()
+    assert isinstance(workers.select_platform(EngineConfig(device="cuda", **settings), progress), CudaPlatform)
+    assert [note[: len(line)] for note, line in zip(progress.notes, said, strict=True)] == said
+
+
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_auto_says_why_a_gpu_that_is_there_is_not_used(has_driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "why_unavailable", lambda index: UnsupportedError("no CuPy", "install it"))

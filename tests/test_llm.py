@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.errors import ModelNotFoundError, PromptTooLongError, UsageError
 from nanovllm_cli.llm import QUEUE_FACTOR
+from nanovllm_cli.progress import NullProgress
 
 BOS, EOS, USER, ASSISTANT = range(256, 260)
 VOCAB = 260
@@ -89,6 +91,26 @@ def test_what_was_found_is_loaded_as_it_is_and_its_name_not_looked_at_again(mode
     with LLM(found, config=EngineConfig(threads=2, num_blocks=64)) as llm:
         assert llm.resolved is found
         assert llm.name == str(name)
+
+
+@pytest.mark.parametrize(("settings", "more", "said"), [
+    ({"activations": "exact"}, {}, "activations changes nothing: no weight"),
+    ({"activations": "exact", "quant": "int8"}, {}, ""),
+    ({}, {"tool_format": "hermes"}, "the parsers of tool calls and reasoning change nothing"),
+])  # fmt: skip
+def test_settings_that_change_nothing_for_this_model_are_told(
+    model: Model, tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    class Notes(NullProgress):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    notes: list[str] = []
+    plain = tmp_path / "plain"  # without a chat template
+    shutil.copytree(model.folder, plain)
+    (plain / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    LLM(plain, config=EngineConfig(threads=2, num_blocks=64, **settings), progress=Notes(), **more).close()
+    assert [note[: len(said)] for note in notes] == ([said] if said else [])
 
 
 @pytest.fixture(scope="module")

@@ -194,6 +194,12 @@ def test_show_of_what_is_not_here_says_what_to_do(commands: Commands, home: Path
     assert commands.run("models", "show", "/no/such/file.gguf", HF_HUB_CACHE=str(home)).code == 3
 
 
+def test_show_says_where_a_revision_is_not_looked_at(commands: Commands) -> None:
+    result = commands.run("models", "show", "tiny", "--revision", "v2")
+    assert result.code == 0
+    assert result.err == "revision v2 is not looked at: tiny does not come from the hub\n"
+
+
 def test_rm_keeps_what_another_revision_uses(commands: Commands, home: Path, hub: Hub) -> None:
     pulled(commands, home, "org/dense")
     hub.commit = OTHER_COMMIT
@@ -322,6 +328,10 @@ def test_the_machine_is_as_kept_measured_anew_or_left_out(commands: Commands, ho
     table = commands.run("plan", "tiny", "--roofline", "off", "--device", "cpu")
     assert "GB/s" not in table.out
     assert "speeds are" not in table.out
+    assert table.err == ""
+    for_gpus = commands.run("plan", "tiny", "--roofline", "off", "--device", "cpu", "--gpu-memory-utilization", "0.5")
+    assert for_gpus.out == table.out
+    assert for_gpus.err == "gpu-memory-utilization is for GPUs, and changes nothing on a CPU\n"
 
 
 def test_what_does_not_fit_is_said(commands: Commands, home: Path, folders: dict[str, Path], tmp_path: Path) -> None:

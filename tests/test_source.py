@@ -409,12 +409,17 @@ def test_a_revision_of_what_is_not_on_the_hub_is_said_to_be_none(home: Path) -> 
     assert heard == ["revision v1 is not looked at: tiny does not come from the hub"]
     cached(home, "org/repo", {"config.json": "{}", "model.safetensors": "x"}, revision="v1")
     resolve("org/repo", revision="v1", offline=True, progress=Notes())
+    resolve("org/repo@v1", revision="v1", offline=True, progress=Notes())
     resolve("tiny", progress=Notes())
     assert len(heard) == 1
+    assert resolve("org/repo@v1", revision="v2", offline=True, progress=Notes()).revision is not None
+    assert heard[1:] == ["revision v2 is not looked at: org/repo@v1 has one of its own"]
 
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"eager": True}, "eager is for GPUs"), ({"gpu_memory_utilization": 0.5}, "gpu-memory-utilization is for GPUs"), ({}, ""),
+    ({"kv_cache_dtype": "int8", "cache_type_k": "fp8"}, ""),
+    ({"kv_cache_dtype": "int8", "cache_type_k": "fp8", "cache_type_v": "fp8"}, "kv-cache-dtype changes nothing"),
 ])  # fmt: skip
 def test_what_only_a_gpu_has_is_said_on_a_cpu(settings: dict[str, Any], said: str) -> None:
     class Notes(NullProgress):

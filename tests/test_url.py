@@ -226,6 +226,14 @@ def test_what_only_a_model_here_could_do_is_refused_by_name(tmp_path: Path, flag
     assert refused.err.startswith(f"error: {name} has no meaning with --url")
 
 
+def test_of_a_server_only_what_it_was_told_is_known_to_change_nothing(tmp_path: Path) -> None:
+    with OpenAIServer(pieces("ok")) as server:
+        sure = run(tmp_path, server, "--no-stats", "--temp", "0", "--top-k", "4", "hi")
+        unsure = run(tmp_path, server, "--no-stats", "--repeat-last-n", "4", "--dry-base", "2", "--xtc-threshold", "0.2", "hi")
+    assert sure.err == "--top-k changes nothing: at --temp 0 the likeliest token is taken\n"
+    assert unsure.err == ""
+
+
 def test_defaults_for_models_here_do_not_concern_a_server(tmp_path: Path) -> None:
     asked(tmp_path, "hi", NANOVLLM_CTX_SIZE="100", NANOVLLM_QUANT="int8")
     for flags in (["--api-key", "x"], ["--timeout", "5"]):

@@ -107,6 +107,8 @@ class LLM:
             generation_config = dict(checkpoint.generation_config)
         self.chat_template = self._choose_template(chat_template)
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
+        if self.answer_format is None and (tool_format or reasoning_format):
+            progress.note("the parsers of tool calls and reasoning change nothing: this model has no chat template")
         self.default_params = SamplingParams.from_generation_config(generation_config)
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self.engine = Engine(

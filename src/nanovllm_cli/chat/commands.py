@@ -89,7 +89,7 @@ def _set(chat: Chat, argument: str) -> None:
     chosen = sampling.setting(name)
     if value.strip():
         given = sampling.changed(chat.model.settings.given, chosen, value.strip())
-        chat.model.check(given)
+        chat.model.settled(given)
         chat.model.settings.given = given
     chat.display.say(f"{chosen.name} = {chat.model.shown(chosen)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from nanovllm_cli.chat.model import Reply, Settings
 from nanovllm_cli.chat.prompt import Prompts
 from nanovllm_cli.chat.sampling import shown
 from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.answering import Settled
 from nanovllm_cli.cli.local import LocalAnswering
 from nanovllm_cli.cli.model import Prompting
 from nanovllm_cli.cli.records import peak_memory_bytes
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from nanovllm_cli.cli.model import Loaded
     from nanovllm_cli.cli.options import Choice
     from nanovllm_cli.llm import LLM
-    from nanovllm_cli.sampling_params import SamplingParams
 
 Load = Callable[[], "Loaded"]
 
@@ -120,11 +119,11 @@ class LocalModel:
         self._prompts = self._prompts_for(self.llm, choice)
         self.settings.think = choice
 
-    def check(self, given: Given) -> None:
-        self._params(given)
+    def settled(self, given: Given) -> Settled:
+        return Settled(self.prompts.prompting.settled(given))
 
     def shown(self, setting: Setting) -> str:
-        return shown(self._params(self.settings.given), setting)
+        return shown(self.settled(self.settings.given).params, setting)
 
     def names(self) -> Iterable[tuple[str, str]]:
         from nanovllm_cli.cli.complete import models
@@ -178,11 +177,6 @@ class LocalModel:
             loaded.llm.close()
             raise
         self._load, self._loaded = load, loaded
-
-    def _params(self, given: Given) -> SamplingParams:
-        """For no answer in particular: a budget for reasoning waits until there is a prompt."""
-        fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
-        return dataclasses.replace(self.llm.default_params, **fields)
 
     def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
         prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)

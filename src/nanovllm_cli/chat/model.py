@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nanovllm_cli.cli.answering import Answering, Given
+from nanovllm_cli.cli.answering import Answering, Given, Settled
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
@@ -74,7 +74,7 @@ class Model(Protocol):
 
     def think(self, choice: Choice) -> None: ...
 
-    def check(self, given: Given) -> None:
+    def settled(self, given: Given) -> Settled:
         """Refuses settings that do not go together."""
 
     def shown(self, setting: Setting) -> str:

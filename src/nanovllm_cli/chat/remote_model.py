@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 from nanovllm_cli.chat.model import Reply, Settings
 from nanovllm_cli.chat.prompt import for_template
 from nanovllm_cli.chat.sampling import shown
-from nanovllm_cli.cli.remote import RemoteAnswering, waited_for
+from nanovllm_cli.cli.remote import RemoteAnswering, settled, waited_for
 from nanovllm_cli.client.endpoint import Endpoint, ServedModel, unknown_model
 from nanovllm_cli.client.wire import CHAT, chat_body
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.reasoning import thinking_variables
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
     from nanovllm_cli.chat.sampling import Setting
-    from nanovllm_cli.cli.answering import Answering, Given
+    from nanovllm_cli.cli.answering import Answering, Given, Settled
     from nanovllm_cli.cli.options import Choice
 
 _UNKNOWN = "the server's own"
@@ -81,12 +80,12 @@ class RemoteModel:
     def think(self, choice: Choice) -> None:
         self.settings.think = choice
 
-    def check(self, given: Given) -> None:
-        _params(given)
+    def settled(self, given: Given) -> Settled:
+        return settled(given)
 
     def shown(self, setting: Setting) -> str:
         given = self.settings.given
-        return shown(_params(given), setting) if setting.field in given else _UNKNOWN
+        return shown(settled(given).params, setting) if setting.field in given else _UNKNOWN
 
     def names(self) -> Iterable[tuple[str, str]]:
         return [(each.id, "") for each in self._listed()]
@@ -128,7 +127,3 @@ class RemoteModel:
 
     def _listed(self) -> list[ServedModel]:
         return waited_for(self._endpoint.models())
-
-
-def _params(given: Given) -> SamplingParams:
-    return SamplingParams(**{name: value for name, value in given.items() if name != "reasoning_budget"})

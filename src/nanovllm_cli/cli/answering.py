@@ -6,7 +6,7 @@ is None, and is left out of what is shown. Nothing here knows an engine or a con
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,11 +15,19 @@ from nanovllm_cli.errors import RequestError, UnmeetableError
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
     from nanovllm_cli.cli.records import Record, Statistics
+    from nanovllm_cli.sampling_params import SamplingParams
 
 Given = Mapping[str, Any]
-"""Fields of SamplingParams, and "reasoning_budget": most tokens of reasoning, -1 for no limit."""
+"""Fields of SamplingParams that were asked for, and "reasoning_budget": most tokens of reasoning, -1 for no limit. The rest is
+the model's own."""
 
-"""Fields of SamplingParams that were asked for; the rest is the model's own."""
+
+class Settled(NamedTuple):
+    """What answers are drawn with. known: fields of it that are certain, where a server may have defaults of its own for the
+    rest; None: all."""
+
+    params: SamplingParams
+    known: Collection[str] | None = None
 
 
 @dataclass(slots=True)
@@ -147,6 +155,8 @@ class Answerer(Protocol):
     @property
     def identity(self) -> list[str]:
         """What an answer depends on besides the question: results of another one are other results."""
+
+    def settled(self, given: Given) -> Settled: ...
 
     def ask(self, question: Question, given: Given) -> Answering: ...
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from nanovllm_cli.cli.command import option
+from nanovllm_cli.cli.command import is_typed, option
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,12 +60,21 @@ class DatasetOptions:
         int | None, option("--num-prefixes", help=f"How many groups. [{NUM_PREFIXES}]", panel=DATASET, metavar="N")
     ] = None
 
+    @property
+    def kind(self) -> str:
+        return self.dataset or ("file" if self.dataset_path is not None else "random")
+
+    def refuse_seed(self, ctx: Any) -> None:
+        """Raises UsageError for a seed that was typed where nothing else is drawn by one."""
+        if self.kind == "file" and is_typed(ctx, "seed"):
+            raise UsageError("--seed has no meaning for --dataset file, which is asked in its own order")
+
     def workload(self, count: int, *, seed: int, vocab_size: int | None = None, tokens: Count | None = None) -> Workload:
         """`count` requests. vocab_size: prompts are token ids below it, or words where it is None. tokens: how many a text has,
         where a tokenizer is at hand. Raises UsageError."""
         from nanovllm_cli.bench import workload
 
-        kind = self.dataset or ("file" if self.dataset_path is not None else "random")
+        kind = self.kind
         for each in fields(self)[1:]:
             if getattr(self, each.name) is not None and each.name not in _TAKES[kind]:
                 raise UsageError(f"--{each.name.replace('_', '-')} has no meaning for --dataset {kind}")

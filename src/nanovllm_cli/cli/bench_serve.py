@@ -10,10 +10,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
-from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, option
+from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, is_typed, option
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
@@ -130,6 +132,7 @@ class ServeOutputOptions(SummaryOutputOptions):
 @expand
 def bench_serve(
     *,
+    ctx: typer.Context,
     server: ServerOptions,
     load: LoadOptions,
     dataset: DatasetOptions,
@@ -150,6 +153,10 @@ def bench_serve(
         from nanovllm_cli.bench.machine import this_machine
     signals.check()
     plans = _plans(load, output)
+    if all(math.isinf(plan.request_rate) for plan in plans):
+        if is_typed(ctx, "burstiness"):
+            raise UsageError("--burstiness has no meaning where all requests are sent at once", "give --request-rate too")
+        dataset.refuse_seed(ctx)
     target = _target(server)
     if load.num_prompts < 1 or load.warmup < 0:
         raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")

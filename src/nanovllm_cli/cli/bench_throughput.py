@@ -76,6 +76,7 @@ def bench_throughput(
     log.configure(messages, screen)
     if options.num_prompts < 1 or options.warmup < 0:
         raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")
+    dataset.refuse_seed(ctx)
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)

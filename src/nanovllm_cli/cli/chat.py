@@ -21,6 +21,7 @@ from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, te
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
 from nanovllm_cli.cli.output import Console, console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
+from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import state_folder
 
@@ -66,8 +67,10 @@ def chat(
     saved = Sessions(state_folder() / "sessions")
     refuse_both(list_sessions=sessions.list_sessions, delete_session=sessions.delete_session is not None)
     if sessions.list_sessions:
+        refuse_beside(ctx, "--list-sessions", MessageOptions, "list_sessions")
         _list(saved, screen)
     elif sessions.delete_session is not None:
+        refuse_beside(ctx, "--delete-session", MessageOptions, "delete_session")
         saved.delete(sessions.delete_session)
         screen.say(f"{sessions.delete_session} is deleted")
     else:
@@ -80,7 +83,8 @@ def chat(
             name, spoken = name_and_words(model, model_word, words or [])
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1), screen)
         first = _first_message(talk.file or [], spoken)
-        _converse(source, first, talk, sessions, _given(sampling, form), saved, screen)
+        refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
+        _converse(ctx, source, first, talk, sessions, _given(sampling, form), saved, screen)
 
 
 @dataclass
@@ -142,6 +146,7 @@ class _Remote:
 
 
 def _converse(
+    ctx: typer.Context,
     source: _Local | _Remote,
     first: str,
     talk: ChatOptions,
@@ -172,6 +177,8 @@ def _converse(
         if resumed is not None:
             chat.resume(resumed)
         chat.model.open(source.name(chat.resumed_model))
+        for note in sampling_notes(ctx, *chat.model.settled(given)):
+            screen.say(note, "dim")
         if resumed is not None:
             chat.load_kv()
             if at_terminal:

@@ -94,7 +94,9 @@ class Command(TyperCommand):
                 name: [value] if name in several and not isinstance(value, list) else value for name, value in defaults.items()
             }
         try:
-            return super().parse_args(ctx, args)
+            rest: list[str] = super().parse_args(ctx, args)
+            _settle_loudness(ctx)
+            return rest
         except typer.TyperException as failure:
             if getattr(failure, "ctx", ctx) is None:
                 failure.ctx = ctx  # type: ignore[attr-defined]
@@ -254,6 +256,18 @@ def _full_name(ctx: Any) -> str:
     return ".".join(reversed(names)) or ctx.command.name or ""
 
 
+def _settle_loudness(ctx: Any) -> None:
+    """-v wins over a --quiet of the environment or of a settings file, and both together only say what goes into a file. Raises
+    UsageError."""
+    given = ctx.params
+    if ctx.resilient_parsing or not (given.get("quiet") and given.get("verbose")) or given.get("log_file"):
+        return
+    if is_typed(ctx, "verbose"):
+        if is_typed(ctx, "quiet"):
+            raise UsageError("-q and -v cannot be used together", "with --log-file, -v is for the file")
+        given["quiet"] = False
+
+
 def _only(value: Any) -> str | None:
     """A word, also where it is the only one of several that there could be."""
     if isinstance(value, list | tuple) and len(value) == 1:
@@ -277,3 +291,9 @@ def is_typed(ctx: Any, name: str) -> bool:
     they have a meaning."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def flag_of(ctx: Any, name: str) -> str:
+    """What a person calls this parameter: its longest flag, or an argument's name in the help."""
+    param = next(param for param in ctx.command.params if param.name == name)
+    return str(max(param.opts, key=len)) if param.opts[0].startswith("-") else str(param.metavar or name)

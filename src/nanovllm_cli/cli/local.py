@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm_cli.cli import records
-from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Usage
+from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Settled, Usage
 from nanovllm_cli.cli.model import Loaded, Prompting, load
 from nanovllm_cli.cli.question import Question
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
@@ -171,6 +171,9 @@ class LocalAnswerer:
     @property
     def identity(self) -> list[str]:
         return [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+
+    def settled(self, given: Given) -> Settled:
+        return Settled(self._prompting.settled(given))
 
     def ask(self, question: Question, given: Given) -> Answering:
         ids, params = self._encode(question, given)

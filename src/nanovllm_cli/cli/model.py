@@ -179,12 +179,14 @@ class Prompting:
         known = self.reasoning()
         return None if known is None else partial(known.parser, self.tail(ids))
 
+    def settled(self, given: Given) -> SamplingParams:
+        """For no answer in particular: a budget for reasoning waits until there is a prompt."""
+        fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
+        return dataclasses.replace(self.llm.default_params, **fields)
+
     def params_for(self, ids: list[int], given: Given, *, goes_on: bool = False) -> SamplingParams:
         """For an answer to `ids`: the model's own settings under what was asked for. goes_on: `ids` end within an answer."""
-        fields = dict(given)
-        budget = fields.pop("reasoning_budget", -1)
-        params = dataclasses.replace(self.llm.default_params, **fields)
-        known = self.reasoning()
+        budget, params, known = given.get("reasoning_budget", -1), self.settled(given), self.reasoning()
         if budget >= 0 and known is None:
             raise UsageError(f"--reasoning-budget has no meaning: {self.llm.name} does not mark its reasoning")
         if known is None or goes_on:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, option
+from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, console, one_line
-from nanovllm_cli.cli.progress_line import size
+from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.planning.facts import Facts
+    from nanovllm_cli.progress import LoadProgress
     from nanovllm_cli.text.tokenizer import Tokenizer
     from nanovllm_cli.weights.checkpoint import Checkpoint
     from nanovllm_cli.weights.source import ResolvedModel
@@ -69,13 +70,15 @@ def show(
     name = model_word or options.model
     if not name:
         raise UsageError("no model was named", EXAMPLE)
+    if options.template and is_typed(ctx, "json"):
+        raise UsageError("--template and --json cannot be used together", "--json has the template as well")
     name = ctx.obj.resolve(name) if isinstance(ctx.obj, Settings) else name
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.planning.facts import facts_of
         from nanovllm_cli.weights.checkpoint import open_checkpoint
     signals.check()
-    found = here(name, options.revision)
+    found = here(name, options.revision, ProgressLine(screen))
     with open_checkpoint(found.path) as checkpoint:
         facts = facts_of(checkpoint)
         tokenizer = _tokenizer(checkpoint, screen)
@@ -92,14 +95,14 @@ def show(
             _print(found, checkpoint, facts, tokenizer, template, screen)
 
 
-def here(name: str, revision: str | None) -> ResolvedModel:
+def here(name: str, revision: str | None, progress: LoadProgress) -> ResolvedModel:
     """The model on this machine; nobody is asked for it. Raises ModelNotFoundError."""
-    from nanovllm_cli.weights.source import cached_copy, meaning, resolve
+    from nanovllm_cli.weights.source import cached_copy, meaning, resolve, with_revision
 
-    meant = meaning(name)
+    meant = with_revision(meaning(name), revision, name, progress)
     if isinstance(meant, Path):
         return resolve(name)
-    found = cached_copy(meant._replace(revision=meant.revision or revision), name)
+    found = cached_copy(meant, name)
     if found is None:
         raise ModelNotFoundError(
             f"{name} is not in the cache, at least not completely",

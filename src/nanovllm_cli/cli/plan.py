@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from nanovllm_cli.cli import log, parsers, signals
-from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, option
+from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, RooflineChoice, WeightsOptions
@@ -22,7 +22,7 @@ from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import DoesNotFitError, NanovllmError
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.planning.check import Comparison
@@ -109,6 +109,8 @@ def plan(
     screen = console()
     log.configure(messages, screen)
     name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    if options.check and options.roofline == "cached" and is_typed(ctx, "roofline"):
+        raise UsageError("--roofline cached has no meaning with --check", "the machine is measured anew, to compare with")
     config = memory.config(source, max_num_seqs=memory.parallel)
     screen.announce(f"looking for {name}")
     with signals.insisting():
@@ -141,7 +143,7 @@ def _planned(
         remote = not isinstance(found, ResolvedModel)
         speed = _speed(config, options, screen)
         formats = None if source.quant is None else [source.quant]
-        made = make_plan(checkpoint, config, formats, speed, answers=answers, headers_only=remote)
+        made = make_plan(checkpoint, config, formats, speed, answers=answers, headers_only=remote, progress=progress)
     if isinstance(found, ResolvedModel):
         return _Planned(made, f"{found}, here", 0)
     return _Planned(made, f"{found.repo}@{found.listing.commit[:7]}, not in the cache", made.facts.num_bytes)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm_cli.cli import records, signals
-from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Usage
+from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Settled, Usage
 from nanovllm_cli.client.blocking import single, stepwise
 from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, Delta, TokenLogprob, chat_body, text_body
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, ServerError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
@@ -134,6 +135,9 @@ class RemoteAnswerer:
     def identity(self) -> list[str]:
         return [self.endpoint.server.url, self.name]
 
+    def settled(self, given: Given) -> Settled:
+        return settled(given)
+
     def ask(self, question: Question, given: Given) -> Answering:
         return RemoteAnswering(self.endpoint, *self._request(question, given))
 
@@ -190,6 +194,12 @@ class RemoteAnswerer:
             return key, failure
         _count(answers, stream, body.get("n") or 1)
         return key, _result(answers, stream)
+
+
+def settled(given: Given) -> Settled:
+    """What a server draws with, as far as it was told. Raises UsageError for settings that do not go together."""
+    fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
+    return Settled(SamplingParams(**fields), tuple(fields))
 
 
 def _grown(answers: Answers, delta: Delta) -> Piece:

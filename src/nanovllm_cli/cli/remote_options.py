@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanovllm_cli.cli.command import SERVER, is_typed, option
+from nanovllm_cli.cli.command import SERVER, flag_of, is_typed, option
 from nanovllm_cli.cli.options import EngineOptions, ModelOptions
 from nanovllm_cli.errors import UsageError
 
@@ -67,7 +67,7 @@ def _refuse(ctx: Any, names: Sequence[str], why: str) -> None:
     """Raises UsageError for the first of these options that the command line has."""
     for param in ctx.command.params:
         if param.name in names and is_typed(ctx, param.name):
-            raise UsageError(f"{max(param.opts, key=len)} {why}")
+            raise UsageError(f"{flag_of(ctx, param.name)} {why}")
 
 
 def named_by_word(served: Sequence[ServedModel], words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -31,6 +31,7 @@ from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
+from nanovllm_cli.cli.unused import refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def run(
         raise UsageError("--chat-template has no meaning: --raw leaves the chat template out", "leave one of them away")
     system = None if prompt.system_prompt is None else inputs.checked(prompt.system_prompt, "the system prompt")
     kwargs = template_kwargs(prompt.chat_template_kwargs)
+    refuse_two_switches(ctx, kwargs)
     endpoint = server.endpoint(ctx)
     if endpoint is not None:
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
@@ -90,8 +92,14 @@ def run(
                 name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs
             )
 
+    def opened() -> Answerer:
+        found = answerer()
+        for note in sampling_notes(ctx, *found.settled(given)):
+            screen.say(note, "dim")
+        return found
+
     asked = _Asked(
-        answerer=answerer,
+        answerer=opened,
         words=[*([prompt.prompt] if prompt.prompt is not None else []), *spoken],
         given=given,
         system=system,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import expand, is_typed
+from nanovllm_cli.cli.command import expand, flag_of, is_typed
 from nanovllm_cli.cli.model import chat_template
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
 from nanovllm_cli.cli.output import Console, console
@@ -65,13 +65,17 @@ def serve(
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:
         raise UsageError("--sleep-idle must be more than 0")
-    if model.max_models is None and is_typed(ctx, "swap_timeout"):
+    if is_typed(ctx, "swap_timeout") and model.max_models is None:
         raise UsageError("--swap-timeout has no meaning without --max-models")
+    if is_typed(ctx, "swap_timeout") and model.max_models is not None and model.max_models >= len(names):
+        raise UsageError(f"--swap-timeout has no meaning: --max-models {model.max_models} has room for all of them")
     if address.ssl_key_file is None and is_typed(ctx, "ssl_key_password_file"):
         raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
-    for name in ("host", "port"):
+    if messages.quiet and is_typed(ctx, "access_log") and limits.access_log:
+        raise UsageError("--access-log has no meaning with --quiet", "leave one of them away")
+    for name in ("host", "port", "allowed_host"):
         if address.unix_socket is not None and is_typed(ctx, name):
-            raise UsageError(f"--{name} has no meaning with --unix-socket", "leave one of them away")
+            raise UsageError(f"{flag_of(ctx, name)} has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()
@@ -196,6 +200,9 @@ def _teller(screen: Console) -> Callable[[str, Loading], None]:
 
     def tell(name: str, loading: Loading) -> None:
         nonlocal stage, done
+        if loading.note:
+            progress.note(f"{name}: {loading.note}")
+            return
         if loading.stage != stage:
             stage, done = loading.stage, 0
             unit: Any = loading.unit or "tokens"

@@ -76,6 +76,8 @@ class Worker:
         self.num_multiplied_whole = 0
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
+        if config.activations != "auto" and set(self.formats) == {None} and progress is not None:
+            progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         heads = self.spec.kv_heads_and_dims
         self.block_bytes = block_bytes(heads, backend)
@@ -211,6 +213,7 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     index = int(number or 0)
     reason = why_unavailable(index)
     if reason is None:
+        _tell_unused(config, progress, on_gpu=True)
         return CudaPlatform(config, CudaDevice(index, config.programmatic_launch), progress)
     if kind != "auto":
         raise reason
@@ -220,9 +223,25 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
 
 
 def _cpu(config: EngineConfig, progress: LoadProgress | None) -> CpuPlatform:
-    if progress is not None:
-        plain = EngineConfig()
-        for name in ("eager", "programmatic_launch", "gpu_memory_utilization"):
-            if getattr(config, name) != getattr(plain, name):
-                progress.note(f"{name.replace('_', '-')} is for GPUs, and changes nothing on a CPU")
+    _tell_unused(config, progress, on_gpu=False)
     return CpuPlatform(config, progress)
+
+
+def _tell_unused(config: EngineConfig, progress: LoadProgress | None, *, on_gpu: bool) -> None:
+    """Notes for settings that change nothing here. They may be somebody's defaults for all machines, so nothing is refused."""
+    plain = EngineConfig()
+    changed = {name for name in ("eager", "programmatic_launch", "gpu_memory_utilization", "threads", "kv_cache_dtype")
+               if getattr(config, name) != getattr(plain, name)}  # fmt: skip
+    notes = [f"{name} is for CPUs, and changes nothing on a GPU" for name in ("threads",) if on_gpu and name in changed]
+    notes += [
+        f"{name.replace('_', '-')} is for GPUs, and changes nothing on a CPU"
+        for name in ("eager", "programmatic_launch", "gpu_memory_utilization")
+        if name in changed and not on_gpu
+    ]
+    if on_gpu and "gpu_memory_utilization" in changed and config.kv_cache_bytes is not None:
+        notes.append("gpu-memory-utilization changes nothing: the KV cache has a size of its own")
+    if "kv_cache_dtype" in changed and config.cache_type_k is not None and config.cache_type_v is not None:
+        notes.append("kv-cache-dtype changes nothing: keys and values have types of their own")
+    if progress is not None:
+        for note in notes:
+            progress.note(note)

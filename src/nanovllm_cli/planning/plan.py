@@ -23,6 +23,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.planning import estimate
 from nanovllm_cli.planning.estimate import BATCHES, Speed
 from nanovllm_cli.planning.facts import Facts, facts_of, reader_of
+from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -109,14 +110,15 @@ def make_plan(
     *,
     answers: int = 1,
     headers_only: bool = False,
+    progress: LoadProgress | None = None,
 ) -> Plan:
     """formats: those that --quant asks for; None compares the usual ones with what is stored. answers: how many at once.
-    headers_only: see `facts_of`.
+    headers_only: see `facts_of`. progress: hears of settings that change nothing here.
 
     Raises what opening a model raises, UsageError or UnsupportedError for a format that was asked for and can't be, and
     DoesNotFitError for a context that the model does not have.
     """
-    platform = select_platform(config, None)
+    platform = select_platform(config, progress)
     facts = facts_of(checkpoint, headers_only=headers_only)
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)

@@ -170,7 +170,7 @@ class _Progress:
         pass
 
     def note(self, message: str) -> None:
-        logger.info("%s", message)
+        self._channel.send(Loading(note=message))
 
     def starting(self) -> AbstractContextManager[None]:
         return nullcontext()

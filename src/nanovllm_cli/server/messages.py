@@ -81,12 +81,13 @@ class Facts(Message):
 
 
 class Loading(Message):
-    """How far loading is, in `unit`s; total 0 where that is not known."""
+    """How far loading is, in `unit`s; total 0 where that is not known. Or, without a stage, a `note` for who loads."""
 
-    stage: str
+    stage: str = ""
     done: int = 0
     total: int = 0
     unit: str = ""
+    note: str = ""
 
 
 class Ready(Message):

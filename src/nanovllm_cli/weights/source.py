@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
@@ -79,6 +79,9 @@ class HubName(NamedTuple):
     file: str | None = None
 
 
+Meant = TypeVar("Meant", Path | HubName, Path | HubName | None)
+
+
 def resolve(
     name: str,
     *,
@@ -118,13 +121,12 @@ def locate(
     can be reached: a copy that is here may be old. Raises what `resolve` raises, except for what a download needs."""
     progress = progress or NullProgress()
     meant = None if name.startswith(RANDOM) else meaning(name, aliases)
-    if revision is not None and not isinstance(meant, HubName):
-        progress.note(f"revision {revision} is not looked at: {name} does not come from the hub")
+    meant = with_revision(meant, revision, name, progress)
     if meant is None:
         return _made_up(name)
     if isinstance(meant, Path):
         return _local(meant, name, quant)
-    meant = meant._replace(quant=meant.quant or quant, revision=meant.revision or revision)
+    meant = meant._replace(quant=meant.quant or quant)
     try:
         return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, token)
     except ModelNotFoundError as error:
@@ -158,6 +160,18 @@ def meaning(name: str, aliases: Mapping[str, str] | None = None) -> Path | HubNa
     if parsed is None:
         raise _not_found(name, known)
     return parsed
+
+
+def with_revision(meant: Meant, revision: str | None, name: str, progress: LoadProgress) -> Meant:
+    """`meant`, which `name` says, with `revision` where it has none of its own; `progress` hears where it counts for nothing."""
+    if revision is None:
+        return meant
+    if not isinstance(meant, HubName):
+        progress.note(f"revision {revision} is not looked at: {name} does not come from the hub")
+        return meant
+    if meant.revision not in (None, revision):
+        progress.note(f"revision {revision} is not looked at: {name} has one of its own")
+    return meant._replace(revision=meant.revision or revision)
 
 
 def _known(aliases: Mapping[str, str] | None) -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""Options that were typed and change nothing, as another one has it: refused, or, where that is harmless or a habit
+(`--temp 0 --top-k 40`), answered with a line. Defaults of settings files and of the environment are for where they have a
+meaning, and nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm_cli.cli.command import flag_of, is_typed
+from nanovllm_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanovllm_cli.sampling_params import SamplingParams
+
+# Fields of SamplingParams with the value that switches each of them off.
+_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "xtc_probability": 0.0, "seed": None}
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_OF_DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breaker")
+
+
+def sampling_notes(ctx: Any, params: SamplingParams, known: Collection[str] | None = None) -> list[str]:
+    """A line for each of SamplingOptions that was typed and that `params`, as they are in the end, leave without effect.
+    known: fields of `params` that are certain; None: all, and not what a server may have besides."""
+
+    def typed(names: Iterable[str]) -> list[str]:
+        return [name for name in names if is_typed(ctx, name)]
+
+    def certain(*names: str) -> bool:
+        return known is None or set(names) <= set(known)
+
+    def notes() -> Iterator[tuple[list[str], str]]:
+        if params.is_greedy and certain("temperature"):
+            filters = [name for name, off in _FILTERS.items() if getattr(params, name) != off]
+            yield typed(filters), "at --temp 0 the likeliest token is taken"
+        if params.penalty_last_n == 0 and certain("penalty_last_n"):
+            yield typed(name for name, off in _PENALTIES.items() if getattr(params, name) != off), "--repeat-last-n is 0"
+        if all(getattr(params, name) == off for name, off in _PENALTIES.items()) and certain(*_PENALTIES):
+            yield typed(["penalty_last_n"]), "there is no penalty"
+        if params.dry_multiplier == 0 and certain("dry_multiplier"):
+            yield typed(_OF_DRY), "--dry-multiplier is 0"
+        elif params.dry_penalty_last_n == 0 and certain("dry_penalty_last_n"):
+            yield typed(["dry_multiplier"]), "--dry-penalty-last-n is 0"
+        if params.xtc_probability == 0 and certain("xtc_probability"):
+            yield typed(["xtc_threshold"]), "--xtc-probability is 0"
+        elif params.xtc_threshold > 0.5 and certain("xtc_threshold"):
+            yield typed(["xtc_probability"]), "--xtc-threshold is above 0.5"
+
+    def line(names: list[str], why: str) -> str:
+        return f"{' and '.join(flag_of(ctx, name) for name in names)} change{'s'[len(names) > 1 :]} nothing: {why}"
+
+    return [line(names, why) for names, why in notes() if names]
+
+
+def refuse_beside(ctx: Any, flag: str, allowed: type, *more: str) -> None:
+    """Raises UsageError for a parameter that was typed beside `flag`, which does all there is to do. allowed: a group of options
+    that may be; more: other names of parameters."""
+    names = {*(field.name for field in dataclasses.fields(allowed)), *more}
+    for param in ctx.command.params:
+        if param.name not in names and is_typed(ctx, param.name):
+            raise UsageError(f"{flag_of(ctx, param.name)} has no meaning with {flag}", "leave one of them away")
+
+
+def refuse_two_switches(ctx: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises UsageError where --think and --chat-template-kwargs were both typed and say whether the model reasons."""
+    from nanovllm_cli.text.reasoning import thinking_variables
+
+    twice = [name for name in thinking_variables(True) if name in kwargs]
+    if twice and is_typed(ctx, "think") and is_typed(ctx, "chat_template_kwargs"):
+        raise UsageError(f"--think and the {twice[0]} of --chat-template-kwargs say the same thing", "leave one of them away")
