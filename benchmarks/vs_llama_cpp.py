@@ -8,7 +8,8 @@ A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 3
 file, which llama.cpp quantizes.
 
 Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
-together (both after prompts of 32 tokens). Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
+together (both after prompts of 32 tokens); with --depth N instead prefill of 512 tokens behind N others, and decode of one
+sequence behind those. Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
 llama_decode alone, which flatters it. Reported: the median over rounds, and the ratio.
 """
 
@@ -38,11 +39,17 @@ PAIRS = {
 }
 
 
-def measure_ours(path: str, threads: int, quant: str | None) -> dict[str, float]:
+def measure_ours(path: str, threads: int, quant: str | None, depth: int) -> dict[str, float]:
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
 
     config = EngineConfig(
-        threads=threads, max_model_len=2048, num_blocks=2048, max_num_seqs=BATCH, enable_prefix_caching=False, quant=quant
+        threads=threads,
+        max_model_len=depth + 2048,
+        num_blocks=depth // 16 + 2048,
+        max_num_seqs=BATCH,
+        max_num_batched_tokens=PREFILL,
+        enable_prefix_caching=False,
+        quant=quant,
     )
     llm = LLM(path, config=config)
     vocab = llm.spec.vocab_size
@@ -66,6 +73,20 @@ def measure_ours(path: str, threads: int, quant: str | None) -> dict[str, float]
         base[0] = engine.stats().generated_tokens
         return (base[0] - first) / (time.perf_counter() - begin)
 
+    def deep() -> dict[str, float]:
+        engine = llm.engine
+        base = engine.stats()
+        engine.add("deep", prompt(depth + PREFILL, 98), params(STEPS + 1))
+        while engine.stats().scheduled_tokens - base.scheduled_tokens < depth:
+            engine.step()
+        times = [time.perf_counter()]
+        while engine.stats().generated_tokens == base.generated_tokens:
+            engine.step()
+        times.append(time.perf_counter())
+        while engine.has_unfinished():
+            engine.step()
+        return deep_rates(*times, time.perf_counter())
+
     base = [0]
 
     def prefill() -> float:
@@ -74,11 +95,14 @@ def measure_ours(path: str, threads: int, quant: str | None) -> dict[str, float]
         base[0] = llm.stats().generated_tokens
         return PREFILL / (time.perf_counter() - begin)
 
-    prefill(), decode(1), decode(BATCH)
+    prefill(), decode(1)
+    if depth:
+        return deep()
+    decode(BATCH)
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
-def measure_llama_cpp(path: str, threads: int, quant: None) -> dict[str, float]:
+def measure_llama_cpp(path: str, threads: int, quant: None, depth: int) -> dict[str, float]:
     import ctypes
 
     import llama_cpp as lib
@@ -94,7 +118,7 @@ def measure_llama_cpp(path: str, threads: int, quant: None) -> dict[str, float]:
         options.n_threads = options.n_threads_batch = threads
         return lib.llama_init_from_model(model, options)
 
-    contexts = {1: new_context(1, 1024), BATCH: new_context(BATCH, 256)}
+    contexts = {1: new_context(1, depth + 1024), BATCH: new_context(BATCH, 256)}
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
 
     def run(context: Any, tokens: list[tuple[int, int, int, bool]]) -> None:
@@ -127,8 +151,28 @@ def measure_llama_cpp(path: str, threads: int, quant: None) -> dict[str, float]:
             run(context, [((step * 31 + s) % vocab, PROMPT + step, s, True) for s in range(sequences)])
         return sequences * STEPS / (time.perf_counter() - begin)
 
-    prefill(), decode(1), decode(BATCH)
+    def deep() -> dict[str, float]:
+        lib.llama_memory_clear(lib.llama_get_memory(contexts[1]), True)
+        tokens = [(token, position, 0, False) for position, token in enumerate(prompt(depth + PREFILL, 98))]
+        for first in range(0, depth, PREFILL):
+            run(contexts[1], tokens[first : min(first + PREFILL, depth)])
+        times = [time.perf_counter()]
+        run(contexts[1], [*tokens[depth:-1], (*tokens[-1][:3], True)])
+        times.append(time.perf_counter())
+        for step in range(STEPS):
+            run(contexts[1], [(step * 31 % vocab, depth + PREFILL + step, 0, True)])
+        return deep_rates(*times, time.perf_counter())
+
+    prefill(), decode(1)
+    if depth:
+        return deep()
+    decode(BATCH)
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
+
+
+def deep_rates(begin: float, first: float, end: float) -> dict[str, float]:
+    """Tokens a second, of when the context was full, when the first token came, and when the last."""
+    return {"prefill": PREFILL / (first - begin), "decode 1": STEPS / (end - first)}
 
 
 SIDES: dict[str, Any] = {"nanovllm": measure_ours, "llama.cpp": measure_llama_cpp}
@@ -168,10 +212,11 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="keep the weights here and use them again")
     parser.add_argument("--pair", choices=PAIRS, default="bf16")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--depth", type=int, default=0, help="tokens in front of everything")
     parser.add_argument("--quant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant)))
+        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant, options.depth)))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = options.file or Path(folder) / "random.gguf"
@@ -198,6 +243,8 @@ def main() -> None:
                     str(files[side]),
                     "--threads",
                     str(options.threads),
+                    "--depth",
+                    str(options.depth),
                 ]
                 if side == "nanovllm" and quant is not None:
                     command += ["--quant", quant]
@@ -206,7 +253,8 @@ def main() -> None:
                 print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
     medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
     ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
-    print(f"| {options.shape}, {options.pair}, {options.threads} threads | nanovllm tok/s | llama.cpp tok/s | ratio |")
+    behind = f" behind {options.depth} tokens" if options.depth else ""
+    print(f"| {options.shape}, {options.pair}, {options.threads} threads{behind} | nanovllm tok/s | llama.cpp tok/s | ratio |")
     print("|---|---|---|---|")
     for k, ratio in ratios.items():
         print(f"| {k} | {medians['nanovllm'][k]:.1f} | {medians['llama.cpp'][k]:.1f} | {ratio:.2f} |")
@@ -216,6 +264,7 @@ def main() -> None:
             "shape": options.shape,
             "pair": options.pair,
             "threads": options.threads,
+            "depth": options.depth,
             "rounds": rounds,
             "ratios": ratios,
         }
