@@ -15,16 +15,10 @@
 // Both operands pass through STAGES buffers, STAGES - 1 units ahead, across segments.
 //
 // Bits: a row's sums have an order that depends on the weight's shape and the number of stripes, never on the other rows.
-#include "gemm_parts.cuh"
-#include "packed.cuh"
+#include "packed_stage.cuh"
 
-constexpr int WARPS = ACROSS / STRIPS * ALONG, THREADS = WARPS * WARP_SIZE, TILE_N = ACROSS * TILE_OUTPUTS;
 constexpr int TOKEN_TILES = TOKENS / 8, FRAGMENT = TOKEN_TILES * 4;  // of mma; sums of a lane
-constexpr int GROUPS = GROUP == 0 ? 0 : GROUP < DEPTH ? DEPTH / GROUP : 1;  // that 64 columns scale; 0: all columns are one
-constexpr int ZERO_GROUPS = GROUPS ? GROUPS : 1;
-constexpr int SCALES = GROUPS * TILE_OUTPUTS * sizeof(SCALE), ZERO_POINTS = ZEROS * ZERO_GROUPS * TILE_OUTPUTS;
-constexpr int SLICE = TOKENS * DEPTH * sizeof(DTYPE), X_STAGE = ALONG * SLICE;  // bytes in a stage
-constexpr int STRIP_STAGE = TILE_BYTES + SCALES + ZERO_POINTS, STAGE = X_STAGE + ACROSS * ALONG * STRIP_STAGE;
+constexpr int STAGE = X_STAGE + ACROSS * ALONG * STRIP_STAGE;
 constexpr bool FULL = TOKENS * STRIPS > 64;  // registers, of sums alone: no room for two halves of a unit at once
 static_assert(ALONG == 1 || ACROSS <= 2 * ALONG, "a tile's sums fit the x of a stage");
 
@@ -189,13 +183,7 @@ DEVICE void finish_tile(SegmentOf segment_of, int first, int last, const DTYPE* 
     for (int i = 0; i < BATCH; ++i) {
       const int at = (start + i * THREADS) * 4, row = first_row + at / TILE_N, output = first_output + at % TILE_N;
       if (at >= FOURS * 4 || row >= rows) break;
-      const int64_t place = (int64_t)row * outputs + output;
-      if (outputs % 4 == 0) {
-        if (output < outputs) finish<4>(sums[i].at, bias, residual, out, place, output);
-      } else {
-        for (int j = 0; j < 4 && output + j < outputs; ++j)
-          finish<1>(sums[i].at + j, bias, residual, out, place + j, output + j);
-      }
+      finish_four(sums[i].at, bias, residual, out, row, output, outputs);
     }
   }
 }

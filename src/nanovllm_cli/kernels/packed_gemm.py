@@ -93,7 +93,7 @@ def packed_gemm(
     if not out.numel():
         return out
     if weight.order is not None:
-        x = _in_order(launcher, x, weight.order)
+        x = in_order(launcher, x, weight.order)
 
     shape = shape or shape_of(outputs, launcher)
     stripes = max(1, min(launcher.num_multiprocessors, shape.units(outputs, width) // LEAST_UNITS))
@@ -167,7 +167,7 @@ def variants() -> list[Kernel]:
     ]  # fmt: skip
 
 
-def _in_order(launcher: Launcher, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def in_order(launcher: Launcher, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """x's columns as the weight has them."""
     gathered = torch.empty_like(x)
     launcher.torch_op(lambda: torch.index_select(x, 1, order, out=gathered))
