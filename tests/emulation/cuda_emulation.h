@@ -5,11 +5,11 @@
 // Blocks run one after another, in an order of the seed's choice too. What a thread may not read yet is poisoned with 0xff
 // bytes, which are NaN in every float type: shared memory before the block writes it, the target of a cp.async before the wait.
 //
-// Not seen: bank conflicts, timing, memory ordering between blocks that would run at once, wgmma, tensor-map copies.
+// Not seen: bank conflicts, timing, memory ordering between blocks that would run at once, tensor-map copies.
 // x86-64 and g++ only; compile with -fno-strict-aliasing.
 //
 // Here is what a kernel's code needs to see. The rest is compiled once for all kernels: fibers in fibers.cpp, what CUDA computes
-// for a warp or a block in warps.cpp.
+// for a warp or a block in warps.cpp, what it computes for four warps while they go on in warpgroups.cpp.
 #pragma once
 
 #include <algorithm>
@@ -54,6 +54,7 @@ typedef const unsigned char (*Slots)[SLOT_BYTES];
 
 extern Thread* current;
 extern unsigned char* dynamic_shared;
+extern size_t dynamic_bytes;
 extern dim3 grid_dim, block_dim;
 extern uint3 block_index;
 
@@ -67,6 +68,17 @@ unsigned live_lanes();  // of the current thread's warp
 void copy_async(void* target, const void* source, int bytes, int source_bytes);  // zeros where source_bytes is 0
 void commit_copies();
 void wait_copies(int left);
+
+// Products of warpgroups: see wgmma.cuh.
+void start_products();  // of a block
+void end_products();    // of a thread
+void note_copy(const void* target, bool landed);
+void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in_bf16);
+void fence_registers();
+void commit_products();
+void wait_products(int left);
+void fence_copies();
+uint32_t shared_address(const void* pointer);
 
 // Every lane of mask puts a value down; returns where they all lie: [lane] of SLOT_BYTES.
 Slots put_down(unsigned mask, const void* value, size_t bytes);

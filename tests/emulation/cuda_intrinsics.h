@@ -122,6 +122,13 @@ inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; ++i) c += (int8_t)(a >> 8 * i) * (int8_t)(b >> 8 * i);
   return c;
 }
+inline float emulated_fma(float a, float b, float c) { return (float)((double)a * b + c); }
+template <class Pair>
+inline Pair __hfma2(Pair a, Pair b, Pair c) {
+  const float low = emulated_fma(__low2float(a), __low2float(b), __low2float(c));
+  const float high = emulated_fma(__high2float(a), __high2float(b), __high2float(c));
+  return {decltype(a.x)(low), decltype(a.x)(high)};
+}
 template <class T>
 inline T __ldg(const T* address) { return *address; }
 template <class T>
@@ -156,5 +163,16 @@ inline void copy_async_16(void* target, const void* source, bool in_range = true
 inline void commit_copies() { emulation::commit_copies(); }
 template <int LEFT>
 inline void wait_copies() { emulation::wait_copies(LEFT); }
+
+inline uint32_t shared_address(const void* pointer) { return emulation::shared_address(pointer); }
+template <int COLUMNS, bool IN_BF16>
+inline void wgmma(float* d, const uint32_t* a, uint64_t b) { emulation::begin_product(d, a, b, COLUMNS, IN_BF16); }
+inline void wgmma_fence() { emulation::fence_registers(); }
+inline void wgmma_commit() { emulation::commit_products(); }
+template <int LEFT>
+inline void wgmma_wait() { emulation::wait_products(LEFT); }
+template <int COUNT>
+inline void sums_are_there(float*) {}
+inline void fence_for_products() { emulation::fence_copies(); }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}

@@ -40,6 +40,7 @@ namespace emulation {
 
 Thread* current;
 unsigned char* dynamic_shared;
+size_t dynamic_bytes;
 dim3 grid_dim, block_dim;
 uint3 block_index;
 
@@ -148,6 +149,7 @@ void run_fiber() {
   launched->run(launched->context);
   Fiber& fiber = running();
   if (!fiber.open_copies.empty() || !fiber.copy_groups.empty()) fail("a thread ends with cp.async copies not waited for");
+  end_products();
   fiber.done = true;
   --live_threads;
   Warp& warp = warps[fiber.warp];
@@ -202,6 +204,7 @@ void run_block(const std::vector<long>& order) {
   warps.assign((threads + WARP - 1) / WARP, Warp());
   at_block_barrier.clear();
   live_threads = threads;
+  start_products();
   for (int i = 0; i < threads; ++i) start_fiber(i);
   while (live_threads && !failure[0]) {
     bool moved = false;
@@ -281,6 +284,7 @@ Slots put_down(unsigned mask, const void* value, size_t bytes) {
 void copy_async(void* target, const void* source, int bytes, int source_bytes) {
   running().open_copies.push_back({target, source, bytes, source_bytes});
   memset(target, POISON, bytes);
+  note_copy(target, false);
 }
 
 void commit_copies() {
@@ -297,6 +301,7 @@ void wait_copies(int left) {
       } else {
         memset(copy.target, 0, copy.bytes);
       }
+      note_copy(copy.target, true);
     }
     groups.erase(groups.begin());
   }
@@ -308,6 +313,7 @@ int run_grid(const Call& call, const unsigned* dims, size_t shared_bytes) {
   void* memory = nullptr;  // exactly as large as asked for, so that AddressSanitizer sees an access past its end
   if (posix_memalign(&memory, 128, std::max<size_t>(1, shared_bytes))) abort();
   dynamic_shared = (unsigned char*)memory;
+  dynamic_bytes = shared_bytes;
   grid_dim = dim3(dims[0], dims[1], dims[2]);
   block_dim = dim3(dims[3], dims[4], dims[5]);
   launched = &call;

@@ -42,8 +42,8 @@ def launch(
         pytest.skip("one block of a grid is for the emulation")
     if kernel.stem == "blocks":
         pytest.skip("its table has addresses of host memory")
-    if kernel.min_capability > (launcher := _launcher()).capability:
-        pytest.skip(f"this GPU is older than {kernel} needs")
+    if not kernel.min_capability <= (launcher := _launcher()).capability <= kernel.max_capability:
+        pytest.skip(f"this GPU is older or newer than {kernel} needs")
     try:
         launch_there(launcher, kernel, grid, block, args, shared_bytes)
         torch.cuda.synchronize()
