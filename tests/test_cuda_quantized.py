@@ -195,8 +195,9 @@ def test_stacked_weights_are_one_with_all_their_rows() -> None:
 
 
 def test_ways_are_chosen_by_rows() -> None:
-    ways = [choose("int4", rows, 90) for rows in (0, 1, 8, 9, 64, 100_000)]
-    assert ways == ["library", "gemv", "gemv", "gemm", "gemm", "library"]
+    ways = [choose("int4", rows, 90) for rows in (0, 1, 8, 9, 64, 65, 2048, 100_000)]
+    assert ways == ["library", "gemv", "gemv", "gemm", "gemm", "wgmma", "wgmma", "library"]
+    assert [choose("int4", rows, 100) for rows in (64, 65, 193)] == ["gemm", "gemm", "library"], "wgmma is Hopper's alone"
     assert [choose("int4", rows, 75) for rows in (8, 9, 64)] == ["gemv", "gemm", "library"]
     assert [choose("blocks", rows, 75) for rows in (0, 1, 64, 65)] == ["library", "gemv", "gemv", "library"]
     assert all(line.gemv_rows <= line.gemm_rows and line.reason for line in TABLE)

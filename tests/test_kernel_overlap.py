@@ -19,6 +19,7 @@ from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
+from nanovllm_cli.kernels.packed_wgmma import packed_wgmma
 from nanovllm_cli.kernels.rope_cache import rope_and_cache
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
@@ -92,6 +93,16 @@ def packed_product_of_many() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return call, (weight.codes, weight.scales)
 
 
+def packed_product_of_warpgroups() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    weight, _ = quantized(Integer(4, 128), 70, 512)
+    x, residual = random(65, 512, dtype=BF16), random(65, 70, dtype=BF16)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        return packed_wgmma(launcher, x, weight, None, residual=residual.clone())
+
+    return call, (weight.codes, weight.scales)
+
+
 def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
     weight, _ = weights("Q4_K", 40, 512)
     x, gain, residual = random(2, 512, dtype=BF16), random(512, dtype=BF16), random(2, 40, dtype=BF16)
@@ -103,7 +114,8 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 
 CASES = (
-    normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, product_of_blocks,
+    normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
+    product_of_blocks,
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.sweeps import put, timed
 from gpu.timing import copies_for
 from nanovllm_cli.engine import worker
-from nanovllm_cli.kernels import library, packed, packed_gemm, unpack
+from nanovllm_cli.kernels import library, packed, packed_gemm, packed_wgmma, unpack
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher
@@ -40,7 +40,7 @@ SIZES = ((4096, 12288), (24576, 4096), (151936, 4096))
 MODELS = ("fp8", "fp8-weight-only", "int8", "int4", "q4_k_m")
 KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp8": "fp8-weight-only", "nf4": "nf4"}
 """Of packed weights, and a format of each."""
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 POOL_ROWS = 256
 """Rows that are really quantized; the others are theirs again."""
 LOADED_ROWS = 16 * POOL_ROWS
@@ -97,7 +97,7 @@ def first_rows(rows: QuantizedRows, count: int) -> QuantizedRows:
 
 
 def crossover(output: Output) -> None:
-    """Our GEMM against unpacking and against bf16 weights, by rows; and lines for quant/cuda_choice.py."""
+    """Our GEMMs against unpacking and against bf16 weights, by rows; and lines for quant/cuda_choice.py."""
     launcher, (outputs, width) = CudaLauncher(), (12288, 4096)
     plain = [randn(launcher, outputs, width, scale=width**-0.5) for _ in range(copies_for(2.0 * outputs * width))]
     lines: list[str] = []
@@ -109,10 +109,13 @@ def crossover(output: Output) -> None:
         for count in ROWS:
             cases = way_cases(launcher, weights, plain, count)
             row: dict[str, Any] = {"rows": count} | {f"{way} us": timed(case)["us"] for way, case in cases.items()}
-            rows.append(row | {"gain": row["bf16 us"] / min(row["gemm us"], row["library us"])})
+            ours = {way: row[f"{way} us"] for way in cases if way != "bf16"}
+            best = min(ours, key=lambda way: ours[way])
+            rows.append(row | {"gain": row["bf16 us"] / ours[best], "best": best})
             output.put(kind, rows)
-        ours = max((row["rows"] for row in rows if row["gemm us"] <= row["library us"]), default=8)
-        lines.append(f'Line("{kind}", {launcher.capability}, 8, {ours}, "measured, {outputs} x {width}")')
+        most = {way: max((row["rows"] for row in rows if row["best"] == way), default=0) for way in ("gemm", "wgmma")}
+        limits = f"8, {max(8, most['gemm'])}, {most['wgmma']}"
+        lines.append(f'Line("{kind}", {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
         output.put("lines", lines)
 
 
@@ -130,12 +133,15 @@ def packed_weight(launcher: Launcher, kind: packed.Kind, form: Format, outputs: 
 
 
 def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tensor], rows: int) -> dict[str, Case]:
-    """By our GEMM, by unpacking, and by the vendor's matmul of bf16 weights."""
+    """By our GEMMs, by unpacking, and by the vendor's matmul of bf16 weights."""
     outputs, width = weights[0].num_rows, weights[0].width
     x, counters = randn(launcher, rows, width), packed_gemm.new_counters(launcher)
 
     def gemm(weight: Packed) -> Callable[[], object]:
         return lambda: packed_gemm.packed_gemm(launcher, x, weight, None, counters)
+
+    def wgmma(weight: Packed) -> Callable[[], object]:
+        return lambda: packed_wgmma.packed_wgmma(launcher, x, weight, None)
 
     def unpacked(weight: Packed) -> Callable[[], object]:
         def rows_of(first: int, count: int) -> torch.Tensor:
@@ -151,6 +157,8 @@ def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tenso
         "library": [unpacked(weight) for weight in weights],
         "bf16": [dense(weight) for weight in plain],
     }
+    if launcher.capability == packed_wgmma.CAPABILITY:
+        made["wgmma"] = [wgmma(weight) for weight in weights]
     flops = 2.0 * rows * outputs * width
     return {way: Case(f"{way}, {rows}", weights[0].num_bytes, flops, calls) for way, calls in made.items()}
 

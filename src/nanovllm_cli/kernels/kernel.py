@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     """An entry point of `<stem>.cu`, compiled with `constants` (macro, value) in this order.
 
     min_capability: the oldest GPU that has its instructions, 10 * major + minor; 75 is the oldest that any kernel runs on.
-    max_capability: the newest that its wrapper launches it on, where newer ones have another kernel.
+    max_capability: the newest that its wrapper launches it on, where newer ones have another kernel, or lack its instructions.
     """
 
     stem: str

@@ -2,6 +2,7 @@
 
     gemv       our kernel for few rows, which reads the packed weight once; norm, gate and residual are in it
     gemm       our kernel that multiplies packed weights by tensor cores, converting codes in registers
+    wgmma      the same by Hopper's products of warpgroups, at twice the rate, in larger tiles
     library    unpack into 16-bit scratch, then the vendor's matmul: moves many times as many bytes, but multiplies faster
 
 N and K do not count so far: all ways scale with their product, and what a small matrix loses it loses by its launches.
@@ -11,38 +12,48 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Way = Literal["gemv", "gemm", "library"]
+Way = Literal["gemv", "gemm", "wgmma", "library"]
 
 
 class Line(NamedTuple):
-    """Up to gemv_rows rows by GEMV, up to gemm_rows by our GEMM, above by the library. From min_capability on."""
+    """Up to gemv_rows rows by GEMV, up to gemm_rows by our GEMM, up to wgmma_rows by wgmma (0: never), above by the library. From
+    min_capability on."""
 
     kind: str
     min_capability: int
     gemv_rows: int
     gemm_rows: int
+    wgmma_rows: int
     reason: str
 
 
 # Estimated, as no GPU has measured it yet: `benchmarks/gpu/all.py --only crossover` prints lines to put here.
 # An H200 (4.3 TB/s, 790 TFLOP/s by the vendor's matmul, perhaps 400 by mma.sync) unpacks 50 M weights of 4 bits in 29 us and
-# reads them again in 24; our GEMM of 192 rows takes 48.
+# reads them again in 24; our GEMM of 192 rows takes 48. wgmma at 80 % of the vendor's rate loses as much as unpacking costs at
+# some 1,700 rows, at 85 % at 2,400. Up to 64 rows it reads x as often as our GEMM, whose stripes fill the GPU better.
 TABLE = (
-    Line("int4", 80, 8, 192, "estimated: unpacking costs as much as 192 rows"),
-    Line("nf4", 80, 8, 192, "estimated, as int4"),
-    Line("int8", 80, 8, 192, "estimated, as int4"),
-    Line("fp8", 80, 8, 192, "estimated, as int4"),
-    Line("int4", 75, 8, 32, "estimated: no asynchronous copies before sm_80"),
-    Line("nf4", 75, 8, 32, "estimated, as int4"),
-    Line("int8", 75, 8, 32, "estimated, as int4"),
-    Line("fp8", 75, 8, 32, "estimated, as int4"),
-    Line("blocks", 75, 64, 64, "estimated: GEMV reads the weight once for 32 rows, unpacking moves eight times as much"),
+    Line("int4", 100, 8, 192, 0, "estimated, as sm_80: no wgmma"),
+    Line("nf4", 100, 8, 192, 0, "estimated, as int4"),
+    Line("int8", 100, 8, 192, 0, "estimated, as int4"),
+    Line("fp8", 100, 8, 192, 0, "estimated, as int4"),
+    Line("int4", 90, 8, 64, 2048, "estimated: unpacking costs as much as wgmma loses to the vendor's matmul at 2,048 rows"),
+    Line("nf4", 90, 8, 64, 1024, "estimated: its conversion takes as long as the products"),
+    Line("int8", 90, 8, 64, 2048, "estimated, as int4"),
+    Line("fp8", 90, 8, 64, 2048, "estimated, as int4"),
+    Line("int4", 80, 8, 192, 0, "estimated: unpacking costs as much as 192 rows"),
+    Line("nf4", 80, 8, 192, 0, "estimated, as int4"),
+    Line("int8", 80, 8, 192, 0, "estimated, as int4"),
+    Line("fp8", 80, 8, 192, 0, "estimated, as int4"),
+    Line("int4", 75, 8, 32, 0, "estimated: no asynchronous copies before sm_80"),
+    Line("nf4", 75, 8, 32, 0, "estimated, as int4"),
+    Line("int8", 75, 8, 32, 0, "estimated, as int4"),
+    Line("fp8", 75, 8, 32, 0, "estimated, as int4"),
+    Line("blocks", 75, 64, 64, 0, "estimated: GEMV reads the weight once for 32 rows, unpacking moves eight times as much"),
 )
 
 
 def choose(kind: str, rows: int, capability: int) -> Way:
     """The way for so many rows; of a kind's lines the first that the GPU is new enough for counts."""
     line = next(line for line in TABLE if line.kind == kind and line.min_capability <= capability)
-    if 0 < rows <= line.gemv_rows:
-        return "gemv"
-    return "gemm" if 0 < rows <= line.gemm_rows else "library"
+    limits: tuple[tuple[Way, int], ...] = (("gemv", line.gemv_rows), ("gemm", line.gemm_rows), ("wgmma", line.wgmma_rows))
+    return next((way for way, limit in limits if 0 < rows <= limit), "library")

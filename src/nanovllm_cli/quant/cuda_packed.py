@@ -10,7 +10,7 @@ from typing import Unpack
 
 import torch
 
-from nanovllm_cli.kernels import packed, packed_gemm, packed_gemv, unpack
+from nanovllm_cli.kernels import packed, packed_gemm, packed_gemv, packed_wgmma, unpack
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -82,8 +82,11 @@ class CudaPacked(CudaStorage):
 
     def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
         launcher, weight = self._launcher, self._weight
-        if self._way(count_rows(x)) == "gemm":
+        way = self._way(count_rows(x))
+        if way == "gemm":
             return packed_gemm.packed_gemm(launcher, self._normed(x), weight, bias, self._counters, **after)
+        if way == "wgmma":
+            return packed_wgmma.packed_wgmma(launcher, self._normed(x), weight, bias, **after)
 
         def rows(first: int, count: int) -> torch.Tensor:
             return unpack.unpack(launcher, weight, first, count, self._dtype)
