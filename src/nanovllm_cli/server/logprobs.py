@@ -1,7 +1,9 @@
 """Log-probabilities of a text's tokens, in the forms that OpenAI and vLLM give them.
 
 Reported are the tokens whose text is in the answer's text: joined they are the text. What an answer drew beyond it is left out:
-the token that ends it, and what a stop string cut off. A token that the cut goes through is reported whole.
+the token that ends it, and what a stop string cut off. A token that the cut goes through is reported whole. In a chat the text is
+all that was drawn: reasoning, tags of calls, and the white space beside them, which no reader of the content wants, have their
+tokens here too, as in vLLM and llama-server.
 
 What is said of one token is JSON at once (`Raw`): as Python's values the alternatives of a long answer would be gigabytes.
 """
