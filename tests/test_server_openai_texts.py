@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -17,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import openai_spec
 from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -155,6 +157,23 @@ def test_an_echo_stands_before_the_answer() -> None:
     chunks = chunks_of(ask(Script.of(" upon"), echo=True, stream=True)[0])
     assert [c["choices"][0]["text"] for c in chunks] == ["Once", " upon"]
     assert choices_of(ask(Script.of("!"), echo=True, prompt=IDS.encode("Hé"))[0])[0]["text"] == "Hé!"
+
+
+def test_log_probabilities_of_a_streamed_echo_hold_up_nobody_and_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long prompt take a tenth of a second, and each of several answers shows them: not on the event loop."""
+    raw, on_loop = logprobs._raw, []
+
+    def watched(value: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return raw(value)
+
+    monkeypatch.setattr(logprobs, "_raw", watched)
+    given = [None, *(TokenLogprobs(token_id, -0.25, 2, ((104, -0.125),)) for token_id in b"nce")]
+    script = Script([[event("!", index=index, finish="length") for index in range(2)]], prompt_logprobs=given)
+    chunks = chunks_of(ask(script, echo=True, logprobs=1, n=2, stream=True)[0], echo=True)
+    firsts = {choice["index"]: choice for chunk in reversed(chunks) for choice in chunk["choices"]}
+    assert {index: first["logprobs"]["tokens"] for index, first in firsts.items()} == {0: [*"Once"], 1: [*"Once"]}
+    assert on_loop == [False] * 3
 
 
 def test_an_echo_has_its_logprobs_too() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.logprobs import TextTokens, prompt_form, text_form
@@ -48,11 +49,13 @@ class Echo:
 
 
 class TextFrames:
-    """The frames of one prompt's answers. base: the index of the first."""
+    """The frames of one prompt's answers. base: the index of the first. Made in a thread (`off_loop`), as that writes the
+    log-probabilities of an echo."""
 
     def __init__(self, head: Head, generation: Generation, style: TextStyle, echo: Echo, base: int) -> None:
-        self._head, self._generation, self._style, self._echo, self._base = head, generation, style, echo, base
+        self._head, self._generation, self._style, self._base = head, generation, style, base
         self._start = head.frame_start()
+        self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
         self._tokens: dict[int, TextTokens] = {}
         self._num_chars: dict[int, int] = {}
         self._counts: dict[int, int] = {}
@@ -61,9 +64,9 @@ class TextFrames:
         out: list[bytes] = []
         for event in events:
             if event.index not in self._num_chars:
-                self._num_chars[event.index] = len(self._echo.text)
+                self._num_chars[event.index] = len(self._echoed)
                 if self._style.echo or self._style.token_ids:
-                    out.append(self._frame(event.index, self._echo.text, self._echo_logprobs(), None))
+                    out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
             self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
             text = event.text if self._style.draws else ""
             logprobs = self._logprobs(event) if self._style.draws else None
@@ -85,8 +88,8 @@ class TextFrames:
         parts = (b',"text":', encode(text), b',"logprobs":', encode(logprobs), b',"finish_reason":', encode(reason), more)
         return b"".join((self._start, b"%d" % (self._base + index), *parts, b"}]", self._style.tail(self._generation)))
 
-    def _echo_logprobs(self) -> dict[str, Any] | None:
-        top, echo = self._style.params.logprobs, self._echo
+    def _logprobs_of(self, echo: Echo) -> dict[str, Any] | None:
+        top = self._style.params.logprobs
         if top is None:
             return None
         return text_form(self._head.model.tokenizer, echo.entries, echo.token_ids, top, 0)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -106,12 +107,15 @@ async def _frames(context: ServerContext, body: CompletionRequest, exchange: Exc
         async with contextlib.aclosing(_merged([one.generation for one in begun])) as merged:
             async for position, events in merged:
                 if position not in writers:
-                    prompt, _, generation = begun[position]
-                    echo = Echo.of(prompt, generation, style)
-                    writers[position] = TextFrames(head, generation, style, echo, position * style.params.n)
+                    make = partial(_writer, head, style, begun[position], position * style.params.n)
+                    writers[position] = await off_loop(style.params, make)
                 if frames := writers[position].frames(events):
                     yield frames
         yield (head.usage_frame(_usage(begun, style)) if style.usage else b"") + DONE
+
+
+def _writer(head: Head, style: TextStyle, begun: Begun, base: int) -> TextFrames:
+    return TextFrames(head, begun.generation, style, Echo.of(begun.prompt, begun.generation, style), base)
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[Event]], None]:
