@@ -445,6 +445,14 @@ def test_nobody_is_there(tmp_path: Path) -> None:
 BROKEN: dict[str, Any] = {
     "closed": (lambda reply: reply.raw(b"5\r\nhal"), "lost in the middle"),
     "reset": (lambda reply: _reset(reply), "lost"),
+    "refused midway": (
+        lambda reply: reply.event({"error": {"message": "no token", "type": "invalid_request_error", "code": "unmeetable"}}),
+        "the server refuses the request: no token",
+    ),
+    "refused by vLLM": (
+        lambda reply: reply.event({"error": {"message": "bad", "type": "BadRequestError", "code": 400}}),
+        "the server refuses the request: bad",
+    ),
     "told": (lambda reply: reply.event({"error": {"message": "out of memory"}}), "the server failed: out of memory"),
     "no JSON": (lambda reply: reply.chunk(b"data: {oops\n\n"), "not JSON"),
     "early end": (lambda reply: reply.raw(b"0\r\n\r\n"), "ended before it was complete"),
@@ -472,9 +480,10 @@ def test_an_answer_that_breaks_off_leaves_what_came(tmp_path: Path, kind: str) -
         result = run(tmp_path, server, "-q", "hi")
         assert run(tmp_path, server, "-q", "hi") == result
         to_file = run(tmp_path, server, "-q", "--json", "-o", "out", "hi")
-    assert (result.code, result.out) == (1, "half an\n")
+    code = 2 if kind.startswith("refused") else 1
+    assert (result.code, result.out) == (code, "half an\n")
     assert says in result.err
-    assert (to_file.code, to_file.out, (tmp_path / "out").exists()) == (1, "", False)
+    assert (to_file.code, to_file.out, (tmp_path / "out").exists()) == (code, "", False)
     last = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())
     assert last["messages"][-1] == {"role": "assistant", "content": "half an"}  # --continue goes on with it
 

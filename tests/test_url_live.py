@@ -100,6 +100,41 @@ def test_refusals_have_their_exit_codes(server: LiveServer, args: list[str], cod
     assert says in refused.stderr
 
 
+NOTHING_LEFT = {"messages": [{"role": "user", "content": "hi"}], "guided_choice": ["Hello!"], "bad_words": ["!"]}
+
+
+def test_what_turns_out_to_be_unmeetable_ends_a_stream_as_its_clients_fault(server: LiveServer) -> None:
+    told = {"message": "what is asked for cannot be had: no token is left to draw: every one is banned",
+            "type": "invalid_request_error", "param": None, "code": "unmeetable"}  # fmt: skip
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(NOTHING_LEFT | {"stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+        *frames, error, done, rest = answer.read().decode().split("\n\n")
+    deltas = [json.loads(frame.removeprefix("data: "))["choices"][0]["delta"] for frame in frames]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
+    assert json.loads(error.removeprefix("data: ")) == {"error": told}
+    assert (done, rest) == ("data: [DONE]", "")
+    assert server.post("/v1/chat/completions", NOTHING_LEFT) == (400, {"error": told})
+
+
+def test_a_request_that_cannot_be_met_is_the_same_here_and_there_and_ends_no_batch(server: LiveServer, tmp_path: Path) -> None:
+    asked = ("run", "-q", "--no-save", "-m", "tiny", "hi", "--choice", "Hello!", "--bad-word", "!")
+    for more in ((), ("--url", server.url)):
+        done = command(*asked, *more)
+        assert (done.returncode, done.stdout) == (2, "Hello\n")
+        assert "no token is left to draw" in done.stderr
+    lines = [{"prompt": "hi", "choice": ["Hello!"], "bad_words": ["!"]}, {"prompt": "hi", "choice": ["Hello!"]}]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batch = command("run", "-q", "-m", "tiny", "--url", server.url, "--batch", str(tmp_path / "lines"))
+    records = {record["line"]: record for record in map(json.loads, batch.stdout.splitlines())}
+    assert (batch.returncode, records[2]["answers"][0]["text"]) == (1, "Hello!")
+    assert "no token is left to draw" in records[1]["error"]["message"]
+
+
 def metric(server: LiveServer, name: str) -> float:
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
         found = re.search(rf"^nanovllm:{name}{{.*}} (\S+)$", answer.read().decode(), re.MULTILINE)

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from nanovllm_cli.client.events import EventReader, StreamError, said, token_count
+from nanovllm_cli.client.events import EventReader, StreamError, StreamRefusal, said, token_count
 from nanovllm_cli.client.http import Exchange, HttpError, Server, exchange, lost
 from nanovllm_cli.client.wire import AnswerStream, Delta
 from nanovllm_cli.errors import (
@@ -113,6 +113,8 @@ class Endpoint:
                 raise ServerError(
                     f"nothing came from {self.server.url} for {self.patience:g} s", "--timeout waits longer"
                 ) from failure
+            except StreamRefusal as failure:
+                raise UsageError(str(failure)) from failure
             except StreamError as failure:
                 raise ServerError(str(failure)) from failure
             except (HttpError, OSError) as failure:

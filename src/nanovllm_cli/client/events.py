@@ -16,6 +16,10 @@ class StreamError(Exception):
     """The server said that it failed, or said something that has no meaning here. The message is one line."""
 
 
+class StreamRefusal(StreamError):
+    """What the server said in the middle of its answer is that the request cannot be met: asked again, it fails again."""
+
+
 class EventReader:
     """Bytes in, the data of whole events out. Comments and fields other than `data` are passed over."""
 
@@ -69,7 +73,7 @@ def error_text(body: Any) -> str:
 
 
 def event_object(data: str) -> dict[str, Any]:
-    """The object that an event brings. Raises StreamError, also for one that says that the server failed."""
+    """The object that an event brings. Raises StreamError, also for one that says that the server failed or refuses."""
     try:
         chunk = json.loads(data)
     except (ValueError, RecursionError) as failure:
@@ -77,6 +81,9 @@ def event_object(data: str) -> dict[str, Any]:
     if not isinstance(chunk, dict):
         raise StreamError(f"an event that is no object: {data[:80]!r}")
     if chunk.get("error") or chunk.get("object") == "error":
+        error = chunk.get("error", chunk)
+        if isinstance(error, dict) and (error.get("type") == "invalid_request_error" or error.get("code") in (400, 422)):
+            raise StreamRefusal(f"the server refuses the request: {error_text(chunk)}")
         raise StreamError(f"the server failed: {error_text(chunk)}")
     return chunk
 
