@@ -20,7 +20,7 @@ from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import packed_wgmma
-from nanovllm_cli.kernels.rope_cache import rope_and_cache
+from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
 
@@ -70,7 +70,8 @@ def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
     def call(launcher: Launcher) -> torch.Tensor:
         caches = torch.zeros(2, 2, 1, 16, 64, dtype=BF16)
-        q = rope_and_cache(launcher, qkv, 2, 1, 64, gain, gain, 1e-6, cos, sin, False, slots, caches[0], caches[1])
+        projected = Projected(qkv, 2, 1, 64, gain, gain, 1e-6, cos, sin, False)
+        q = rope_and_cache(launcher, projected, slots, caches[0], caches[1])
         return torch.cat((q.flatten(), caches.flatten()))
 
     return call, (gain,)

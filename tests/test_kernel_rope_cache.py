@@ -13,6 +13,7 @@ from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, reference, rope_cache, rope_tables
+from nanovllm_cli.kernels.kernel import widest
 
 pytestmark = needs_emulation
 BF16, HALF, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -33,7 +34,7 @@ class Shape(NamedTuple):
 
     @property
     def vector(self) -> int:
-        return rope_cache.vector_of(self.dim, self.rotary // 2)
+        return min(widest(self.dim, BF16), widest(self.rotary // 2, BF16))
 
 
 SHAPES = [
@@ -61,7 +62,7 @@ CASES = [(shape, *kind) for shape in SHAPES for kind in KINDS[shape.vector]]
 
 
 def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = True) -> dict[str, Any]:
-    """Arguments of rope_and_cache. Every third token is padding; the caches are full of NaN."""
+    """Arguments of `run`. Every third token is padding; the caches are full of NaN."""
     tokens, heads, kv_heads, dim = shape[:4]
     angles = random(tokens, shape.rotary // 2, scale=100)
     slots = torch.randperm(shape.num_blocks * shape.block_size)[:tokens]
@@ -75,6 +76,11 @@ def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = T
         "k_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
         "v_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
     }  # fmt: skip
+
+
+def run(launcher: Emulator, **args: Any) -> torch.Tensor:
+    projected = rope_cache.Projected(**{name: args.pop(name) for name in rope_cache.Projected._fields})
+    return rope_cache.rope_and_cache(launcher, projected, **args)
 
 
 def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,7 +99,7 @@ def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def check(args: dict[str, Any], emulator: Emulator) -> None:
     expected = expected_of(args)
-    q = rope_cache.rope_and_cache(emulator, **args)
+    q = run(emulator, **args)
     close_to_rounding(q, expected[0])
     for cache, wanted in zip((args["k_cache"], args["v_cache"]), expected[1:], strict=True):
         untouched = wanted.isnan()
@@ -116,7 +122,7 @@ def test_norms_are_optional(norms: str) -> None:
 
 def test_without_norm_and_rope_everything_is_copied() -> None:
     args = make(SHAPES[7], BF16, BF16, norm=False)
-    q = rope_cache.rope_and_cache(Emulator(), **args)
+    q = run(Emulator(), **args)
     qkv = args["qkv"].view(4, 4, 64)
     assert torch.equal(q, qkv[:, :2])
     assert torch.equal(args["k_cache"].flatten(0, 2)[args["slots"][0]], qkv[0, 2])
@@ -127,7 +133,7 @@ def test_fp8_saturates_and_divides_by_its_heads_scale() -> None:
     args = make(SHAPES[0], HALF, FP8, norm=False)
     args["qkv"] = torch.full_like(args["qkv"], 300.0)
     args["k_scale"], args["v_scale"] = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 300.0])
-    rope_cache.rope_and_cache(Emulator(), **args)
+    run(Emulator(), **args)
     block, offset = divmod(int(args["slots"][0]), 16)
     assert args["v_cache"][block, :, offset].float().unique(dim=-1).flatten().tolist() == [288.0, 1.0]
     assert args["k_cache"][block, 0, offset].float().abs().max() == 448.0
@@ -135,15 +141,15 @@ def test_fp8_saturates_and_divides_by_its_heads_scale() -> None:
 
 def test_a_token_has_the_same_bits_alone() -> None:
     args = make(SHAPES[1], BF16, BF16)
-    together = rope_cache.rope_and_cache(Emulator(), **args)
+    together = run(Emulator(), **args)
     alone = {name: args[name][1:2].clone() for name in ("qkv", "cos", "sin", "slots")}
-    assert torch.equal(rope_cache.rope_and_cache(Emulator(), **(args | alone)), together[1:2])
+    assert torch.equal(run(Emulator(), **(args | alone)), together[1:2])
 
 
 def test_no_tokens_is_no_launch() -> None:
     emulator = Emulator()
     args = make(SHAPES[0]._replace(tokens=0), BF16, BF16)
-    assert rope_cache.rope_and_cache(emulator, **args).shape == (0, 4, 64)
+    assert run(emulator, **args).shape == (0, 4, 64)
     assert not emulator.launches
 
 
@@ -164,8 +170,8 @@ def check_far_away(emulator: Emulator) -> None:
     small = make(Shape(1, 2, 1, 128, 128), HALF, FP8)
     small |= {name: value for name, value in args.items() if name not in ("k_cache", "v_cache", "slots")}
     small["slots"] = torch.tensor([5])
-    rope_cache.rope_and_cache(Emulator(), **small)
-    rope_cache.rope_and_cache(emulator, **args)
+    run(Emulator(), **small)
+    run(emulator, **args)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(args[name][-2, :, 5].view(torch.uint8), small[name][0, :, 5].view(torch.uint8))
 
@@ -186,11 +192,11 @@ def fails(run: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str) -> None:
     shape = {"UNMASKED_TAIL": Shape(4, 3, 1, 17, 16), "PAGE": Shape(24, 2, 1, 64, 64, num_blocks=4)}[bug]
 
-    def run(order: int, bugs: tuple[str, ...]) -> None:
+    def check_with(order: int, bugs: tuple[str, ...]) -> None:
         check(make(shape, BF16, BF16) | {"slots": torch.arange(shape.tokens) + 7}, Emulator(order, bugs=bugs))
 
-    assert any(fails(lambda order=order: run(order, (bug,))) for order in ORDERS)
-    assert not fails(lambda: run(0, ()))
+    assert any(fails(lambda order=order: check_with(order, (bug,))) for order in ORDERS)
+    assert not fails(lambda: check_with(0, ()))
 
 
 def test_an_overflow_of_32_bits_is_found() -> None:
@@ -219,18 +225,18 @@ def test_what_the_kernel_would_misread_is_refused(name: str, change: Any) -> Non
     args = make(SHAPES[0], BF16, BF16)
     args[name] = change(args[name])
     with pytest.raises((AssertionError, KeyError)):
-        rope_cache.rope_and_cache(Emulator(), **args)
+        run(Emulator(), **args)
 
 
 def test_fp8_needs_scales_of_its_heads() -> None:
     for wrong in (None, torch.ones(3), torch.ones(2, dtype=HALF)):
         with pytest.raises(AssertionError):
-            rope_cache.rope_and_cache(Emulator(), **(make(SHAPES[0], HALF, FP8) | {"k_scale": wrong}))
+            run(Emulator(), **(make(SHAPES[0], HALF, FP8) | {"k_scale": wrong}))
 
 
 def test_heads_past_the_limit_are_an_error_that_says_so() -> None:
     with pytest.raises(UnsupportedError, match="513 dims"):
-        rope_cache.rope_and_cache(Emulator(), **make(Shape(1, 1, 1, 513, 0), BF16, BF16))
+        run(Emulator(), **make(Shape(1, 1, 1, 513, 0), BF16, BF16))
 
 
 # ---- tables ----

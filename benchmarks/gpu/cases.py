@@ -180,9 +180,8 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         return lambda: sampling.sample(launcher, logits, slots_table, buffers, only_greedy=greedy, has_logprobs=False)
 
     def rotated() -> object:
-        return rope_cache.rope_and_cache(
-            launcher, qkv, heads, kv, dim, head_gain, head_gain, 1e-6, angles, angles, False, slots, cache.k, cache.v
-        )
+        projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, angles, angles, False)
+        return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
     made: list[tuple[str, float, Callable[[], object]]] = [
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),

@@ -29,7 +29,7 @@ from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
-from nanovllm_cli.kernels.rope_cache import rope_and_cache
+from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.model_spec import AttentionSpec
 
 HOPPER = 90
@@ -153,11 +153,12 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
-        q = rope_and_cache(
-            self.launcher, qkv, heads, kv_heads, dim,
+        projected = Projected(
+            qkv, heads, kv_heads, dim,
             norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
-            *angles, spec.rope.interleaved if spec.rope else False, step.slots, *cache, scales, scales,
+            *angles, spec.rope.interleaved if spec.rope else False,
         )  # fmt: skip
+        q = rope_and_cache(self.launcher, projected, step.slots, *cache, scales, scales)
         scale = dim**-0.5 if spec.scale is None else spec.scale
         softcap = spec.softcap or 0.0
         if step.prompts is not None:

@@ -5,6 +5,8 @@ cos and sin come from `rope_tables`, once a step.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -17,18 +19,56 @@ MAX_DIM = 512
 """Dims of a head: with 16-byte loads, two of them a lane of a warp."""
 
 
+class Projected(NamedTuple):
+    """q, k and v as their projection leaves them, and what becomes of their heads before attention (heads.cuh).
+
+    qkv [T, (heads + 2 kv_heads) * dim]; q_norm, k_norm [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no
+    rope: see `reference.qk_norm_rope`.
+    """
+
+    qkv: torch.Tensor
+    heads: int
+    kv_heads: int
+    dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+
+    def check(self, launcher: Launcher) -> None:
+        """Raises UnsupportedError for heads past the limit."""
+        if self.dim > MAX_DIM:
+            reason = f"attention heads of {self.dim} dims on a GPU"
+            raise UnsupportedError(reason, f"take a model with at most {MAX_DIM}, or the CPU")
+        tokens, half = self.cos.shape
+        assert min(self.heads, self.kv_heads) > 0
+        assert self.dim >= 2 * half
+        check(self.qkv, launcher, self.qkv.dtype, tokens, (self.heads + 2 * self.kv_heads) * self.dim)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                check(norm, launcher, self.qkv.dtype, self.dim)
+        check(self.cos, launcher, torch.float32, tokens, half)
+        check(self.sin, launcher, torch.float32, tokens, half)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.qkv)
+
+    @property
+    def num_angles(self) -> int:
+        return self.cos.shape[1]
+
+    @property
+    def load(self) -> int:
+        """Elements a load: it must not straddle the halves of the rotation, nor its end."""
+        return min(widest(self.dim, torch.bfloat16), widest(self.num_angles, torch.bfloat16))
+
+
 def rope_and_cache(
     launcher: Launcher,
-    qkv: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
+    projected: Projected,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -37,23 +77,14 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Returns q [T, heads, dim], normed and rotated; writes k, normed and rotated, and v to their slots.
 
-    qkv [T, (heads + 2 kv_heads) * dim]; q_norm, k_norm [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no
-    rope; slots [T] int64, -1 for padding. k_cache, v_cache [N, kv_heads, S, dim] of qkv's type, or fp8 (e4m3) with k_scale and
-    v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated. See `reference.qk_norm_rope`.
+    slots [T] int64, -1 for padding. k_cache, v_cache [N, kv_heads, S, dim] of qkv's type, or fp8 (e4m3) with k_scale and
+    v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated.
     """
-    if dim > MAX_DIM:
-        raise UnsupportedError(f"attention heads of {dim} dims on a GPU", f"take a model with at most {MAX_DIM}, or the CPU")
-    tokens, half = cos.shape
+    projected.check(launcher)
+    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos, sin, interleaved = projected
+    tokens, half = projected.num_tokens, projected.num_angles
     blocks, _, block_size, _ = k_cache.shape
-    assert min(heads, kv_heads) > 0
-    assert dim >= 2 * half
     assert block_size in BLOCK_SIZES, block_size
-    check(qkv, launcher, qkv.dtype, tokens, (heads + 2 * kv_heads) * dim)
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            check(norm, launcher, qkv.dtype, dim)
-    check(cos, launcher, torch.float32, tokens, half)
-    check(sin, launcher, torch.float32, tokens, half)
     check(slots, launcher, torch.int64, tokens)
     check(k_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
     check(v_cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
@@ -66,20 +97,14 @@ def rope_and_cache(
         assert k_scale is v_scale is None
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        vector = vector_of(dim, half)
-        units = -(-dim // (2 * vector))
+        units = -(-dim // (2 * projected.load))
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
-        kernel = variant(qkv.dtype, k_cache.dtype, vector, -(-units // WARP), block_size)
+        kernel = variant(qkv.dtype, k_cache.dtype, projected.load, -(-units // WARP), block_size)
         grid = (tokens, -(-((heads + 2 * kv_heads) << lane_bits) // THREADS), 1)
         sizes = (np.int32(size) for size in (heads, kv_heads, dim, half, interleaved, lane_bits))
         tensors = (qkv, q_norm, k_norm, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
         launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps)))
     return q
-
-
-def vector_of(dim: int, half: int) -> int:
-    """Elements a load: it must not straddle the halves of the rotation, nor its end."""
-    return min(widest(dim, torch.bfloat16), widest(half, torch.bfloat16))
 
 
 def variant(dtype: torch.dtype, kv_dtype: torch.dtype, vector: int, units: int, block_size: int) -> Kernel:
