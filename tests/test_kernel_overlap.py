@@ -131,17 +131,24 @@ def test_results_do_not_depend_on_when_the_kernel_ahead_ends(case: Callable[[], 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("lengths", [(200, 1, 300, 33, 0, 260), (0, 40, 0)])
 def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tuple[int, ...], order: int) -> None:
-    """The first block to run has old tokens alone in one order, the newest one in another; or none, and writes zeros."""
+    """What lies where those will be is not used. The first block to run has old tokens alone in one order, the newest one in
+    another; or none, and writes zeros."""
     count, lens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     blocks = torch.randperm(count * 32).int().view(count, 32)
-    q, k, v = random(count, 4, 64, dtype=BF16), *(random(count * 32, 2, 16, 64, dtype=BF16) for _ in range(2))
+    qkv, gain, k, v = random(count, 8 * 64, dtype=BF16), random(64, dtype=BF16), *random(2, count * 32, 2, 16, 64, dtype=BF16)
+    projected = Projected(qkv, 4, 2, 64, gain, gain, 1e-6, random(count, 32), random(count, 32), False)
     newest = [(int(blocks[row, (n - 1) // 16]), (n - 1) % 16) for row, n in enumerate(lengths) if n]
-    fresh = tuple(cache[block, head, at] for cache in (k, v) for block, at in newest for head in range(2))
 
-    def attend(launcher: Launcher) -> torch.Tensor:
-        return decode_attention(launcher, q, k, v, blocks, lens, DecodeScratch(launcher, count, 4, 2, 64, 512), 0.125)
+    def attend(make: Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Launcher]) -> tuple[torch.Tensor, ...]:
+        caches = k.clone(), v.clone()
+        fresh = tuple(cache[block, head, at] for cache in caches for block, at in newest for head in range(2))
+        launcher = make((blocks, lens, gain, *caches), fresh)
+        scratch = DecodeScratch(launcher, count, 4, 2, 64, 512)
+        return decode_attention(launcher, projected, *caches, blocks, lens, scratch, 0.125), *caches
 
-    assert torch.equal(attend(Overlapping(order, (blocks, lens, k, v), fresh)), attend(Emulator(num_multiprocessors=132)))
+    expected = attend(lambda *_: Emulator(num_multiprocessors=132))
+    for got, wanted in zip(attend(lambda known, fresh: Overlapping(order, known, fresh)), expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_what_touches_too_much_too_early_is_found() -> None:

@@ -66,24 +66,28 @@ def make_tables(launcher: Launcher, batch: int, tokens: int, blocks: int, salt: 
 
 
 def decode_case(launcher: Launcher, name: str, shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> Case:
-    """Attention of one layer in a decode step of `batch` sequences of `tokens` tokens."""
+    """Attention of one layer in a decode step of `batch` sequences of `tokens` tokens, with what its kernel does beforehand: norm
+    and rotation of heads, the write of the newest token."""
     read = 2.0 * batch * tokens * shape.kv_heads * shape.dim * dtype.itemsize
     copies = copies_for(read)
     blocks = copies * batch * -(-tokens // BLOCK)
     cache = make_cache(launcher, shape, blocks, dtype)
     tables = make_tables(launcher, copies * batch, tokens, blocks, batch)
     lens = torch.full((batch,), tokens, dtype=torch.int32, device=launcher.device)
-    q = randn(launcher, batch, shape.heads, shape.dim)
-    scratch = DecodeScratch(launcher, batch, shape.heads, shape.kv_heads, shape.dim, tokens + BLOCK)
+    heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
+    qkv, gain = randn(launcher, batch, (heads + 2 * kv_heads) * dim), randn(launcher, dim)
+    angles = torch.rand(batch, dim // 2, device=launcher.device)
+    projected = rope_cache.Projected(qkv, heads, kv_heads, dim, gain, gain, 1e-6, angles, angles, False)
+    scratch = DecodeScratch(launcher, batch, heads, kv_heads, dim, tokens + BLOCK)
 
     def call(table: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
-            launcher, q, cache.k, cache.v, table, lens, scratch, shape.dim**-0.5, k_scale=cache.scales, v_scale=cache.scales
+            launcher, projected, cache.k, cache.v, table, lens, scratch, dim**-0.5, k_scale=cache.scales, v_scale=cache.scales
         )
 
     title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {batch} x {tokens}"
-    flops = 4.0 * batch * tokens * shape.heads * shape.dim
-    return Case(title, read + 2.0 * q.nbytes, flops, [call(table) for table in tables.split(batch)])
+    flops = 4.0 * batch * tokens * heads * dim
+    return Case(title, read + 4.0 * batch * heads * dim, flops, [call(table) for table in tables.split(batch)])
 
 
 def prefill_case(launcher: Launcher, name: str, shape: Shape, count: int, tokens: int, prefix: int, dtype: torch.dtype) -> Case:

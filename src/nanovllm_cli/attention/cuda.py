@@ -1,8 +1,9 @@
 """Attention on a GPU. K and V of a layer are [N, K, S, D] each, in the compute type or as fp8 (e4m3) with a scale a head.
 
-A step of decodes takes decode_attention, which reads all lengths on the device and so can be recorded; every other step takes
-prefill_attention, whose work is divided on the host. A deterministic GPU takes the second for both: a token's K and V must have
-the same bits whether it was decoded or, after a preemption, computed again in a chunk.
+A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the device
+and so can be recorded. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A
+deterministic GPU takes the second for both: a token's K and V must have the same bits whether it was decoded or, after a
+preemption, computed again in a chunk.
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
 cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
@@ -158,16 +159,17 @@ class CudaAttention:
             norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
             *angles, spec.rope.interleaved if spec.rope else False,
         )  # fmt: skip
-        q = rope_and_cache(self.launcher, projected, step.slots, *cache, scales, scales)
         scale = dim**-0.5 if spec.scale is None else spec.scale
         softcap = spec.softcap or 0.0
-        if step.prompts is not None:
-            return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
-        if step.work is None:
+        if step.work is None and step.prompts is None:
             return decode_attention(
-                self.launcher, q, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
+                self.launcher, projected, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
                 window, softcap, sinks, scales, scales,
             )  # fmt: skip
+        q = rope_and_cache(self.launcher, projected, step.slots, *cache, scales, scales)
+        if step.prompts is not None:
+            return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
+        assert step.work is not None
         return prefill_attention(
             self.launcher, q, *cache, step.work[shape], step.block_tables, self._counters,
             scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,

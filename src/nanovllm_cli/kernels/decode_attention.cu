@@ -2,8 +2,8 @@
 //
 //   out[b, h] = sum_j softmax_j(score_j) v[j],   score_j = scale * q[b, h] . k[j],  softcap * tanh(score_j / softcap) where > 0
 //
-// q, out [B, H, D] DTYPE, caches [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, P], kv_lens [B]; D a multiple of 16, ROWS 8
-// or 16. decode_split.cuh says how the work is split over blocks.
+// out [B, H, D] DTYPE, caches [N, KH, BLOCK_SIZE, D] KV_DTYPE, block_tables [B, P], kv_lens [B]; D a multiple of 16, ROWS 8 or
+// 16. decode_split.cuh says how the work is split over blocks, and where q and the newest k and v come from.
 //
 // A warp takes tiles of 16 tokens and loads their fragments from the cache straight into registers, up to 16 bytes a lane: the
 // order of the head's dims within a product, and of the result's columns, is ours to choose, so the loop needs no shared memory
@@ -35,10 +35,13 @@ constexpr int K_PART = part_of(HEAD_DIM, 128), K_PARTS = HEAD_DIM / K_PART, STEP
 constexpr int V_PART = part_of(HEAD_DIM, HEAD_DIM > 128 ? 64 : 128), V_PARTS = HEAD_DIM / V_PART;
 constexpr int TILES = HEAD_DIM > 128 || HEAD_DIM * BYTES > 128 ? 1 : HEAD_DIM * BYTES > 64 ? 2 : 4;  // of a warp, at a time
 #if __CUDA_ARCH__ == 900
-constexpr int MIN_BLOCKS = ROWS == 8 && HEAD_DIM <= (BYTES == 1 ? 96 : 128) ? 3 : 2;
+constexpr int DIMS_OF_THREE = BYTES == 1 ? 96 : 128;
+#elif __CUDA_ARCH__ < 1000
+constexpr int DIMS_OF_THREE = 96;  // beyond, some spill, and there is less bandwidth to fill
 #else
-constexpr int MIN_BLOCKS = 2;  // with three some spill, and there is less bandwidth to fill
+constexpr int DIMS_OF_THREE = 0;  // most need no more than that anyway, and one spills
 #endif
+constexpr int MIN_BLOCKS = ROWS == 8 && HEAD_DIM <= DIMS_OF_THREE ? 3 : 2;
 // Of K a lane takes a quarter of a token's row, of V an eighth, in loads of VECTOR elements.
 constexpr int K_VECTOR = largest_power(K_PART / 4, 16 / BYTES), K_LOADS = K_PART / 4 / K_VECTOR;
 constexpr int V_VECTOR = largest_power(V_PART / 8, 16 / BYTES), V_LOADS = V_PART / 8 / V_VECTOR;
@@ -62,6 +65,19 @@ DEVICE uint32_t halves_of(uint32_t bytes) {
 }
 #endif
 constexpr float UNIT = BYTES == 1 ? FP8_UNIT : 1.0f;
+
+// A lane's elements of a token's row, which come in several loads.
+template <class By>
+DEVICE void load_key(uint32_t* words, const KV_DTYPE* source) {
+#pragma unroll
+  for (int i = 0; i < K_LOADS; ++i) load_words<K_VECTOR * BYTES, By>(words + i * K_WORDS, source + i * 4 * K_VECTOR);
+}
+
+template <class By>
+DEVICE void load_value(uint32_t* words, const KV_DTYPE* source) {
+#pragma unroll
+  for (int i = 0; i < V_LOADS; ++i) load_words<V_VECTOR * BYTES, By>(words + i * V_WORDS, source + i * 8 * V_VECTOR);
+}
 
 // Elements 4 * step to 4 * step + 3 of a lane's, as an operand.
 DEVICE void key_operand(uint32_t* operand, const uint32_t* words, int step) {
@@ -96,23 +112,25 @@ DEVICE void pack_weights(float low, float high, uint32_t& rounded, uint32_t& los
 }
 
 // For each row the power of two that brings its queries below 2, which half holds with all the bits that count.
-DEVICE void find_powers(float* powers, const DTYPE* queries, int rows) {
+DEVICE void find_powers(float* powers, const Heads& heads, int rows) {
   for (int row = threadIdx.x / WARP_SIZE; row < rows; row += WARPS) {
     float largest = 0.0f;
     for (int i = threadIdx.x % WARP_SIZE; i < HEAD_DIM; i += WARP_SIZE)
-      largest = fmaxf(largest, fabsf(to_float(queries[row * HEAD_DIM + i])));
+      largest = fmaxf(largest, fabsf(to_float(heads.queries[row][i])));
     const uint32_t exponent = __float_as_uint(warp_max(largest)) >> 23;
     powers[row] = __uint_as_float(min(max(exponent, 1u), 253u) << 23);
   }
 }
 
 KERNEL __launch_bounds__(THREADS, MIN_BLOCKS)
-decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens,
-                 const float* sinks, const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters,
-                 DTYPE* out, int kv_heads, int group, int table_width, int window, int least_split, int fixed_splits,
-                 float scale, float softcap) {
+decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
+                 KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
+                 const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
+                 int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
+                 int fixed_splits, float eps, float scale, float softcap) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
   __shared__ Result result;
+  __shared__ Heads heads;
   __shared__ Fragment queries[HEAD_DIM / 16][WARP_SIZE];
   __shared__ float powers[ROWS];
   const int lane = threadIdx.x % WARP_SIZE, row = lane / 4, quarter = lane % 4;
@@ -130,32 +148,32 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
 #pragma unroll
     for (int i = 0; i < TILES; ++i) blocks[i] = block_of(table, clamped(tile_token(tile, i), split));
   };
-  // The lane's tokens of a tile: for K row and row + 8, for V the four whose weights it has, 2 * quarter, one more, and 8 more.
-  const auto load_keys = [&](const int* blocks, int tile, int part) {
+  // The lane's tokens of a tile, load(words, i, token) for each: for K row and row + 8, for V the four whose weights it has,
+  // 2 * quarter, one more, and 8 more.
+  const auto each_key = [&](int tile, auto load) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int token = clamped(tile_token(tile, i) + 8 * j + row, split);
-        const KV_DTYPE* source = k_cache + block_offset(blocks[i], split.kv_head, kv_heads) +
-                                 (token % BLOCK_SIZE * HEAD_DIM + part * K_PART + quarter * K_VECTOR);
+      for (int j = 0; j < 2; ++j) load(keys[i][j], i, clamped(tile_token(tile, i) + 8 * j + row, split));
+  };
+  const auto each_value = [&](int tile, auto load) {
 #pragma unroll
-        for (int load = 0; load < K_LOADS; ++load)
-          load_words<K_VECTOR * BYTES>(keys[i][j] + load * K_WORDS, source + load * 4 * K_VECTOR);
-      }
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        load(values[i][j], i, clamped(tile_token(tile, i) + j / 2 * 8 + 2 * quarter + j % 2, split));
+  };
+  const auto load_keys = [&](const int* blocks, int tile, int part) {
+    each_key(tile, [&](uint32_t* words, int i, int token) {
+      const int column = token % BLOCK_SIZE * HEAD_DIM + part * K_PART + quarter * K_VECTOR;
+      load_key<PastL1>(words, k_cache + block_offset(blocks[i], split.kv_head, kv_heads) + column);
+    });
   };
   const auto load_values = [&](const int* blocks, int tile, int part) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int token = clamped(tile_token(tile, i) + j / 2 * 8 + 2 * quarter + j % 2, split);
-        const KV_DTYPE* source = v_cache + block_offset(blocks[i], split.kv_head, kv_heads) +
-                                 (token % BLOCK_SIZE * HEAD_DIM + part * V_PART + row * V_VECTOR);
-#pragma unroll
-        for (int load = 0; load < V_LOADS; ++load)
-          load_words<V_VECTOR * BYTES>(values[i][j] + load * V_WORDS, source + load * 8 * V_VECTOR);
-      }
+    each_value(tile, [&](uint32_t* words, int i, int token) {
+      const int column = token % BLOCK_SIZE * HEAD_DIM + part * V_PART + row * V_VECTOR;
+      load_value<PastL1>(words, v_cache + block_offset(blocks[i], split.kv_head, kv_heads) + column);
+    });
   };
   // Warps take tiles in turn, by position.
   const int first_tile = split.begin / TILE, end_tile = (split.end + TILE - 1) / TILE;
@@ -164,17 +182,22 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
     find_blocks(blocks, tile);
     find_blocks(next_blocks, tile + WARPS * TILES);
   }
-  if (split.has_newest) wait_for_previous_kernel();
   if (tile < end_tile) {
     load_keys(blocks, tile, 0);
     load_values(blocks, tile, 0);
   }
-  wait_for_previous_kernel();
-  let_next_kernel_start();  // where few sequences leave multiprocessors idle, it may ask for its weights meanwhile
-
-  q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
+  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps};
+  take_heads(heads, projected, split, kv_heads, group, table, k_cache, v_cache, k_scale, v_scale);
+  if (split.has_newest) {  // its place was read before it was there
+    each_key(tile, [&](uint32_t* words, int, int token) {
+      if (token == split.end - 1) load_key<FromShared>(words, heads.newest[0] + quarter * K_VECTOR);
+    });
+    each_value(tile, [&](uint32_t* words, int, int token) {
+      if (token == split.end - 1) load_value<FromShared>(words, heads.newest[1] + row * V_VECTOR);
+    });
+  }
   if (BYTES == 1) {
-    find_powers(powers, q, split.rows);
+    find_powers(powers, heads, split.rows);
     __syncthreads();
   }
 #pragma unroll
@@ -186,7 +209,7 @@ decode_attention(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cach
     for (int h = 0; h < HALVES; ++h) {
       const int query = min(h * 8 + row, split.rows - 1);  // rows that are not needed repeat the last that is
       const float factor = BYTES == 1 ? __uint_as_float((254u << 23) - __float_as_uint(powers[query])) : 1.0f;
-      const auto four = Vector<DTYPE, 4>::load(q + query * HEAD_DIM + dim);
+      const auto four = Vector<DTYPE, 4>::load(heads.queries[query] + dim);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const auto pair = pair_of(to_float(four.at[2 * j]) * factor, to_float(four.at[2 * j + 1]) * factor, Operand());

@@ -1,4 +1,5 @@
-"""Paged attention of decode steps on a GPU: decode_attention.cu, on tensor cores, and decode_attention_any.cu for the rest.
+"""Paged attention of decode steps on a GPU, from the projection of q, k and v on: decode_attention.cu, on tensor cores, and
+decode_attention_any.cu for the rest.
 
 Legend: B sequences, H query heads, K kv heads, D head dim, N blocks, S block size, P blocks in a table.
 """
@@ -10,6 +11,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import NEWEST_CAPABILITY, OLDEST_CAPABILITY, Kernel, Launcher, check, type_name
+from nanovllm_cli.kernels.rope_cache import Projected
 
 THREADS = 128
 MAX_SPLITS = 64
@@ -66,7 +68,7 @@ def num_splits(launcher: Launcher, pairs: int, tokens: int, deterministic: bool)
 
 def decode_attention(
     launcher: Launcher,
-    q: torch.Tensor,
+    projected: Projected,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -79,17 +81,22 @@ def decode_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`reference.attention` of one query a sequence, its last token: q [B, H, D], caches [N, K, S, D], block_tables [B, P] and
-    kv_lens [B] (0 for padding, which gets zeros) int32, sinks [H], k_scale and v_scale [K] fp32. Returns [B, H * D]."""
-    batch, heads, dim = q.shape
-    blocks, kv_heads, block_size, _ = k_cache.shape
+    """`rope_and_cache` of one token a sequence, its last, to where its table has it, then `reference.attention`, in one launch.
+    Returns [B, H * D].
+
+    Caches [N, K, S, D]; block_tables [B, P] and kv_lens [B] int32 (0 for padding, which writes nothing and gets zeros); sinks
+    [H], k_scale and v_scale [K] fp32.
+    """
+    projected.check(launcher)
+    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos, sin, interleaved = projected
+    batch = projected.num_tokens
+    blocks, _, block_size, _ = k_cache.shape
     width = block_tables.shape[1]
     group = heads // kv_heads
     assert group * kv_heads == heads, (heads, kv_heads)
     assert block_size >= 16, block_size
     assert block_size & (block_size - 1) == 0, block_size
-    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
-    check(q, launcher, q.dtype, batch, heads, dim)
+    assert qkv.dtype in (torch.bfloat16, torch.float16), qkv.dtype
     for cache in (k_cache, v_cache):
         check(cache, launcher, k_cache.dtype, blocks, kv_heads, block_size, dim)
     check(block_tables, launcher, torch.int32, batch, width)
@@ -99,27 +106,28 @@ def decode_attention(
             check(scales, launcher, torch.float32, kv_heads)
     if sinks is not None:
         check(sinks, launcher, torch.float32, heads)
-    out = torch.empty(batch, heads * dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     if batch:
-        kernel, rows = choose(launcher.capability, q.dtype, k_cache.dtype, dim, group, block_size)
+        kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, projected.load)
         grid_heads = kv_heads * -(-group // rows)
         splits = num_splits(launcher, batch * grid_heads, width * block_size, scratch.deterministic)
         partials = batch * heads * splits * dim if splits > 1 else 0
         assert partials <= scratch.partials.numel(), "the scratch is for fewer, or shorter, sequences"
         assert batch * grid_heads <= scratch.counters.numel(), "the scratch is for fewer sequences"
         least, fixed = (FIXED_SPLIT, FIXED_SPLITS) if scratch.deterministic else (LEAST_SPLIT, 0)
-        numbers = (np.int32(n) for n in (kv_heads, group, width, window, least, fixed))
-        tensors = (q, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
+        sizes = (kv_heads, group, projected.num_angles, interleaved, width, window, least, fixed)
+        numbers = (np.int32(size) for size in sizes)
+        tensors = (qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
         results = (scratch.partials, scratch.sums, scratch.counters, out)
-        args = (*tensors, *results, *numbers, np.float32(scale), np.float32(softcap))
+        args = (*tensors, *results, *numbers, np.float32(eps), np.float32(scale), np.float32(softcap))
         launcher.launch(kernel, (splits, grid_heads, batch), (THREADS, 1, 1), args)
     return out
 
 
 def choose(
-    capability: int, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, block_size: int
+    capability: int, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, block_size: int, rope_load: int = 8
 ) -> tuple[Kernel, int]:
-    """The kernel, and how many query heads a block of it takes."""
+    """The kernel, and how many query heads a block of it takes. rope_load: `Projected.load`."""
     if capability < OLDEST_CAPABILITY:
         raise UnsupportedError(f"the GPU's compute capability {capability / 10} is below 7.5", "run with --device cpu")
     tensor_cores = (
@@ -131,18 +139,20 @@ def choose(
     )
     if tensor_cores:
         rows = 8 if group <= 8 else 16
-        return variant("decode_attention", dtype, kv_dtype, dim, rows, block_size), rows
+        return variant("decode_attention", dtype, kv_dtype, dim, rows, block_size, rope_load), rows
     vector = min(8, dim & -dim)
     elements = vector * -(-dim // (32 * vector))  # of a lane, for each query head; 64 in all fit in the registers
     rows = 1
     while rows < min(4, group) and 2 * rows * elements <= 64:
         rows *= 2
-    return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size), rows
+    return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size, rope_load), rows
 
 
-def variant(stem: str, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, block_size: int) -> Kernel:
+def variant(
+    stem: str, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, block_size: int, rope_load: int = 8
+) -> Kernel:
     types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
-    constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size))
+    constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size), ("ROPE_LOAD", rope_load))
     bf16_products = stem == "decode_attention" and kv_dtype == torch.bfloat16
     newest = NEWEST_CAPABILITY
     if stem == "decode_attention" and dim > LARGE_DIM and kv_dtype.itemsize > 1:
@@ -161,4 +171,4 @@ def variants() -> list[Kernel]:
     large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
-    return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16)]
+    return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, 2)]

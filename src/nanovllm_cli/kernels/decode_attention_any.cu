@@ -5,32 +5,28 @@
 // AHEAD times, all of whose loads start before the first is used. Lanes keep their own softmax until the end.
 #include "decode_split.cuh"
 
-constexpr int lanes_for(int loads) {
-  int lanes = 1;
-  while (lanes < loads && lanes < WARP_SIZE) lanes *= 2;
-  return lanes;
-}
-
 constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
 constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES, AHEAD = 4, TILE = AT_ONCE * AHEAD;
 
 KERNEL __launch_bounds__(THREADS, 2)
-decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_cache, const int* block_tables,
-                     const int* kv_lens, const float* sinks, const float* k_scale, const float* v_scale, float* partials,
-                     float* sums, int* counters, DTYPE* out, int kv_heads, int group, int table_width, int window,
-                     int least_split, int fixed_splits, float scale, float softcap) {
+decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
+                     KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
+                     const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
+                     int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
+                     int fixed_splits, float eps, float scale, float softcap) {
   typedef Vector<KV_DTYPE, VECTOR> Elements;
   __shared__ Result result;
+  __shared__ Heads heads;
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
   Split split;
   find_heads(split, kv_heads, group);
   if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  const int* table = block_tables + (int64_t)blockIdx.z * table_width;
+  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps};
+  take_heads(heads, projected, split, kv_heads, group, table, k_cache, v_cache, k_scale, v_scale);
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};
-  q += ((int64_t)blockIdx.z * kv_heads * group + split.head) * HEAD_DIM;
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     tops[row] = NEGATIVE_INFINITY;
@@ -38,12 +34,11 @@ decode_attention_any(const DTYPE* q, const KV_DTYPE* k_cache, const KV_DTYPE* v_
     for (int step = 0; step < STEPS; ++step) {
       const int load = step * LANES + lane;
       if (row >= split.rows || load >= LOADS) continue;
-      const auto loaded = Vector<DTYPE, VECTOR>::load(q + row * HEAD_DIM + load * VECTOR);
+      const auto loaded = Vector<DTYPE, VECTOR>::load(heads.queries[row] + load * VECTOR);
       for (int i = 0; i < VECTOR; ++i) query[row][step][i] = to_float(loaded.at[i]);
     }
   }
   const float factor = score_factor(scale, softcap, k_scale, split.kv_head);
-  const int* table = block_tables + (int64_t)blockIdx.z * table_width;
   const int first_tile = split.begin / TILE, end_tile = (split.end + TILE - 1) / TILE;
 
   for (int tile = first_tile + ((warp - first_tile) & (WARPS - 1)); tile < end_tile; tile += WARPS) {

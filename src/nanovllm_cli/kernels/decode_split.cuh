@@ -1,4 +1,8 @@
-// What both decode attention kernels share: what a block takes, and what becomes of its result.
+// What both decode attention kernels share: what a block takes, its heads on their way there, and what becomes of its result.
+//
+// They take q, k and v as their projection leaves them (heads.cuh), so that all of a layer's attention is one launch. A block
+// norms and rotates its own queries. The newest token of a sequence goes to the cache, where its length says, by the block that
+// reads it, that of the last split; no other asks for it. If a group is larger than ROWS several do so: they write the same bits.
 //
 // A block takes one split of one sequence's tokens, for up to ROWS query heads that share a kv head: grid (splits, KH * chunks of
 // a group, B). Which splits a sequence has follows from its length (find_tokens) and the blocks beyond them end at once, so that
@@ -6,10 +10,10 @@
 // block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
 // row's bits depend on its own tokens and on how they are split.
 //
-// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them; of the cache, a step of
-// decodes writes each sequence's last token alone. All else may be read while the kernel ahead still runs.
+// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them. Nor does the kernel
+// ahead, the projection or what belongs to it, write to the cache: all of that may be read while it still runs.
 #pragma once
-#include "common.cuh"
+#include "heads.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
 constexpr int MAX_SPLITS = 64;  // as in decode_attention.py
@@ -25,7 +29,7 @@ struct Split {
   int kv_head, head, rows;  // query heads [head, head + rows), all of kv_head
   int begin, end;           // its tokens
   int splits;               // how many the sequence has
-  bool has_newest;          // its tokens end with the sequence's last, which the kernel ahead writes
+  bool has_newest;          // its tokens end with the sequence's last
 };
 
 // Which query heads the block has.
@@ -95,21 +99,108 @@ DEVICE float score_factor(float scale, float softcap, const float* k_scale, int 
   return scale * LOG2E * (k_scale ? k_scale[kv_head] : 1.0f) * (softcap > 0.0f ? 2.0f / softcap : 1.0f);
 }
 
-// BYTES from global memory by way of the L2 alone: the cache is read once.
-template <int BYTES>
+// From global memory by way of the L2 alone: the cache is read once.
+struct PastL1 {
+  template <class T>
+  static DEVICE T load(const T* address) { return __ldcg(address); }
+};
+
+struct FromShared {
+  template <class T>
+  static DEVICE T load(const T* address) { return *address; }
+};
+
+template <int BYTES, class By>
 DEVICE void load_words(uint32_t* words, const void* address) {
   if constexpr (BYTES == 16) {
-    const uint4 loaded = __ldcg((const uint4*)address);
+    const uint4 loaded = By::load((const uint4*)address);
     words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
   } else if constexpr (BYTES == 8) {
-    const uint2 loaded = __ldcg((const uint2*)address);
+    const uint2 loaded = By::load((const uint2*)address);
     words[0] = loaded.x, words[1] = loaded.y;
   } else if constexpr (BYTES == 4) {
-    words[0] = __ldcg((const uint32_t*)address);
+    words[0] = By::load((const uint32_t*)address);
   } else {
     static_assert(BYTES == 2);
-    words[0] = __ldcg((const uint16_t*)address);
+    words[0] = By::load((const uint16_t*)address);
   }
+}
+
+// ---- heads ----
+
+constexpr int lanes_for(int loads) {
+  int lanes = 1;
+  while (lanes < loads && lanes < WARP_SIZE) lanes *= 2;
+  return lanes;
+}
+
+constexpr int HEAD_UNITS = (HEAD_DIM + 2 * ROPE_LOAD - 1) / (2 * ROPE_LOAD), HEAD_LANES = lanes_for(HEAD_UNITS);
+constexpr int HEADS_AT_ONCE = THREADS / HEAD_LANES, UNITS_OF_LANE = (HEAD_UNITS + HEAD_LANES - 1) / HEAD_LANES;
+constexpr int PASSES = (ROWS + 2 + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;  // over the queries, k and v
+constexpr int QUERY_STRIDE = (HEAD_DIM + 7) / 8 * 8 + 8;                // neighbouring rows begin in other banks
+
+struct Heads {
+  alignas(16) DTYPE queries[ROWS][QUERY_STRIDE];
+  alignas(16) KV_DTYPE newest[2][HEAD_DIM];  // k and v; only where the split has the newest token
+};
+
+// The kernels' arguments for it; as heads.cuh has them, norms null for none.
+struct Projected {
+  const DTYPE *qkv, *q_norm, *k_norm;
+  const float *cos, *sin;
+  int num_angles;
+  bool interleaved;
+  float eps;
+};
+
+// Waits for the kernel ahead. All threads call it; it ends with a barrier, behind which the block finds the newest token in the
+// cache, too.
+DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& split, int kv_heads, int group, const int* table,
+                       KV_DTYPE* k_cache, KV_DTYPE* v_cache, const float* k_scale, const float* v_scale) {
+  const Place<ROPE_LOAD> place = {(int)threadIdx.x % HEAD_LANES, HEAD_LANES, HEAD_DIM, projected.num_angles,
+                                  projected.interleaved};
+  // The block's heads are its queries, then k, then v. What is not there repeats the last one.
+  const int key = split.rows, value = key + 1, last = split.has_newest ? value : key - 1;
+  int head[PASSES];
+  const DTYPE* gains[PASSES];
+  Head<ROPE_LOAD, UNITS_OF_LANE> mine[PASSES];
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    head[pass] = pass * HEADS_AT_ONCE + threadIdx.x / HEAD_LANES;
+    gains[pass] = head[pass] < key ? projected.q_norm : head[pass] == key ? projected.k_norm : nullptr;
+    if (gains[pass]) mine[pass].load_gains(place, gains[pass]);
+  }
+  const int newest_block = split.has_newest ? block_of(table, split.end - 1) : 0;
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // where few sequences leave multiprocessors idle, it may ask for its weights meanwhile
+  const int64_t token = blockIdx.z;
+  const int query_heads = kv_heads * group;
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int there = min(head[pass], last);
+    const int row = there < key ? split.head + there : query_heads + (there - key) * kv_heads + split.kv_head;
+    mine[pass].load(place, projected.qkv + (token * (query_heads + 2 * kv_heads) + row) * HEAD_DIM);
+  }
+  Angles<ROPE_LOAD, UNITS_OF_LANE> angles;
+  angles.load(place, projected.cos + token * projected.num_angles, projected.sin + token * projected.num_angles);
+
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    mine[pass].norm(place, projected.q_norm || projected.k_norm, gains[pass], projected.eps);
+    if (head[pass] != value) mine[pass].rotate(place, angles);
+    if (head[pass] > last) continue;
+    if (head[pass] < key) {
+      mine[pass].store(place, 1.0f, heads.queries[head[pass]]);
+    } else {
+      const bool is_value = head[pass] == value;
+      const float* scales = is_value ? v_scale : k_scale;
+      const float scale = scales ? scales[split.kv_head] : 1.0f;
+      const int64_t offset = block_offset(newest_block, split.kv_head, kv_heads) + (split.end - 1) % BLOCK_SIZE * HEAD_DIM;
+      mine[pass].store(place, scale, heads.newest[is_value], (is_value ? v_cache : k_cache) + offset);
+    }
+  }
+  __syncthreads();
 }
 
 // ---- what becomes of the warps' results ----
@@ -197,8 +288,8 @@ DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, 
 #pragma unroll
       for (int ahead = 0; ahead < AHEAD; ++ahead)
         if (start + ahead < split.splits)
-          load_words<4 * VECTOR>(loaded[ahead],
-                                 partials + place(i / HEAD_DIM, start + ahead) * HEAD_DIM + i % HEAD_DIM);
+          load_words<4 * VECTOR, PastL1>(loaded[ahead],
+                                         partials + place(i / HEAD_DIM, start + ahead) * HEAD_DIM + i % HEAD_DIM);
 #pragma unroll
       for (int ahead = 0; ahead < AHEAD; ++ahead)
         for (int j = 0; j < VECTOR && start + ahead < split.splits; ++j)

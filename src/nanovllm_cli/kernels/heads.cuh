@@ -8,9 +8,9 @@
 //
 // Everything is fp32 between the load and the one rounding at the store, as on the CPU.
 //
-// A head belongs to `lanes` lanes (a power of two), a lane's elements to units of two loads of LOAD elements: for half-split pairs
-// one load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte loads a head
-// of 128 takes 8 lanes and a warp four heads. A lane has 1 of them but for odd heads that 32 lanes with narrow loads don't cover.
+// A head belongs to `lanes` lanes (a power of two), a lane's elements to COUNT units of two loads of LOAD elements: for
+// half-split pairs one load from either half, so that both ends of a pair meet in one lane and nothing is exchanged. With 16-byte
+// loads a head of 128 takes 8 lanes and a warp four heads. COUNT is 1 but for odd heads that 32 narrow loads don't cover.
 #pragma once
 #include "common.cuh"
 
@@ -52,33 +52,25 @@ struct Head {
   Elements gains[COUNT][2], loaded[COUNT][2];
   float values[COUNT][2 * LOAD];
 
-  DEVICE void load_gains(const Place<LOAD>& place, const DTYPE* source) {
-#pragma unroll
-    for (int unit = 0; unit < COUNT; ++unit)
-      for (int part = 0; part < 2; ++part)
-        if (place.has(unit, part)) gains[unit][part] = Elements::load(source + place.column(unit, part));
-  }
+  DEVICE void load_gains(const Place<LOAD>& place, const DTYPE* source) { load_all(place, gains, source); }
 
-  DEVICE void load(const Place<LOAD>& place, const DTYPE* source) {
-#pragma unroll
-    for (int unit = 0; unit < COUNT; ++unit)
-      for (int part = 0; part < 2; ++part) {
-        loaded[unit][part] = {};
-#ifndef BUG_UNMASKED_TAIL
-        if (place.has(unit, part))
-#endif
-          loaded[unit][part] = Elements::load(source + place.column(unit, part));
-      }
-  }
+  DEVICE void load(const Place<LOAD>& place, const DTYPE* source) { load_all(place, loaded, source); }
 
-  // To fp32, and normed where there are gains. All lanes of a warp call it, with the same any_gains: whether one of them has some.
+  // To fp32, and normed where there are gains. All lanes of a warp call it with the same any_gains: whether one of them has some.
   DEVICE void norm(const Place<LOAD>& place, bool any_gains, bool has_gains, float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int unit = 0; unit < COUNT; ++unit)
-      for (int i = 0; i < 2 * LOAD; ++i) {
-        values[unit][i] = to_float(loaded[unit][i / LOAD].at[i % LOAD]);
-        squares = fmaf(values[unit][i], values[unit][i], squares);
+      for (int part = 0; part < 2; ++part) {
+        float sum = 0.0f;
+        for (int j = 0; j < LOAD; ++j) {
+          const float value = values[unit][part * LOAD + j] = to_float(loaded[unit][part].at[j]);
+          sum = fmaf(value, value, sum);
+        }
+#ifndef BUG_UNMASKED_TAIL
+        if (!place.has(unit, part)) sum = 0.0f;
+#endif
+        squares += sum;
       }
     if (!any_gains) return;
     const float inverse = rsqrtf(warp_sum(squares, place.lanes) / place.dim + eps);
@@ -107,9 +99,9 @@ struct Head {
     }
   }
 
-  // Rounded to the head's begin, divided by the scale where the type is fp8.
-  template <class T>
-  DEVICE void store(const Place<LOAD>& place, T* target, float scale) const {
+  // Rounded, to where the head begins, which may be in several places. Divided by the scale where the type is fp8.
+  template <class T, class... More>
+  DEVICE void store(const Place<LOAD>& place, float scale, T* target, More*... more) const {
 #pragma unroll
     for (int unit = 0; unit < COUNT; ++unit)
       for (int part = 0; part < 2; ++part) {
@@ -119,7 +111,18 @@ struct Head {
           const float value = values[unit][part * LOAD + j];
           rounded.at[j] = from_float<T>(sizeof(T) == 1 ? value / scale : value);
         }
-        if (place.has(unit, part)) rounded.store(target + place.column(unit, part));
+        if (!place.has(unit, part)) continue;
+        rounded.store(target + place.column(unit, part));
+        (rounded.store(more + place.column(unit, part)), ...);
       }
+  }
+
+ private:
+  // What lies beyond the head's end is its begin instead.
+  static DEVICE void load_all(const Place<LOAD>& place, Elements (&target)[COUNT][2], const DTYPE* source) {
+#pragma unroll
+    for (int unit = 0; unit < COUNT; ++unit)
+      for (int part = 0; part < 2; ++part)
+        target[unit][part] = Elements::load(source + (place.has(unit, part) ? place.column(unit, part) : 0));
   }
 };

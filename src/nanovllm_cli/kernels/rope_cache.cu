@@ -1,5 +1,6 @@
-// What happens to q, k and v between their projection and attention: norm of each head of q and k, rotation by position, and
-// the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a head.
+// What happens to q, k and v between their projection and attention: norm of each head of q and k, rotation by position, and the
+// write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a head.
+// In steps of decodes attention does it itself (decode_split.cuh).
 //
 //   q_norm, k_norm: gains, or null
 //   slots [T] int64 = block * BLOCK_SIZE + offset; -1 is padding: nothing is written to the cache
@@ -27,7 +28,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
 
   // All loads before the first sum.
   wait_for_previous_kernel();
-  let_next_kernel_start();  // attention may look for its blocks meanwhile
+  let_next_kernel_start();
   mine.load(place, qkv + (token * num_heads + there) * dim);
   Angles<VECTOR, UNITS> angles;
   if (!is_value) angles.load(place, cos + token * num_angles, sin + token * num_angles);
@@ -36,7 +37,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   mine.norm(place, q_norm || k_norm, gains, eps);
   if (!is_value) mine.rotate(place, angles);
 
-  if (is_query) return mine.store(place, q + (token * heads + head) * dim, 1.0f);
+  if (is_query) return mine.store(place, 1.0f, q + (token * heads + head) * dim);
   if (slot < 0 || head >= num_heads) return;
   const int kv_head = head - heads - (is_value ? kv_heads : 0);
   const float* scales = is_value ? v_scale : k_scale;
@@ -48,6 +49,6 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
 #ifdef BUG_INT32
   first = (int)first;
 #endif
-  mine.store(place, (is_value ? v_cache : k_cache) + first, scale);
+  mine.store(place, scale, (is_value ? v_cache : k_cache) + first);
 }
 EXPORT(rope_and_cache)

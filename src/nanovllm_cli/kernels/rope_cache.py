@@ -1,4 +1,5 @@
-"""QK norm, RoPE and the write of K and V to the cache, in one launch a layer (rope_cache.cu).
+"""QK norm, RoPE and the write of K and V to the cache, in one launch a layer (rope_cache.cu). In steps of decodes that launch is
+`decode_attention`'s.
 
 cos and sin come from `rope_tables`, once a step.
 """
