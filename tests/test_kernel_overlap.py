@@ -17,9 +17,9 @@ from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attentio
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 from nanovllm_cli.kernels.ops import Normed
-from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
+from nanovllm_cli.kernels.packed_gemm import Shape, new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
-from nanovllm_cli.kernels.packed_wgmma import packed_wgmma
+from nanovllm_cli.kernels.packed_wgmma import Plan, packed_wgmma
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
@@ -96,10 +96,10 @@ def packed_product_of_many() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 def packed_product_of_warpgroups() -> tuple[Call, tuple[torch.Tensor, ...]]:
     weight, _ = quantized(Integer(4, 128), 70, 512)
-    x, residual = random(65, 512, dtype=BF16), random(65, 70, dtype=BF16)
+    x, residual, two_blocks = random(65, 512, dtype=BF16), random(65, 70, dtype=BF16), Plan(Shape(4, 1, 64), 2)
 
     def call(launcher: Launcher) -> torch.Tensor:
-        return packed_wgmma(launcher, x, weight, None, residual=residual.clone())
+        return packed_wgmma(launcher, x, weight, None, new_counters(launcher), residual=residual.clone(), plan=two_blocks)
 
     return call, (weight.codes, weight.scales)
 

@@ -141,7 +141,7 @@ def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tenso
         return lambda: packed_gemm.packed_gemm(launcher, x, weight, None, counters)
 
     def wgmma(weight: Packed) -> Callable[[], object]:
-        return lambda: packed_wgmma.packed_wgmma(launcher, x, weight, None)
+        return lambda: packed_wgmma.packed_wgmma(launcher, x, weight, None, counters)
 
     def unpacked(weight: Packed) -> Callable[[], object]:
         def rows_of(first: int, count: int) -> torch.Tensor:

@@ -171,6 +171,8 @@ inline void wgmma_fence() { emulation::fence_registers(); }
 inline void wgmma_commit() { emulation::commit_products(); }
 template <int LEFT>
 inline void wgmma_wait() { emulation::wait_products(LEFT); }
+template <class T>
+inline void keep(T&) {}
 template <int COUNT>
 inline void sums_are_there(float*) {}
 inline void fence_for_products() { emulation::fence_copies(); }

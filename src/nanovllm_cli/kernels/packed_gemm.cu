@@ -161,33 +161,6 @@ DEVICE void multiply(Sums* sums, Sums* totals, unsigned char* x_slice, const uns
   }
 }
 
-// Of a tile, from the segments of its stripes to `out`. segment_of: where a stripe's is, [TOKENS, TILE_N].
-template <class SegmentOf>
-DEVICE void finish_tile(SegmentOf segment_of, int first, int last, const DTYPE* bias, const DTYPE* residual, OUT* out,
-                        int first_row, int rows, int first_output, int outputs) {
-  typedef Vector<float, 4> Four;
-  constexpr int FOURS = TOKENS * TILE_N / 4, BATCH = FOURS < 4 * THREADS ? (FOURS + THREADS - 1) / THREADS : 4;
-#pragma unroll 1
-  for (int start = threadIdx.x; start < FOURS; start += BATCH * THREADS) {
-    Four sums[BATCH] = {};
-    for (int stripe = first; stripe <= last; ++stripe) {
-      const float4* segment = reinterpret_cast<const float4*>(segment_of(stripe));
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (start + i * THREADS >= FOURS) break;
-        const float4 part = __ldcg(segment + start + i * THREADS);
-        sums[i].at[0] += part.x, sums[i].at[1] += part.y, sums[i].at[2] += part.z, sums[i].at[3] += part.w;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int at = (start + i * THREADS) * 4, row = first_row + at / TILE_N, output = first_output + at % TILE_N;
-      if (at >= FOURS * 4 || row >= rows) break;
-      finish_four(sums[i].at, bias, residual, out, row, output, outputs);
-    }
-  }
-}
-
 KERNEL __launch_bounds__(THREADS, 1)
 packed_gemm(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const DTYPE* bias,
             const DTYPE* residual, OUT* out, float* partials, int* counters, int rows, int width, int outputs, int stripes) {

@@ -22,3 +22,30 @@ DEVICE void finish_four(const float* sums, const DTYPE* bias, const DTYPE* resid
     for (int j = 0; j < 4 && output + j < outputs; ++j) finish<1>(sums + j, bias, residual, out, place + j, output + j);
   }
 }
+
+// Of a tile, from the sums that several blocks left of it, parts first to last, to `out`. part_of: where one's are, [TOKENS, TILE_N].
+template <class PartOf>
+DEVICE void finish_tile(PartOf part_of, int first, int last, const DTYPE* bias, const DTYPE* residual, OUT* out,
+                        int first_row, int rows, int first_output, int outputs) {
+  typedef Vector<float, 4> Four;
+  constexpr int FOURS = TOKENS * TILE_N / 4, BATCH = FOURS < 4 * THREADS ? (FOURS + THREADS - 1) / THREADS : 4;
+#pragma unroll 1
+  for (int start = threadIdx.x; start < FOURS; start += BATCH * THREADS) {
+    Four sums[BATCH] = {};
+    for (int index = first; index <= last; ++index) {
+      const float4* sums_of = reinterpret_cast<const float4*>(part_of(index));
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (start + i * THREADS >= FOURS) break;
+        const float4 part = __ldcg(sums_of + start + i * THREADS);
+        sums[i].at[0] += part.x, sums[i].at[1] += part.y, sums[i].at[2] += part.z, sums[i].at[3] += part.w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int at = (start + i * THREADS) * 4, row = first_row + at / TILE_N, output = first_output + at % TILE_N;
+      if (at >= FOURS * 4 || row >= rows) break;
+      finish_four(sums[i].at, bias, residual, out, row, output, outputs);
+    }
+  }
+}

@@ -3,15 +3,17 @@
 //
 //   x [rows, width] DTYPE, columns in the weight's order; codes, scales SCALE and zeros as packed.py has them
 //   bias [outputs] DTYPE, or null; out [rows, outputs] OUT = y + bias + residual, rounded once; residual may be out, or null
+//   partials [tiles, splits, TOKENS, TILE_N] floats; counters: zeros, an int a tile; both null where splits is 1
 //
-// Grid: a block a tile of ACROSS strips of 16 outputs by TOKENS rows. A *unit* is the next ALONG slices of 64 columns. A warp has one
+// Grid: tiles of ACROSS strips of 16 outputs by TOKENS rows, `splits` blocks each. A *unit* is the next ALONG slices of 64 columns, of
+// which a tile's blocks have even shares: the one that ends last, by the counter, adds their sums up and sets the counter to zero. A warp has one
 // strip of one slice; a warpgroup four strips, 64 outputs, and sums of its own. Where a group of columns has a scale, the number is
 // multiplied by it and rounded to DTYPE, as unpack.cu does; a scale of all columns multiplies the sum. Slices meet in shared memory.
 //
 // Both operands pass through STAGES buffers, STAGES - 1 units ahead. Half a unit's numbers are made while the tensor cores multiply
 // the half before it, so there is one barrier a unit, with products under way.
 //
-// Bits: a row's sums have an order that depends on ALONG, never on the other rows.
+// Bits: a row's sums have an order that depends on ALONG and splits, never on the other rows.
 #include "packed_stage.cuh"
 #include "wgmma.cuh"
 
@@ -34,33 +36,34 @@ DEVICE Tile tile_of(int block, int rows, int tiles) {
   return {(band + within % height) * TOKENS, within / height};
 }
 
-// TOKENS rows of a slice of x, copied by the warps that multiply it; zeros outside of x. A thread has a chunk of every ROWS-th row.
+// TOKENS rows of a slice of x, copied by the warps that multiply it; zeros outside of x and behind the block's last unit. A thread has a chunk of every ROWS-th row.
 struct CopyOfX {
   static constexpr int ROWS = THREADS / ALONG / CHUNKS;
 
   const DTYPE* source;
-  int column, width, rows_left, target;
+  int width, left, rows_left, target;
 
-  DEVICE CopyOfX(const DTYPE* x, int slice, int first_row, int rows, int width) : width(width) {
+  DEVICE CopyOfX(const DTYPE* x, int slice, int first_row, int rows, int width, int end) : width(width) {
     const int thread = threadIdx.x % (THREADS / ALONG), row = thread / CHUNKS, chunk = thread % CHUNKS;
-    column = slice * DEPTH + chunk * CHUNK;
+    const int column = slice * DEPTH + chunk * CHUNK;
+    left = min((int64_t)width, (int64_t)end * (ALONG * DEPTH)) - column;
     source = x + (int64_t)(first_row + row) * width + column;
     rows_left = rows - first_row - row;
     target = slice * SLICE + row * DEPTH * (int)sizeof(DTYPE) + (chunk ^ row % CHUNKS) * CHUNK * (int)sizeof(DTYPE);
   }
 
   DEVICE void copy(unsigned char* stage, const DTYPE* x, int unit) const {
-    const int skipped = unit * ALONG * DEPTH, left = width - column - skipped;
+    const int skipped = unit * ALONG * DEPTH;
 #pragma unroll
     for (int i = 0; i < TOKENS; i += ROWS) {
       if (TOKENS % ROWS && i + ROWS > TOKENS && (int)threadIdx.x % (THREADS / ALONG) / CHUNKS + i >= TOKENS) break;
       DTYPE* place = reinterpret_cast<DTYPE*>(stage + target + i * DEPTH * sizeof(DTYPE));
       const DTYPE* chunk = source + (int64_t)i * width + skipped;
-      const bool inside = i < rows_left && left > 0;
+      const bool inside = i < rows_left && skipped < left;
       if (VECTOR == CHUNK) {
         copy_async_16(place, chunk, inside);
       } else {
-        copy_chunk(place, chunk, x, inside, left);
+        copy_chunk(place, chunk, x, inside, left - skipped);
       }
     }
   }
@@ -71,12 +74,12 @@ struct CopyOfWeight {
   const uint8_t *codes, *scales, *zeros;
   int slices, groups;  // none where the strip is behind the last
 
-  DEVICE CopyOfWeight(const Weight& weight, int strip, int strips) {
+  DEVICE CopyOfWeight(const Weight& weight, int strip, int strips, int end) {
     const int lane = threadIdx.x % WARP_SIZE;
     codes = weight.codes_of(strip, 0, lane);
     scales = reinterpret_cast<const uint8_t*>(weight.scales + weight.group_at(strip, 0)) + lane * 16;
     zeros = weight.zeros + weight.group_at(strip, lane);
-    slices = strip < strips ? weight.slices : 0;
+    slices = strip < strips ? min(weight.slices, end * ALONG) : 0;
     groups = strip < strips ? weight.groups : 0;
   }
 
@@ -172,7 +175,7 @@ struct Codes {
 
 KERNEL __launch_bounds__(THREADS, 1)
 packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const DTYPE* bias,
-             const DTYPE* residual, OUT* out, int rows, int width, int outputs) {
+             const DTYPE* residual, OUT* out, float* partials, int* counters, int rows, int width, int outputs, int splits) {
   DYNAMIC_SHARED(unaligned);
 #ifdef BUG_UNALIGNED
   unsigned char* shared = unaligned;
@@ -183,17 +186,20 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
   const int own_strip = warp % ACROSS, own_slice = warp / ACROSS;
   const Weight weight(codes, scales, zeros, width);
   const int strips = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS, units = (weight.slices + ALONG - 1) / ALONG;
-  const Tile at = tile_of(blockIdx.x, rows, (strips + ACROSS - 1) / ACROSS);
+  const int tile = blockIdx.x / splits, split = blockIdx.x % splits;
+  const int begin = (int64_t)split * units / splits, end = (int64_t)(split + 1) * units / splits;
+  const Tile at = tile_of(tile, rows, (strips + ACROSS - 1) / ACROSS);
   const int first_row = at.first_row, strip = at.tile * ACROSS + own_strip;
 
   unsigned char* own = shared + X_STAGE + warp * STRIP_STAGE;
-  const CopyOfWeight of_weight(weight, strip, strips);
-  const CopyOfX of_x(x, own_slice, first_row, rows, width);
+  CopyOfWeight of_weight(weight, strip, strips, end);
+  CopyOfX of_x(x, own_slice, first_row, rows, width, end);
+  keep(of_x.source), keep(of_x.left), keep(of_x.target), keep(of_x.rows_left), keep(of_weight.codes);
   const auto copy_weight_of = [&](int unit, int stage) {
-    if (unit < units) of_weight.copy(own + stage, unit * ALONG + own_slice);
+    of_weight.copy(own + stage, unit * ALONG + own_slice);
   };
   const auto copy_x_of = [&](int unit, int stage) {
-    if (unit < units) of_x.copy(shared + stage, x, unit);
+    of_x.copy(shared + stage, x, unit);
     commit_copies();
   };
   const auto wait_and_meet = [&]() {  // a unit is there, and everyone is done with the one before last
@@ -207,9 +213,9 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
     __syncthreads();
 #endif
   };
-  for (int i = 0; i < STAGES - 1; ++i) copy_weight_of(i, i * STAGE);
+  for (int i = 0; i < STAGES - 1; ++i) copy_weight_of(begin + i, i * STAGE);
   wait_for_previous_kernel();
-  for (int i = 0; i < STAGES - 1; ++i) copy_x_of(i, i * STAGE);
+  for (int i = 0; i < STAGES - 1; ++i) copy_x_of(begin + i, i * STAGE);
 
   float sums[SUMS];
 #pragma unroll
@@ -220,16 +226,17 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
   wait_and_meet();
   words.load(own);
   words.numbers(numbers[0], own, 0, kept);
-  const uint32_t tokens = shared_address(shared) + own_slice * SLICE;
+  RowsOf128Bytes tokens(shared_address(shared) + own_slice * SLICE);
+  keep(tokens.lower);
   int stage = 0, free_stage = (STAGES - 1) * STAGE;
 #pragma unroll 1
-  for (int unit = 0; unit < units; ++unit) {
+  for (int unit = begin; unit < end; ++unit) {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 2; ++step)
-        wgmma<TOKENS, IS_BF16>(sums, numbers[part][step], rows_of_128_bytes(tokens + stage + (part * 2 + step) * 32));
+        wgmma<TOKENS, IS_BF16>(sums, numbers[part][step], tokens.descriptor(stage, part * 2 + step));
       wgmma_commit();
       if (part == 1) {
         const int next = next_stage(stage);
@@ -268,12 +275,31 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
     }
   }
   __syncthreads();
+  const auto part_of = [&](int other) { return partials + ((int64_t)tile * splits + other) * (TOKENS * TILE_N); };
 #pragma unroll 1
   for (int i = threadIdx.x; i < TOKENS * TILE_N / 4; i += THREADS) {
     const int token = i / (TILE_N / 4), output = i % (TILE_N / 4) * 4;
     if (first_row + token >= rows) break;
     const Vector<float, 4> four = Vector<float, 4>::load(meeting + token * MEETING_ROW + output);
-    finish_four(four.at, bias, residual, out, first_row + token, at.tile * TILE_N + output, outputs);
+    if (splits > 1) {
+      four.store(part_of(split) + i * 4);
+    } else {
+      finish_four(four.at, bias, residual, out, first_row + token, at.tile * TILE_N + output, outputs);
+    }
   }
+  if (splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  int* is_last = reinterpret_cast<int*>(shared);
+  if (threadIdx.x == 0) {
+    *is_last = atomicAdd(counters + tile, 1) == splits - 1;
+#ifndef BUG_COUNTER
+    if (*is_last) counters[tile] = 0;
+#endif
+  }
+  __syncthreads();
+  if (!*is_last) return;
+  __threadfence();
+  finish_tile(part_of, 0, splits - 1, bias, residual, out, first_row, rows, at.tile * TILE_N, outputs);
 }
 EXPORT(packed_wgmma)

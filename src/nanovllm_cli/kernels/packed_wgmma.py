@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -9,21 +11,35 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name, widest
 from nanovllm_cli.kernels.packed import TILE_COLUMNS, Kind, Packed, empty
-from nanovllm_cli.kernels.packed_gemm import Shape, in_order, stage_bytes
+from nanovllm_cli.kernels.packed_gemm import MAX_ROW_TILES, Shape, in_order, stage_bytes
 
 CAPABILITY = 90
 """The one that has wgmma."""
-SHAPES = (Shape(16, 1, 128), Shape(12, 1, 128), Shape(8, 2, 128), Shape(8, 2, 96), Shape(8, 2, 64), Shape(4, 4, 64))
+SHAPES = (
+    Shape(16, 1, 128), Shape(12, 1, 192), Shape(12, 1, 128), Shape(16, 1, 96), Shape(8, 2, 128), Shape(8, 2, 96), Shape(8, 2, 64),
+    Shape(4, 4, 64),
+)  # fmt: skip
 """What a block may multiply at once, the first of equals."""
+MAX_SPLITS = 8
 MAX_STAGES, LEAST_STAGES = 6, 3
 PATTERN = 1 << 10
 """Bytes that a stage is a multiple of."""
 # Of a multiprocessor, each cycle; the L2 for all of them.
 PRODUCTS, L2_BYTES, ALL_L2_BYTES = 2048, 64, 4000
-CONVERSIONS: dict[Kind, int] = {"int4": 26, "int8": 24, "fp8": 19, "nf4": 15}
+CONVERSIONS: dict[Kind, int] = {"int4": 27, "int8": 24, "fp8": 19, "nf4": 15}
 """Weights, by the machine code's instructions."""
-EDGES = 6000
-"""Cycles of a tile before its first product and behind its last."""
+EDGES, MEETING = 6000, 3000
+"""Cycles of a block before its first product and behind its last; and to meet others, besides what their sums take."""
+
+
+class Plan(NamedTuple):
+    """splits: blocks that share a tile, each with a part of the columns."""
+
+    shape: Shape
+    splits: int = 1
+
+    def tiles(self, rows: int, outputs: int) -> int:
+        return -(-outputs // self.shape.outputs) * -(-rows // self.shape.rows)
 
 
 def packed_wgmma(
@@ -31,12 +47,14 @@ def packed_wgmma(
     x: torch.Tensor,
     weight: Packed,
     bias: torch.Tensor | None,
+    counters: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    shape: Shape | None = None,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T + bias [N]; residual, out_dtype: see `product.After`. shape: of blocks, for tests; None chooses.
+    """x [M, K] @ weight [N, K].T + bias [N]; residual, out_dtype: see `product.After`. counters: from `packed_gemm.new_counters`.
+    plan: of blocks, for tests; None chooses.
 
     UnsupportedError on all but Hopper.
     """
@@ -48,39 +66,48 @@ def packed_wgmma(
     weight.check(launcher)
     assert width == weight.width, (width, weight.width)
     out = product.output_for(launcher, rows, outputs, dtype, bias, residual=residual, out_dtype=out_dtype)
+    check(counters, launcher, torch.int32, launcher.num_multiprocessors * MAX_ROW_TILES)
     if not out.numel():
         return out
     if weight.order is not None:
         x = in_order(launcher, x, weight.order)
-    shape = shape or shape_of(rows, weight, launcher.num_multiprocessors)
-    stages = stages_of(shape, weight)
+    shape, splits = plan = plan or plan_of(rows, weight, launcher.num_multiprocessors)
+    stages, tiles = stages_of(shape, weight), plan.tiles(rows, outputs)
+    partials = None
+    if splits > 1:
+        assert tiles <= counters.numel(), (tiles, splits)
+        partials = torch.empty(tiles * splits, shape.rows, shape.outputs, dtype=torch.float32, device=x.device)
     kernel = variant(dtype, out.dtype, weight, widest(width, dtype), shape, stages)
     args = (
         x, weight.codes, weight.scales, weight.zeros, bias, None if residual is None else out, out,
-        np.int32(rows), np.int32(width), np.int32(outputs),
+        partials, None if partials is None else counters, np.int32(rows), np.int32(width), np.int32(outputs), np.int32(splits),
     )  # fmt: skip
-    grid = (num_tiles(shape, rows, outputs), 1, 1)
-    launcher.launch(kernel, grid, (shape.warps * WARP, 1, 1), args, shared_bytes(shape, weight, stages))
+    launcher.launch(kernel, (tiles * splits, 1, 1), (shape.warps * WARP, 1, 1), args, shared_bytes(shape, weight, stages))
     return out
 
 
-def shape_of(rows: int, weight: Packed, num_multiprocessors: int) -> Shape:
-    """The one that should take the least time: waves of blocks, each as long as what it waits for most."""
+def plan_of(rows: int, weight: Packed, num_multiprocessors: int) -> Plan:
+    """The one that should take the least time: waves of blocks, each as long as what it waits for most. Splits: within a wave."""
 
-    def cycles(shape: Shape) -> float:
-        tiles = num_tiles(shape, rows, weight.num_rows)
-        active = min(tiles, num_multiprocessors)
+    def cycles(plan: Plan) -> float:
+        shape, splits = plan
+        blocks = plan.tiles(rows, weight.num_rows) * splits
         numbers, size = shape.outputs * TILE_COLUMNS, stage_bytes(shape, weight) / shape.along
         of_slice = max(
-            numbers * shape.rows / PRODUCTS, numbers / CONVERSIONS[weight.kind], size / L2_BYTES, size * active / ALL_L2_BYTES
-        )
-        return -(-tiles // num_multiprocessors) * (weight.codes.shape[1] * of_slice + EDGES)
+            numbers * shape.rows / PRODUCTS, numbers / CONVERSIONS[weight.kind],
+            size / L2_BYTES, size * min(blocks, num_multiprocessors) / ALL_L2_BYTES,
+        )  # fmt: skip
+        units = -(-weight.codes.shape[1] // shape.along)
+        each = -(-units // splits) * shape.along * of_slice + EDGES
+        if splits > 1:
+            each += MEETING + (1 + splits) * 4 * shape.outputs * shape.rows / L2_BYTES
+        return -(-blocks // num_multiprocessors) * each
 
-    return min(SHAPES, key=cycles)
-
-
-def num_tiles(shape: Shape, rows: int, outputs: int) -> int:
-    return -(-outputs // shape.outputs) * -(-rows // shape.rows)
+    plans = (Plan(shape, splits) for splits in range(1, MAX_SPLITS + 1) for shape in SHAPES)
+    return min(
+        (plan for plan in plans if plan.splits == 1 or plan.tiles(rows, weight.num_rows) * plan.splits <= num_multiprocessors),
+        key=cycles,
+    )
 
 
 def stages_of(shape: Shape, weight: Packed) -> int:
@@ -110,7 +137,7 @@ def variant(dtype: torch.dtype, out_dtype: torch.dtype, weight: Packed, vector: 
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: int4 in every shape, the other kinds in the largest and in the smallest."""
+    """What the compile gate builds: int4 in every shape, the other kinds in the largest and in the smallest ones."""
     bf16, half, single = torch.bfloat16, torch.float16, torch.float32
 
     def of(
@@ -120,11 +147,12 @@ def variants() -> list[Kernel]:
         weight = empty(kind, 16, 1024, group, scale, zeros=zeros, ordered=False, device="meta")
         return variant(dtype, out or dtype, weight, vector, shape, stages_of(shape, weight))
 
-    largest, smallest = SHAPES[0], SHAPES[-1]
+    largest, tall, smallest = SHAPES[0], SHAPES[1], SHAPES[-1]
     return [
         *(of(bf16, "int4", 128, bf16, shape) for shape in SHAPES),
         of(bf16, "int4", 32, half, largest, zeros=True), of(half, "int4", 32, half, smallest, zeros=True),
         of(bf16, "int8", 0, single, largest, out=single), of(half, "int8", 64, bf16, largest, zeros=True, vector=1),
         of(bf16, "int8", 32, single, smallest, zeros=True), of(bf16, "fp8", 128, single, largest),
+        of(bf16, "int8", 32, single, tall, zeros=True), of(bf16, "fp8", 128, single, tall), of(half, "nf4", 64, single, tall),
         of(half, "fp8", 0, single, smallest), of(bf16, "nf4", 64, single, largest), of(half, "nf4", 64, single, smallest),
     ]  # fmt: skip

@@ -86,7 +86,7 @@ class CudaPacked(CudaStorage):
         if way == "gemm":
             return packed_gemm.packed_gemm(launcher, self._normed(x), weight, bias, self._counters, **after)
         if way == "wgmma":
-            return packed_wgmma.packed_wgmma(launcher, self._normed(x), weight, bias, **after)
+            return packed_wgmma.packed_wgmma(launcher, self._normed(x), weight, bias, self._counters, **after)
 
         def rows(first: int, count: int) -> torch.Tensor:
             return unpack.unpack(launcher, weight, first, count, self._dtype)
