@@ -168,7 +168,8 @@ def variants() -> list[Kernel]:
         for dtype, kv_dtype in ((bf16, bf16), (bf16, fp8), (half, half))
         for dim in (64, 80, 96, 128, 192, 256)
     ]
-    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128)]
+    large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
+    partly_rotated = [variant("decode_attention", bf16, bf16, dim, 8, 16, 2) for dim in (80, 256)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
-    return [*small, *large, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, 2)]
+    return [*small, *large, *partly_rotated, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, 2)]
