@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels import cpu, cpu_attention, reference
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
@@ -210,6 +210,33 @@ def test_attention_gives_the_same_bits_whatever_the_chunks(
             for s, piece in zip(alive, out.split([ends[s] - begin for s in alive]), strict=True):
                 outs[s].append(piece)
         assert torch.equal(torch.cat([torch.cat(o) for o in outs]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"window": 600}, {"softcap": 5.0, "sinks": randn(6)}], ids=["", "window", "sinks"])
+def test_long_sequences_have_the_same_bits_in_parts_side_by_side(
+    options: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, kv_heads, dim, lens = 6, 2, 24, [1500, 513, 512, 40]
+    paged = Paged(lens, kv_heads, dim, dtype)
+    qkv = randn(sum(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    q, whole = paged.step(qkv, lens, lens, heads, **options)
+    ends = torch.tensor(lens).cumsum(0) - 1
+    for seq, length in enumerate(lens):
+        expected = reference.attention(
+            q[ends[seq] : ends[seq] + 1].float(), *paged.history(seq, length), length - 1, dim**-0.5,
+            int(options.get("window", 0)), float(options.get("softcap", 0.0)), options.get("sinks"),  # type: ignore[call-overload, arg-type]
+        )  # fmt: skip
+        assert error(whole[ends[seq]].view(1, heads, dim), expected) < TOLERANCE[dtype]
+    launched = []
+    launch = cpu.launch
+    monkeypatch.setattr(cpu, "launch", lambda kernel, *args: (launched.append(kernel), launch(kernel, *args)))
+    for tasks, in_parts in ((0, False), (1000, True)):
+        launched.clear()
+        monkeypatch.setattr(cpu, "TASKS_A_THREAD", tasks)
+        _, out = paged.step(qkv[ends].contiguous(), [1] * len(lens), lens, heads, **options)
+        assert torch.equal(out, whole[ends])
+        assert (cpu_attention.join_parts in launched) == in_parts
 
 
 CROSSING = """

@@ -45,6 +45,8 @@ _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
 # Multiply-adds of a kernel below which waking the other threads costs more than they bring.
 SERIAL_WORK = 1 << 19
+TASKS_A_THREAD = 2
+"""Of attention, where one task is a whole sequence's for a KV head: fewer leave threads idle."""
 
 
 class _State:
@@ -330,6 +332,13 @@ def attention_tiles(query_starts: torch.Tensor, kv_lens: torch.Tensor, group: in
     return torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4)
 
 
+def _num_splits(tasks: int, table_width: int) -> int:
+    """Into how many parts of `cpu_attention.SPLIT` keys sequences are cut, so that no thread is without work: all that there may
+    be, or 1. Like the number of threads it changes who computes, never what."""
+    enough = TASKS_A_THREAD * (_State.most or numba.config.NUMBA_NUM_THREADS)
+    return 1 if tasks >= enough else -(-table_width * BLOCK // cpu_attention.SPLIT)
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -346,12 +355,21 @@ def paged_attention(
     kv_heads = k_cache.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, q.dtype)
     out = new_tensor((tokens, heads * dim), q.dtype)
+    sink_address = 0 if sinks is None else address_of(sinks, torch.float32, heads)
+    splits = _num_splits(tiles.shape[0] * kv_heads, block_tables.shape[1]) if tiles.shape[0] == tokens else 1
+    partials = new_tensor((tokens * heads * splits if splits > 1 else 0, _padded(dim) + 2), torch.float32)
     ints = (
         _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
         address_of(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, 0 if sinks is None else address_of(sinks, torch.float32, heads), out.data_ptr(),
+        window, sink_address, out.data_ptr(), splits, partials.data_ptr(),
     )  # fmt: skip
     work = 2 * BLOCK * q.numel() * block_tables.shape[1]
     launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))
+    if splits > 1:
+        ints = (
+            heads, kv_heads, dim, _padded(dim), tiles.data_ptr(), tokens, window, sink_address, out.data_ptr(), splits,
+            partials.data_ptr(),
+        )  # fmt: skip
+        launch(cpu_attention.join_parts, splits * q.numel(), tags_of(q.dtype), ints)
     return out

@@ -10,10 +10,13 @@ so both products are `simd.dot_tile`, the inner loop of the matmuls. Work is spl
 folded in as they come (Milakov and Gimelshein 2018; FlashAttention). A row's arithmetic is the same whatever tile it is in:
 masked keys add exact zeros, and the key tiles lie at absolute positions.
 
+Every SPLIT keys, at absolute positions too, the softmax starts anew, and what it gave is folded into the row's result. So where
+there are fewer tiles than threads want, as for one long conversation with a model of few KV heads, each part of a sequence is
+work of its own (`splits`), and `join_parts` folds them in the same order, by the same function: the same bits.
+
 A quantized cache (cpu_cache) has one byte for each element, in the same order. The bytes of a key tile are unpacked once, for all
 rows of the work's tile; codes are exact in the compute type. A key's scale multiplies its score. A value's scale multiplies its
 weight before that is rounded: put into the value, it would round that one as well.
-
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from nanovllm_cli.kernels.simd_sums import sum_f32
 KEYS = TILE_COLUMNS
 BLOCKS_PER_TILE = KEYS // BLOCK
 MAX_TILE_ROWS = 48
+SPLIT = 512
 NEG_INF = np.float32(-np.inf)
 
 
@@ -85,6 +89,43 @@ def _softmax_row(v_kind, scores, lanes, low, high, scale, softcap, v_scales, sta
 
 
 @njit(nogil=True, error_model="numpy")
+def _fold(total, total_state, part, state):
+    """A part's sums into the row's. state: [max, sum] of each. Without fast math: two kernels do it, to the same bits."""
+    top, other = total_state[0], state[0]
+    if other == NEG_INF:  # the row sees nothing of it
+        return
+    if top == NEG_INF:
+        for d in range(total.size):
+            total[d] = part[d]
+        total_state[0], total_state[1] = other, state[1]
+        return
+    highest = top if top > other else other
+    mine, theirs = exp_not_positive(top - highest), exp_not_positive(other - highest)
+    for d in range(total.size):
+        total[d] = total[d] * mine + part[d] * theirs
+    total_state[0], total_state[1] = highest, total_state[1] * mine + state[1] * theirs
+
+
+@njit(nogil=True, error_model="numpy")
+def _finish(total, state, sinks, head, target):
+    """A row's sums to its result."""
+    weight = state[1]
+    if sinks != 0:
+        weight += np.exp(carray(typed_pointer(sinks, np.float32(0)), (head + 1,))[head] - state[0])
+    inverse = np.float32(1.0) / weight
+    for d in range(target.size):
+        store(target, d, total[d] * inverse)
+
+
+@njit(nogil=True, error_model="numpy")
+def _parts(first_position, count, window):
+    """First and last part, first and last key, of what a tile's tokens see: the last ones are not seen any more."""
+    end = first_position + count
+    begin = max(0, first_position - window + 1) if window > 0 else 0
+    return begin // SPLIT, (end - 1) // SPLIT + 1, begin, end
+
+
+@njit(nogil=True, error_model="numpy")
 def _fetch(blocks, count, size):
     """Ask for whole blocks ahead of their use: they lie anywhere, which hides them from the processor's own prefetcher."""
     for b in range(count):
@@ -100,54 +141,67 @@ def paged_attention(arguments, thread, team):
     tiles [num_tiles, 4] int64: sequence, first token's row in T, tokens, first token's position. block_tables [B, P] int32.
     window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
     take part in the softmax's sum without a value, or 0.
+    splits: 1, or as many parts of SPLIT keys as a sequence may have, where every tile is one token: then the part of each is left
+    in partials [num_tiles, kv_heads, splits, group, padded + 2] fp32, sums and state, for `join_parts`, and nothing in out.
     """
     (
         tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
-        num_tiles, block_tables, table_width, window, sinks, out, scale, softcap,
+        num_tiles, block_tables, table_width, window, sinks, out, splits, partials, scale, softcap,
     ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
     result = carray(typed_pointer(out, tag), (num_tokens, heads, dim))
     tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 4))
     tables = carray(typed_pointer(block_tables, np.int32(0)), (1 << 40, table_width))
-    sink_of = carray(typed_pointer(sinks, np.float32(0)), (heads,))
+    left = carray(typed_pointer(partials, np.float32(0)), (1 << 40, padded + 2))
     group = heads // kv_heads
     k_codes, v_codes, most_rows = dim * BLOCK, padded * BLOCK, max(MAX_TILE_ROWS, group)
     k_bytes = whole_lines(size * scratch_size(k_kind, BLOCKS_PER_TILE * k_codes))
     v_bytes = whole_lines(size * scratch_size(v_kind, BLOCKS_PER_TILE * v_codes))
     acc_bytes, row_bytes, state_bytes = 4 * most_rows * padded, whole_lines(size * most_rows * dim), whole_lines(8 * most_rows)
-    memory = scratch(k_bytes + v_bytes + acc_bytes + row_bytes + state_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 256)
+    sum_bytes = 2 * (acc_bytes + state_bytes)
+    memory = scratch(k_bytes + v_bytes + sum_bytes + row_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 256)
     k_scratch = memory.ctypes.data
     v_scratch = k_scratch + k_bytes
     acc_at = v_scratch + v_bytes
-    rows_at = acc_at + acc_bytes
+    totals_at = acc_at + acc_bytes
+    rows_at = totals_at + acc_bytes
     state_at = rows_at + row_bytes
-    scores_at = state_at + state_bytes
+    total_state_at = state_at + state_bytes
+    scores_at = total_state_at + state_bytes
     weights_at = scores_at + 4 * MAX_ROWS * KEYS
     rest = weights_at + size * MAX_ROWS * KEYS
     all_acc, state = floats_at(acc_at, (most_rows, padded)), floats_at(state_at, (most_rows, 2))
+    totals, total_state = floats_at(totals_at, (most_rows, padded)), floats_at(total_state_at, (most_rows, 2))
     rows = carray(typed_pointer(rows_at, tag), (most_rows, dim))
     scores, weights = floats_at(scores_at, (MAX_ROWS, KEYS)), carray(typed_pointer(weights_at, tag), (MAX_ROWS, KEYS))
     k_scales, v_scales = floats_at(rest, (KEYS,)), floats_at(rest + 4 * KEYS, (KEYS,))
     lanes = floats_at(rest + 8 * KEYS, (LANES,))
     keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
     values = carray(typed_pointer(rest + 8 * KEYS + 128, np.int64(0)), (BLOCKS_PER_TILE,))
-    for task in share(num_tiles * kv_heads, thread, team):
-        kv_head = task // num_tiles
-        seq, first_row, count, first_position = tile_of[task % num_tiles]
+    for task in share(num_tiles * kv_heads * splits, thread, team):
+        kv_head = task // splits // num_tiles
+        seq, first_row, count, first_position = tile_of[task // splits % num_tiles]
+        first_part, end_part, begin, end = _parts(first_position, count, window)
+        if splits > 1:
+            first_part, end_part = max(first_part, task % splits), min(end_part, task % splits + 1)
+            if first_part >= end_part:
+                continue
         num_rows = count * group
         acc = all_acc[:num_rows]
-        acc[:] = np.float32(0.0)
         k_scales[:] = np.float32(0.0)
         v_scales[:] = np.float32(0.0)
         for r in range(num_rows):
             query = queries[first_row + r // group, kv_head * group + r % group]
             for d in range(dim):  # a whole row would bring numba's messages about shapes, which take seconds to compile
                 rows[r, d] = query[d]
-            state[r, 0], state[r, 1] = NEG_INF, np.float32(0.0)
-        end = first_position + count
-        begin = max(0, first_position - window + 1) if window > 0 else 0
-        for tile in range(begin // KEYS, (end + KEYS - 1) // KEYS):
+            total_state[r, 0], total_state[r, 1] = NEG_INF, np.float32(0.0)
+        last_tile = -(-min(end, end_part * SPLIT) // KEYS)
+        for tile in range(max(begin, first_part * SPLIT) // KEYS, last_tile):
+            if tile * KEYS % SPLIT == 0 or tile * KEYS <= begin:
+                acc[:] = np.float32(0.0)
+                for r in range(num_rows):
+                    state[r, 0], state[r, 1] = NEG_INF, np.float32(0.0)
             base = tile * KEYS
             blocks = min(BLOCKS_PER_TILE, (end - base + BLOCK - 1) // BLOCK)
             for b in range(BLOCKS_PER_TILE):
@@ -190,13 +244,39 @@ def paged_attention(arguments, thread, team):
                     while d < padded:
                         dot16(tag, some, p, KEYS * size, values[b] + d * 4, step, steps, o + d * 4, stride, 1)
                         d += LANES
+            if (base + KEYS) % SPLIT == 0 or tile + 1 == last_tile:
+                for r in range(num_rows):
+                    _fold(totals[r], total_state[r], acc[r], state[r])
         for r in range(num_rows):
-            head = kv_head * group + r % group
-            total = state[r, 1]
-            if sinks != 0:
-                total += np.exp(sink_of[head] - state[r, 0])
-            inverse = np.float32(1.0) / total
-            target = result[first_row + r // group, head]
-            for d in range(dim):
-                store(target, d, acc[r, d] * inverse)
+            if splits == 1:
+                head = kv_head * group + r % group
+                _finish(totals[r], total_state[r], sinks, head, result[first_row + r // group, head])
+                continue
+            mine = left[task * group + r]
+            for d in range(padded):
+                mine[d] = totals[r, d]
+            mine[padded], mine[padded + 1] = total_state[r, 0], total_state[r, 1]
+    keep(memory)
+
+
+@kernel()
+def join_parts(arguments, thread, team):
+    """out [num_tiles, heads, dim]: what `paged_attention` left in parts."""
+    tag, heads, kv_heads, dim, padded, tiles, num_tiles, window, sinks, out, splits, partials = fields(arguments)
+    result = carray(typed_pointer(out, tag), (num_tiles, heads, dim))
+    tile_of = carray(typed_pointer(tiles, np.int64(0)), (num_tiles, 4))
+    group = heads // kv_heads
+    left = carray(typed_pointer(partials, np.float32(0)), (1 << 40, padded + 2))
+    memory = scratch(4 * padded + 64)
+    total, state = floats_at(memory.ctypes.data, (padded,)), floats_at(memory.ctypes.data + 4 * padded, (2,))
+    for task in share(num_tiles * heads, thread, team):
+        tile, head = task // heads, task % heads
+        _, row, count, first_position = tile_of[tile]
+        first_part, end_part, _, _ = _parts(first_position, count, window)
+        state[0], state[1] = NEG_INF, np.float32(0.0)
+        for part in range(first_part, end_part):
+            task_of_part = (head // group * num_tiles + tile) * splits + part
+            found = left[task_of_part * group + head % group]
+            _fold(total, state, found[:padded], found[padded:])
+        _finish(total, state, sinks, head, result[row, head])
     keep(memory)

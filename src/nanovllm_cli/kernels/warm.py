@@ -24,14 +24,15 @@ def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
 
 
 def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
-    """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording. kept: see cpu.cache_shapes."""
+    """Run each kernel once on next to nothing, as `Decoder` runs them, and once from a recording, in tables wide enough for
+    attention in parts. kept: see cpu.cache_shapes."""
     ids = torch.zeros(1, dtype=torch.int64)
     zeros, weight = torch.zeros(1, 64, dtype=dtype), dense.empty(64, 64, dtype)
     weight.load_rows(0, zeros)
     shapes = zip(cpu.cache_shapes(1, 1, 16, dtype, kept), kept, strict=True)
     k_cache, v_cache = (torch.zeros(shape, dtype=side) for shape, side in shapes)
     angles = torch.zeros(1, 8)
-    run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
+    run, tables = torch.ones(1, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
     tiles = torch.tensor([[0, 0, 1, 0]])
 
     def step() -> torch.Tensor:
