@@ -129,7 +129,7 @@ def test_what_does_not_fit_or_fails_is_said() -> None:
         ("throughput tiny --percentiles 101", "between 0 and 100"),
         ("throughput tiny --percentiles x", "is not a number"),
         ("throughput tiny --plot -o json", "--plot goes with -o md"),
-        ("throughput tiny --max-num-seqs 0", "max_num_seqs must be at least 1"),
+        ("throughput tiny --max-num-seqs 0", "--max-num-seqs must be at least 1"),
         ("latency", "no model was named"),
         ("latency tiny -npl 0", "from 1 on"),
         ("latency tiny -r 0", "from 1 on"),

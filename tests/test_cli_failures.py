@@ -69,14 +69,13 @@ BAD_USAGE = {
     "run tiny hi --temp warm": "invalid value for '--temp'",
     "run tiny hi --temp nan": "temperature must be a number from 0 to 100",
     "run tiny hi --temp=-1": "temperature must be a number from 0 to 100",
-    "run tiny hi --top-p 1.5": "top_p must be a number from 0 to 1",
+    "run tiny hi --top-p 1.5": "--top-p must be a number from 0 to 1",
     "run tiny hi --top-k 1.5": "invalid value for '--top-k'",
-    "run tiny hi -n 0": "max_tokens must be a whole number",
     "run tiny hi -n 1e3": "invalid value for '-n'",
-    "run tiny hi -n 99999999999999999999": "max_tokens must be",
+    "run tiny hi -n 99999999999999999999": "--predict must be",
     "run tiny hi -s -2": "seed must be",
-    "run tiny hi -N 0": "n must be a whole number",
-    "run tiny hi -N 1000000": "n must be a whole number",
+    "run tiny hi -N 0": "--num-answers must be a whole number",
+    "run tiny hi -N 1000000": "--num-answers must be a whole number",
     "run tiny hi --min-tokens 5 -n 3": "min_tokens (5) must not be above max_tokens (3)",
     "run tiny hi -l 5": "invalid value for '-l' / '--logit-bias': '5' is not a token id with a bias",
     "run tiny hi -l 5+101": "logit_bias[5] must be a number from -100 to 100",
@@ -100,6 +99,16 @@ BAD_USAGE = {
     "serve tiny --ssl-key-password-file x": "--ssl-key-password-file has no meaning without --ssl-key-file",
     "serve tiny --unix-socket x.sock --port 8080": "--port has no meaning with --unix-socket",
     "quantize tiny --to int8 --no-verify --verify-tokens 5": "--verify-tokens is given, and --no-verify leaves",
+    "-m tiny hi": "-m stands before any command\nhint: the command comes first: nanovllm run -m …",
+    "--verson": "no such option: --verson\nhint: did you mean --version?",
+    "-hf org/repo": "-hf stands before any command",
+    "--temp=1 tiny": "--temp stands before any command",
+    "run tiny hi --no-warmup": "no such option: --no-warmup\nhint: nothing is run beforehand: leave it out",
+    "bench tiny -mmp 0": "no such option: -mmp\nhint: weights are mapped while they load",
+    "run tiny hi -n 0": "--predict must be a whole number from 1",
+    "run tiny hi -b 0": "--batch-size must be at least 1, not 0",
+    "serve tiny --top-p 5": "--top-p must be a number from 0 to 1, not 5.0",
+    "plan tiny -np 0": "--max-num-seqs must be at least 1, not 0",
     "serve tiny --unix-socket x.sock --allowed-host a.example": "--allowed-host has no meaning with --unix-socket",
     "serve tiny --max-models 1 --swap-timeout 5": "--swap-timeout has no meaning: --max-models 1 has room for all of them",
     "serve -q tiny --access-log": "--access-log has no meaning with --quiet",
@@ -154,7 +163,19 @@ def test_a_share_of_memory_that_is_none(tmp_path: Path) -> None:
     assert "gpu_memory_utilization must be above 0 and at most 1" in failure(result)
 
 
+def test_what_is_no_text_is_told_from_text_in_another_encoding(tmp_path: Path) -> None:
+    binary = nanovllm(tmp_path, "run", "tiny", stdin=b"\x7fELF\x00\xff")
+    assert (binary.code, failure(binary).splitlines()[1]) == (2, "hint: it holds zero bytes: it is no text")
+    latin = nanovllm(tmp_path, "run", "tiny", stdin="gr\u00fcn".encode("latin-1"))
+    assert failure(latin).splitlines()[1].startswith("hint: if it is ISO-8859-1")
+
+
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
+    odd = nanovllm(tmp_path, "run", "tiny", "hi", NANOVLLM_JSON="maybe")
+    assert failure(odd).splitlines() == [
+        "error: invalid value for '--json': neither on nor off: write 1 or 0",
+        "hint: the value comes from the environment variable NANOVLLM_JSON",
+    ]
     result = nanovllm(tmp_path, "run", "tiny", "hi", NANOVLLM_TEMP="warm")
     assert result.code == 2
     assert "hint: the value comes from the environment variable NANOVLLM_TEMP" in failure(result)

@@ -18,6 +18,7 @@ from nanovllm_cli.errors import NanovllmError
 _NUMBERS = {
     "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
     "Input should be a valid integer, got a number with a fractional part": "not a whole number",
+    "Input should be a valid boolean, unable to interpret input": "neither on nor off: write 1 or 0",
     "Input should be a valid number, unable to parse string as a number": "not a number",
 }
 

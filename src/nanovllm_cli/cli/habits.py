@@ -78,7 +78,8 @@ _EXPLAINED = {
      "--in-prefix", "--in-suffix"): "nanovllm chat MODEL is the conversation",
     ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-mu", "--model-url"):
         "a hub's model is named like any other: org/repo, org/repo:Q4_K_M, org/repo/file.gguf",
-    ("--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
+    ("--warmup", "--no-warmup"): "nothing is run beforehand: leave it out",
+    ("-mmp", "--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
     ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
     ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split",
      "-sm", "--split-mode"): "a model runs on one device",

@@ -92,10 +92,10 @@ def decode(data: bytes, name: str) -> str:
     except UnicodeDecodeError as failure:
         offset = failure.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
         encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
-        raise UsageError(
-            f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}",
-            f"if it is {encoding}, convert it: iconv -f {encoding} -t UTF-8",
-        ) from failure
+        hint = f"if it is {encoding}, convert it: iconv -f {encoding} -t UTF-8"
+        if encoding != "UTF-16" and b"\0" in data:
+            hint = "it holds zero bytes: it is no text"
+        raise UsageError(f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}", hint) from failure
 
 
 def checked(word: str, what: str = "the prompt") -> str:

@@ -207,6 +207,7 @@ class MemoryOptions:
     ] = EngineConfig().gpu_memory_utilization  # fmt: skip
     threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
 
+    @parsers.by_their_flags()
     def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
@@ -357,6 +358,7 @@ class SamplingOptions:
         ),
     ] = None
 
+    @parsers.by_their_flags()
     def given(self) -> dict[str, Any]:
         """Fields of SamplingParams that were asked for, and nothing else. Raises UsageError for what no model could
         do."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import get_args
 
 from nanovllm_cli.config import KVCacheDType
+from nanovllm_cli.errors import UsageError
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -72,3 +75,23 @@ def device(text: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
         raise ValueError(f"{text!r} is not a device: auto, cpu, cuda, cuda:N")
     return text
+
+
+_FLAGS = {
+    "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty",
+    "penalty_last_n": "--repeat-last-n", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
+    "kv_cache_bytes": "--kv-cache", "max_num_seqs": "--max-num-seqs", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def by_their_flags() -> Iterator[None]:
+    """A field of SamplingParams or EngineConfig at the beginning of a UsageError is called as it was typed."""
+    try:
+        yield
+    except UsageError as error:
+        name, _, rest = error.message.partition(" ")
+        if name in _FLAGS:
+            error.message = f"{_FLAGS[name]} {rest}"
+            error.args = (error.message,)
+        raise

@@ -24,7 +24,9 @@ from nanovllm_cli.cli import (
     verify,
 )
 from nanovllm_cli.cli.command import Command, DefaultGroup, Group, SettinglessCommand, group
+from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.options import print_version
+from nanovllm_cli.errors import UsageError
 
 PROGRAM = "nanovllm"
 ORDER = ("run", "chat", "serve", "bench", "models", "plan", "convert", "quantize", "verify", "config", "completion")
@@ -36,6 +38,13 @@ class Program(Group):
     def __init__(self, *, name: str | None = None, commands: Any = None, **attributes: Any) -> None:
         super().__init__(name=name, commands=commands, **attributes)
         self.commands = {name: self.commands.pop(name) for name in ORDER} | dict(self.commands)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flag = args[0].split("=")[0] if args else ""
+        known = {name for command in self.commands.values() for param in command.params for name in param.opts}
+        if flag.startswith("-") and flag not in ("-h", "--help", "--version") and (flag in known or is_habit(flag)):
+            raise UsageError(f"{flag} stands before any command", f"the command comes first: nanovllm run {flag} …")
+        return super().parse_args(ctx, args)
 
 
 def build() -> typer.Typer:

@@ -83,7 +83,7 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
     if blocks < 1:
         raise DoesNotFitError(
             f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB",
-            "give it more memory, or use a smaller model",
+            "use a larger --kv-cache" if config.kv_cache_bytes else "give it more memory, or use a smaller model",
         )
     if blocks * size < length:
         if config.max_model_len is not None:
