@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from emulation.compare import GENERATOR, close_to_rounding, random
+from emulation.compare import GENERATOR, close_to_rounding, random, relative_error
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from engines import SMALL, greedy, random_model, run, save
@@ -20,6 +20,7 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import packed
+from nanovllm_cli.kernels.packed_gemm import new_counters
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant import cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import TABLE, choose
@@ -202,6 +203,22 @@ def test_ways_are_chosen_by_rows() -> None:
     assert [choose("blocks", rows, 75) for rows in (0, 1, 64, 65)] == ["library", "gemv", "gemv", "library"]
     assert all(line.gemv_rows <= line.gemm_rows and line.reason for line in TABLE)
     assert {line.kind for line in TABLE if line.min_capability == 75} == {*packed.BITS, "blocks"}, "all on the oldest GPU"
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "entry"),
+    [(90, False, "packed_wgmma"), (90, True, "packed_gemm"), (100, False, "packed_gemm")],
+)
+def test_prompts_go_through_warpgroups_where_there_are_any(capability: int, deterministic: bool, entry: str) -> None:
+    form, launcher = Integer(4, 32), Emulator(capability=capability)
+    storage = CudaPacked(form, 40, 64, torch.bfloat16, launcher, deterministic, new_counters(launcher))
+    quantized, x = form.quantize(random(40, 64)), random(70, 64, dtype=torch.bfloat16)
+    storage.load_rows(0, quantized)
+    residual = torch.zeros(70, 40, dtype=torch.bfloat16)
+    storage.add_matmul(x, None, residual)
+    expected = x.double() @ form.dequantize(quantized).double().t()
+    assert relative_error(residual, expected) < 0.005
+    assert launcher.launches == {entry: 1}
 
 
 def test_a_large_weight_is_unpacked_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
