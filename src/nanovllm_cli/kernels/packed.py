@@ -31,7 +31,8 @@ neighbours, and one that sums outputs 2c, 2c + 1 of both halves four.
 
 **Padding.** N is padded to 16 with scales of 0; K to 64 with code 0, where readers take x for 0.
 
-Sums: codes without scales are exact in bfloat16 and float16. Kernels sum a group in fp32 and multiply the sum by the scale.
+Sums: codes without scales are exact in bfloat16 and float16. Kernels sum a group in fp32 and multiply the sum by the scale, but
+for packed_wgmma.cu, which rounds their product to 16 bits as unpack.cu does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-// y = x @ weight.T for packed weights (packed.py) and many rows, by Hopper's wgmma. As in Machete (Wilkinson et al. 2024), weights are
-// the product's first operand: codes become 16-bit numbers in the registers that it is read from, and x is read from shared memory.
+// y = x @ weight.T for packed weights (packed.py) and many rows, by Hopper's wgmma. As in Machete (Wilkinson et al. 2024), the
+// weight is the first operand: codes become 16-bit numbers in the registers that it is read from; x is read from shared memory.
 //
 //   x [rows, width] DTYPE, columns in the weight's order; codes, scales SCALE and zeros as packed.py has them
 //   bias [outputs] DTYPE, or null; out [rows, outputs] OUT = y + bias + residual, rounded once; residual may be out, or null
 //   partials [tiles, splits, TOKENS, TILE_N] floats; counters: zeros, an int a tile; both null where splits is 1
 //
-// Grid: tiles of ACROSS strips of 16 outputs by TOKENS rows, `splits` blocks each. A *unit* is the next ALONG slices of 64 columns, of
-// which a tile's blocks have even shares: the one that ends last, by the counter, adds their sums up and sets the counter to zero. A warp has one
-// strip of one slice; a warpgroup four strips, 64 outputs, and sums of its own. Where a group of columns has a scale, the number is
-// multiplied by it and rounded to DTYPE, as unpack.cu does; a scale of all columns multiplies the sum. Slices meet in shared memory.
+// Grid: tiles of ACROSS strips of 16 outputs by TOKENS rows, `splits` blocks each. A *unit* is the next ALONG slices of 64
+// columns, of which a tile's blocks have even shares: the one that ends last, by the counter, adds their sums up and sets the
+// counter to zero. A warp has one strip of one slice; a warpgroup four strips, 64 outputs, and sums of its own; slices meet in
+// shared memory. Where a group of columns has a scale, the number is multiplied by it and rounded to DTYPE, as unpack.cu does; a
+// scale of all columns multiplies the sum.
 //
 // Both operands pass through STAGES buffers, STAGES - 1 units ahead. Half a unit's numbers are made while the tensor cores multiply
 // the half before it, so there is one barrier a unit, with products under way.
@@ -36,7 +37,8 @@ DEVICE Tile tile_of(int block, int rows, int tiles) {
   return {(band + within % height) * TOKENS, within / height};
 }
 
-// TOKENS rows of a slice of x, copied by the warps that multiply it; zeros outside of x and behind the block's last unit. A thread has a chunk of every ROWS-th row.
+// TOKENS rows of a slice of x, copied by the warps that multiply it; zeros outside of x and behind the block's last unit. A
+// thread has a chunk of every ROWS-th row.
 struct CopyOfX {
   static constexpr int ROWS = THREADS / ALONG / CHUNKS;
 
@@ -127,7 +129,8 @@ struct Scales {
     if (ARE_SAME<SCALE, DTYPE>) return multiply_pair(pair, both(reinterpret_cast<const DTYPE&>(whole.at[i])));
     const Vector<DTYPE, 2> two = reinterpret_cast<const Vector<DTYPE, 2>&>(pair);
     const float scale = to_float(whole.at[i]);
-    const Vector<DTYPE, 2> result = {from_float<DTYPE>(to_float(two.at[0]) * scale), from_float<DTYPE>(to_float(two.at[1]) * scale)};
+    Vector<DTYPE, 2> result;
+    for (int j = 0; j < 2; ++j) result.at[j] = from_float<DTYPE>(to_float(two.at[j]) * scale);
     return reinterpret_cast<const uint32_t&>(result);
   }
 
@@ -195,9 +198,7 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
   CopyOfWeight of_weight(weight, strip, strips, end);
   CopyOfX of_x(x, own_slice, first_row, rows, width, end);
   keep(of_x.source), keep(of_x.left), keep(of_x.target), keep(of_x.rows_left), keep(of_weight.codes);
-  const auto copy_weight_of = [&](int unit, int stage) {
-    of_weight.copy(own + stage, unit * ALONG + own_slice);
-  };
+  const auto copy_weight_of = [&](int unit, int stage) { of_weight.copy(own + stage, unit * ALONG + own_slice); };
   const auto copy_x_of = [&](int unit, int stage) {
     of_x.copy(shared + stage, x, unit);
     commit_copies();

@@ -58,8 +58,8 @@ DEVICE void fence_for_products() { asm volatile("fence.proxy.async.shared::cta;"
                : __VA_ARGS__ \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// d[64 x COLUMNS] += a[64 x 16] b[16 x COLUMNS] over a warpgroup, of bf16 or half, fp32 sums. A warp has 16 rows of a and d, as mma.m16n8k16 has
-// them, and COLUMNS / 8 tiles of d.
+// d[64 x COLUMNS] += a[64 x 16] b[16 x COLUMNS] over a warpgroup, of bf16 or half, fp32 sums. A warp has 16 rows of a and d, as
+// mma.m16n8k16 has them, and COLUMNS / 8 tiles of d.
 template <int COLUMNS, bool IN_BF16>
 DEVICE void wgmma(float* d, const uint32_t* a, uint64_t b) {
   static_assert(COLUMNS == 64 || COLUMNS == 96 || COLUMNS == 128 || COLUMNS == 192);
