@@ -61,7 +61,7 @@ SECTIONS = (
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
     Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
-    Section("crossover", "packed GEMM, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 90),
+    Section("crossover", "packed GEMMs, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 120),
     Section("tuning", "constants that only a GPU can decide", "sweeps:tuning", 60),
     Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 200, (*ENGINE, "transformers")),
     Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
