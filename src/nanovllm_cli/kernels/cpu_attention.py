@@ -27,11 +27,12 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_cache import BLOCK, readable, scale_by, scratch_size, take_scales
 from nanovllm_cli.kernels.cpu_numbers import (
     FAST,
-    dot16,
     dot64,
     exp_not_positive,
     floats_at,
     keep,
+    paged16,
+    paged64,
     scratch,
     store,
     whole_lines,
@@ -178,7 +179,8 @@ def paged_attention(arguments, thread, team):
     k_scales, v_scales = floats_at(rest, (KEYS,)), floats_at(rest + 4 * KEYS, (KEYS,))
     lanes = floats_at(rest + 8 * KEYS, (LANES,))
     keys = carray(typed_pointer(rest + 8 * KEYS + 64, np.int64(0)), (BLOCKS_PER_TILE,))
-    values = carray(typed_pointer(rest + 8 * KEYS + 128, np.int64(0)), (BLOCKS_PER_TILE,))
+    values_at, page_bits = rest + 8 * KEYS + 128, 3 if pair == 2 else 4  # a block's pairs of keys, or keys
+    values = carray(typed_pointer(values_at, np.int64(0)), (BLOCKS_PER_TILE,))
     for task in share(num_tiles * kv_heads * splits, thread, team):
         kv_head = task // splits // num_tiles
         seq, first_row, count, first_position = tile_of[task // splits % num_tiles]
@@ -233,17 +235,13 @@ def paged_attention(arguments, thread, team):
                         v_kind, scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
                         v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
-                for b in range(blocks):
-                    p, o = weights_at + b * BLOCK * size, acc_at + r * padded * 4
-                    step, steps, stride = padded * 4, BLOCK // pair, padded * 4
-                    d = 0
-                    while d + TILE_COLUMNS <= padded:
-                        w = values[b] + d * 4
-                        dot64(tag, some, p, KEYS * size, w, w + 64, w + 128, w + 192, step, steps, o + d * 4, stride, 1)
-                        d += TILE_COLUMNS
-                    while d < padded:
-                        dot16(tag, some, p, KEYS * size, values[b] + d * 4, step, steps, o + d * 4, stride, 1)
-                        d += LANES
+                o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, 0
+                while d + TILE_COLUMNS <= padded:
+                    paged64(tag, some, weights_at, KEYS * size, values_at, page_bits, d * 4, step, steps, o + d * 4, step)
+                    d += TILE_COLUMNS
+                while d < padded:
+                    paged16(tag, some, weights_at, KEYS * size, values_at, page_bits, d * 4, step, steps, o + d * 4, step)
+                    d += LANES
             if (base + KEYS) % SPLIT == 0 or tile + 1 == last_tile:
                 for r in range(num_rows):
                     _fold(totals[r], total_state[r], acc[r], state[r])

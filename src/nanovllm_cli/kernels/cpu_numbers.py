@@ -12,7 +12,15 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
-from nanovllm_cli.kernels.simd import dot16_bf16, dot16_f32, dot64_bf16, dot64_f32, typed_pointer
+from nanovllm_cli.kernels.simd import (
+    dot64_bf16,
+    dot64_f32,
+    paged16_bf16,
+    paged16_f32,
+    paged64_bf16,
+    paged64_f32,
+    typed_pointer,
+)
 
 # Neither `reassoc` nor `arcp`: a kernel's bits would depend on whether it was just compiled or comes from the cache. No `nnan`,
 # no `ninf`: masked scores are -inf, and a NaN must come out as one.
@@ -124,7 +132,12 @@ def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     raise NotImplementedError("compiled code only")
 
 
-def dot16(tag, rows, x, xs, w, step, steps, out, os, add):
+def paged64(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
+    """The same of a weight in pages, added to what is there: see `simd._make_tile`."""
+    raise NotImplementedError("compiled code only")
+
+
+def paged16(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
     """The same over 16 columns."""
     raise NotImplementedError("compiled code only")
 
@@ -139,11 +152,21 @@ def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     return call
 
 
-@overload(dot16)
-def _dot16(tag, rows, x, xs, w, step, steps, out, os, add):
-    dot = dot16_bf16 if tag == types.uint16 else dot16_f32
+@overload(paged64)
+def _paged64(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
+    dot = paged64_bf16 if tag == types.uint16 else paged64_f32
 
-    def call(tag, rows, x, xs, w, step, steps, out, os, add):
-        dot(rows, x, xs, w, w, w, w, step, steps, out, os, add, 0)
+    def call(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
+        dot(rows, x, xs, table, page_bits, begin, step, steps, out, os)
+
+    return call
+
+
+@overload(paged16)
+def _paged16(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
+    dot = paged16_bf16 if tag == types.uint16 else paged16_f32
+
+    def call(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
+        dot(rows, x, xs, table, page_bits, begin, step, steps, out, os)
 
     return call

@@ -94,11 +94,13 @@ def _float_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     return _fma(builder, builder.bitcast(w, _VF), builder.bitcast(x, _VF), acc)
 
 
-def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: bool) -> Any:
+def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: bool, paged: bool) -> Any:
     """An intrinsic over addresses and byte strides:
     tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate, ahead).
 
     fetches: each step asks for a cache line that will be read later, from the address `ahead` on.
+    paged: the weight lies in pages of 2**w1 steps, whose addresses stand at w0 one after another, its vectors side by side; w2 is
+    where in a page they begin, w3 nothing.
     """
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -126,7 +128,14 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
         for cell, phi in sums.items():
             phi.add_incoming(zero, entry)
             phi.add_incoming(carried[cell], load)
-        w_offset, x_offset = b.mul(step, w_step), scaled(step, 4)
+        in_page = step
+        if paged:
+            table, page_bits, begin, _ = bases
+            page = b.lshr(step, page_bits)
+            in_page = b.sub(step, b.shl(page, page_bits))
+            start = b.add(b.load(at(table, scaled(page, 8), _I64), align=8), begin)
+            bases = [b.add(start, ir.Constant(_I64, 4 * LANES * v)) for v in range(vectors)]
+        w_offset, x_offset = b.mul(in_page, w_step), scaled(step, 4)
         if fetches:
             _prefetch(b, b.add(ahead, scaled(step, 64)))
         w = [b.load(at(bases[v], w_offset, _VI), align=4) for v in range(vectors)]
@@ -169,9 +178,9 @@ def named(name: str) -> Callable[[Function], Function]:
     return rename
 
 
-def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False) -> Any:
+def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False, paged: bool = False) -> Any:
     """One compiled function that picks the tile for 1 to MAX_ROWS rows."""
-    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add, fetches) for rows in range(1, MAX_ROWS + 1))
+    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add, fetches, paged) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
     @named(name)
@@ -192,11 +201,11 @@ def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool
     return dot
 
 
-def _make_wide_dot(element: str, multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
-    """(dot over 4 vectors = 64 columns, dot over 1 vector = 16 columns) for one kind of element."""
-    narrow = _make_dot(f"dot16_{element}", 1, multiply_add)
+def _make_wide_dot(element: str, multiply_add: _MultiplyAdd) -> Any:
+    """The dot over 4 vectors, 64 columns, for one kind of element."""
     if TILE_VECTORS == VECTORS:
-        return _make_dot(f"dot64_{element}", VECTORS, multiply_add), narrow
+        return _make_dot(f"dot64_{element}", VECTORS, multiply_add)
+    narrow = _make_dot(f"dot16_{element}", 1, multiply_add)
 
     @njit(nogil=True, error_model="numpy")
     @named(f"dot64_{element}")
@@ -206,15 +215,36 @@ def _make_wide_dot(element: str, multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
         narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add, ahead)
         narrow(rows, x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add, ahead)
 
+    return wide
+
+
+def _make_paged_dot(element: str, multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
+    """(dot over 64 columns, dot over 16) of a weight in pages, added to `out`: see `_make_tile`."""
+    one = _make_dot(f"paged16_{element}", 1, multiply_add, paged=True)
+    four = _make_dot(f"paged64_{element}", TILE_VECTORS, multiply_add, paged=True)
+
+    @njit(nogil=True, error_model="numpy")
+    @named(f"paged16_{element}_onto")
+    def narrow(rows, x, xs, table, page_bits, begin, step, steps, out, os):
+        one(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
+
+    @njit(nogil=True, error_model="numpy")
+    @named(f"paged64_{element}_onto")
+    def wide(rows, x, xs, table, page_bits, begin, step, steps, out, os):
+        for first in range(0, 4 * TILE_COLUMNS, 4 * LANES * TILE_VECTORS):
+            four(rows, x, xs, table, page_bits, begin + first, 0, step, steps, out + first, os, 1, 0)
+
     return wide, narrow
 
 
 pair_multiply_add = _pair_dot if HAS_BF16_DOT else _pair_fma
 """acc + the two products of bf16 in each lane of two vectors of pairs."""
-dot64_bf16, dot16_bf16 = _make_wide_dot("bf16", pair_multiply_add)
+dot64_bf16 = _make_wide_dot("bf16", pair_multiply_add)
 dot64_bf16_ahead = _make_dot("dot64_bf16_ahead", TILE_VECTORS, pair_multiply_add, fetches=True)
 """The same for weights whose neighbours are still in memory."""
-dot64_f32, dot16_f32 = _make_wide_dot("f32", _float_fma)
+dot64_f32 = _make_wide_dot("f32", _float_fma)
+paged64_bf16, paged16_bf16 = _make_paged_dot("bf16", pair_multiply_add)
+paged64_f32, paged16_f32 = _make_paged_dot("f32", _float_fma)
 
 
 @intrinsic
