@@ -131,11 +131,20 @@ def fitting(shape: Shape, rows: int, weight: Packed, capability: int) -> tuple[S
 
 def stage_bytes(shape: Shape, weight: Packed) -> int:
     """As packed_gemm.cu has it: a unit of x; a tile of codes with its scales and zero points for each warp."""
+    return stage_of(shape, tile_bytes(weight))
+
+
+def stage_of(shape: Shape, tile: int) -> int:
+    """The same for tiles of so many bytes."""
+    return shape.along * (shape.rows * TILE_COLUMNS * 2 + shape.across * tile)
+
+
+def tile_bytes(weight: Packed) -> int:
+    """64 columns of a strip: codes, scales, zero points."""
     groups = 0 if not weight.group else max(1, TILE_COLUMNS // weight.group)
     scales = groups * TILE_OUTPUTS * weight.scales.itemsize
     zeros = max(1, groups) * TILE_OUTPUTS if weight.zeros is not None else 0
-    codes = TILE_OUTPUTS * TILE_COLUMNS * BITS[weight.kind] // 8
-    return shape.along * (shape.rows * TILE_COLUMNS * 2 + shape.across * (codes + scales + zeros))
+    return TILE_OUTPUTS * TILE_COLUMNS * BITS[weight.kind] // 8 + scales + zeros
 
 
 def variant(dtype: torch.dtype, out_dtype: torch.dtype, weight: Packed, vector: int, shape: Shape, stages: int) -> Kernel:

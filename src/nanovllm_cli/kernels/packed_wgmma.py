@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name, widest
 from nanovllm_cli.kernels.packed import TILE_COLUMNS, Kind, Packed, empty
-from nanovllm_cli.kernels.packed_gemm import MAX_ROW_TILES, Shape, in_order, stage_bytes
+from nanovllm_cli.kernels.packed_gemm import MAX_ROW_TILES, Shape, in_order, stage_bytes, stage_of, tile_bytes
 
 CAPABILITY = 90
 """The one that has wgmma."""
@@ -88,16 +89,21 @@ def packed_wgmma(
 
 def plan_of(rows: int, weight: Packed, num_multiprocessors: int) -> Plan:
     """The one that should take the least time: waves of blocks, each as long as what it waits for most. Splits: within a wave."""
+    slices = weight.codes.shape[1]
+    return _plan_of(rows, weight.num_rows, slices, weight.kind, tile_bytes(weight), num_multiprocessors)
 
+
+@functools.lru_cache(1 << 14)  # finding one takes longer than many a product
+def _plan_of(rows: int, outputs: int, slices: int, kind: Kind, tile: int, num_multiprocessors: int) -> Plan:
     def cycles(plan: Plan) -> float:
         shape, splits = plan
-        blocks = plan.tiles(rows, weight.num_rows) * splits
-        numbers, size = shape.outputs * TILE_COLUMNS, stage_bytes(shape, weight) / shape.along
+        blocks = plan.tiles(rows, outputs) * splits
+        numbers, size = shape.outputs * TILE_COLUMNS, stage_of(shape, tile) / shape.along
         of_slice = max(
-            numbers * shape.rows / PRODUCTS, numbers / CONVERSIONS[weight.kind],
+            numbers * shape.rows / PRODUCTS, numbers / CONVERSIONS[kind],
             size / L2_BYTES, size * min(blocks, num_multiprocessors) / ALL_L2_BYTES,
         )  # fmt: skip
-        units = -(-weight.codes.shape[1] // shape.along)
+        units = -(-slices // shape.along)
         each = -(-units // splits) * shape.along * of_slice + EDGES
         if splits > 1:
             each += MEETING + (1 + splits) * 4 * shape.outputs * shape.rows / L2_BYTES
@@ -105,7 +111,7 @@ def plan_of(rows: int, weight: Packed, num_multiprocessors: int) -> Plan:
 
     plans = (Plan(shape, splits) for splits in range(1, MAX_SPLITS + 1) for shape in SHAPES)
     return min(
-        (plan for plan in plans if plan.splits == 1 or plan.tiles(rows, weight.num_rows) * plan.splits <= num_multiprocessors),
+        (plan for plan in plans if plan.splits == 1 or plan.tiles(rows, outputs) * plan.splits <= num_multiprocessors),
         key=cycles,
     )
 
