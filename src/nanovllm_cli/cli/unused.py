@@ -49,7 +49,8 @@ def sampling_notes(ctx: Any, params: SamplingParams, known: Collection[str] | No
             yield typed(["xtc_probability"]), "--xtc-threshold is above 0.5"
 
     def line(names: list[str], why: str) -> str:
-        return f"{' and '.join(flag_of(ctx, name) for name in names)} change{'s'[len(names) > 1 :]} nothing: {why}"
+        verb = "changes" if len(names) == 1 else "change"
+        return f"{' and '.join(flag_of(ctx, name) for name in names)} {verb} nothing: {why}"
 
     return [line(names, why) for names, why in notes() if names]
 
