@@ -179,6 +179,18 @@ def test_a_mistake_has_its_line_and_the_nearest_name(home: Path, text: str, says
         assert hint in result.err.partition("hint:")[2]
 
 
+@pytest.mark.parametrize("place", [".config/nanovllm/config.toml", "nanovllm.toml"])
+def test_a_folder_in_a_files_place_is_refused_and_nothing_in_it_is_nothing(home: Path, place: str) -> None:
+    user(home).unlink()
+    (home / place).mkdir()
+    result = nanovllm(home, "config")
+    assert (result.code, result.out) == (2, "")
+    assert f"cannot read {home / place}: Is a directory" in result.err
+    (home / place).rmdir()
+    (home / place).symlink_to("/dev/null")
+    assert nanovllm(home, "config").code == 0
+
+
 def test_a_file_too_long_is_refused(home: Path) -> None:
     (home / "nanovllm.toml").write_bytes(b"#" * (1 << 20) + b"\n")
     assert "longer than 1 MiB" in nanovllm(home, "config").err

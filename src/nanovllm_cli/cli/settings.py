@@ -122,7 +122,7 @@ class Settings:
 
 def load_settings(flags: Mapping[str, Mapping[str, str]]) -> Settings:
     """Both files, checked. Raises UsageError."""
-    found = [path for path in (project_file(Path.cwd()), user_file()) if path is not None and path.is_file()]
+    found = [path for path in (project_file(Path.cwd()), user_file()) if path is not None and _is_there(path)]
     files = tuple(map(SettingsFile, found))
     for file in files:
         check(file, flags)
@@ -132,11 +132,16 @@ def load_settings(flags: Mapping[str, Mapping[str, str]]) -> Settings:
 def project_file(start: Path) -> Path | None:
     """The nearest project file at or above `start`, not beyond the repository that `start` is in."""
     for folder in (start, *start.parents):
-        if (folder / PROJECT_FILE).is_file():
+        if _is_there(folder / PROJECT_FILE):
             return folder / PROJECT_FILE
         if (folder / ".git").exists():
             return None
     return None
+
+
+def _is_there(path: Path) -> bool:
+    """A folder counts, and is refused when it is read; devices do not, so that a link to /dev/null is no file."""
+    return path.is_file() or path.is_dir()
 
 
 def user_file() -> Path | None:
