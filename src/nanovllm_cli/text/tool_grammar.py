@@ -312,8 +312,8 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
     """An argument between tags, with what closes it: text as it is, anything else as JSON."""
     if not _is_text(schema):
         return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices is not None:
+    if "const" in schema or schema.get("enum") is not None:
+        choices = [schema["const"]] if "const" in schema else _listed(schema, "enum", tool)
         shown = " | ".join(_quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
         return f"({shown}) {writer.sequence(*close)}"
     open_ended = sorted(set(schema) - _TEXT_KEYWORDS)
@@ -339,11 +339,18 @@ def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(properties, Mapping):
         raise UsageError(f"the properties of the tool {tool.name!r} are not an object")
     schemas = {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
-    required = tool.schema.get("required", [])
+    required = _listed(tool.schema, "required", tool) if "required" in tool.schema else []
     return (
         {name: schema for name, schema in schemas.items() if name in required},
         {name: schema for name, schema in schemas.items() if name not in required},
     )
+
+
+def _listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any]:
+    value = schema[keyword]
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{keyword!r} in the schema of the tool {tool.name!r} is not a list")
+    return value
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
