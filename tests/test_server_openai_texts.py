@@ -199,6 +199,15 @@ def test_a_text_can_be_scored_without_an_answer() -> None:
     assert refused("max_tokens", max_tokens=0)["code"] == "invalid_value"
 
 
+def test_the_token_that_nobody_asked_for_does_not_end_a_scored_text() -> None:
+    """One is drawn all the same; it may be the end of the text, or one to stop at."""
+    script = Script([[event("", token_ids=[7], finish="stop", stop_reason=7)]], prompt_logprobs=[None, *entries("nce")])
+    [choice] = choices_of(ask(script, echo=True, max_tokens=0)[0])
+    last = chunks_of(ask(script, echo=True, max_tokens=0, stream=True)[0])[-1]["choices"][0]
+    for each in (choice, last):
+        assert (each["finish_reason"], each["stop_reason"], each["completion_tokens"]) == ("length", None, 0)
+
+
 def test_the_best_of_several_is_the_likeliest_a_token() -> None:
     def drawn(index: int, text: str, logprob: float) -> Any:
         found = [TokenLogprobs(i, logprob, 1, ()) for i in IDS.encode(text)]

@@ -3,7 +3,14 @@ the route's; texts are ours, never a library's or the system's."""
 
 from __future__ import annotations
 
-from nanovllm_cli.errors import BusyError, NanovllmError, PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.errors import (
+    BusyError,
+    NanovllmError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedError,
+    UsageError,
+)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -61,6 +68,8 @@ class ApiError(Exception):
             code = "unsupported" if isinstance(error, UnsupportedError) else None
             message = error.message if error.hint is None else f"{error.message}; {error.hint}"
             return cls(400, message, code=code, param=param)
+        if isinstance(error, TemplateError):
+            return cls(400, error.message, param=param or "messages")
         if isinstance(error, BusyError):
             return cls(503, error.message, retry_after=1.0)
         return cls(500, error.message)

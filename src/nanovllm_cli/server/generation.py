@@ -20,7 +20,7 @@ from typing import Protocol, Self, TypeVar
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -294,7 +294,7 @@ class _Plain:
 
 
 def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
-    """The prompt of a conversation. Raises UsageError, and ApiError where the template refuses the messages."""
+    """The prompt of a conversation. Raises UsageError, TemplateError and ApiError."""
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
     kwargs = template_variables(asked.template_kwargs)
@@ -315,8 +315,6 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             most_tokens=model.facts.context_len,
             variables=kwargs,
         )
-    except TemplateError as error:
-        raise ApiError(400, error.message, param="messages") from error
     except PromptTooLongError as error:
         raise too_long(error.prompt_len, error.limit, "messages", at_least=True) from error
 
