@@ -122,13 +122,12 @@ def _attempt(stream: CallStream, tag: str, section: ReadSection, tools: Tools) -
         stream.cut()
 
 
-def _close(stream: CallStream, *tags: str) -> Reading[str]:
-    """Takes what closes a call; models forget it."""
-    yield from stream.skip_space()
-    return (yield from stream.match(*tags))
-
-
 # ---- sections ----
+
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_NAME, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
 def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -136,7 +135,7 @@ def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
         yield from read_calls(stream)
     else:
         yield from read_call(stream)
-    yield from _close(stream, "</tool_call>", "<|/tool_call|>")
+    yield from stream.accept("</tool_call>", "<|/tool_call|>")
 
 
 def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -145,8 +144,7 @@ def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]
 
 def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     """[{…}, …]; or name [CALL_ID]id [ARGS]{…}, each call with a tag of its own."""
-    yield from stream.skip_space()
-    first = yield from stream.match("[CALL_ID]", "[ARGS]", "[", "{")
+    first = yield from stream.accept("[CALL_ID]", "[ARGS]", "[", "{")
     if first == "[":
         yield from read_calls(stream)
         return
@@ -169,16 +167,16 @@ def _read_deepseek(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     if tag == DEEPSEEK_BEGIN:
         tag = yield from stream.expect(DEEPSEEK_CALL)
     while tag == DEEPSEEK_CALL:
-        name, _ = yield from stream.until("<｜tool▁sep｜>")
+        name, _ = yield from stream.until(DEEPSEEK_NAME)
         fenced = (yield from stream.peek()) != "{"
         if fenced:
             name, _ = yield from stream.until("\n")
             yield from stream.expect("```json")
         yield from read_named_call(stream, name)
         if fenced:
-            yield from _close(stream, "```")
-        yield from _close(stream, "<｜tool▁call▁end｜>")
-        tag = yield from _close(stream, DEEPSEEK_CALL, "<｜tool▁calls▁end｜>")
+            yield from stream.accept("```")
+        yield from stream.accept(DEEPSEEK_CALL_END)
+        tag = yield from stream.accept(DEEPSEEK_CALL, DEEPSEEK_END)
         if tag == DEEPSEEK_CALL:
             stream.mark(tag)
 
@@ -188,12 +186,12 @@ def _read_kimi(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     if tag == KIMI_BEGIN:
         tag = yield from stream.expect(KIMI_CALL)
     while tag == KIMI_CALL:
-        call_id, _ = yield from stream.until("<|tool_call_argument_begin|>")
+        call_id, _ = yield from stream.until(KIMI_ARGUMENTS)
         yield from read_named_call(
             stream, call_id.strip().removeprefix("functions.").partition(":")[0], call_id.strip()
         )
-        yield from _close(stream, "<|tool_call_end|>")
-        tag = yield from _close(stream, KIMI_CALL, "<|tool_calls_section_end|>")
+        yield from stream.accept(KIMI_CALL_END)
+        tag = yield from stream.accept(KIMI_CALL, KIMI_END)
         if tag == KIMI_CALL:
             stream.mark(tag)
 
@@ -202,14 +200,13 @@ def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     if tag == "<function=":
         name, _ = yield from stream.until(">")
         yield from read_named_call(stream, name)
-        yield from _close(stream, "</function>")
+        yield from stream.accept("</function>")
         return
-    yield from stream.skip_space()
-    if (yield from stream.peek()) in "[{":
+    if (yield from stream.skip_space()) in "[{":
         yield from _read_loose(stream, None)
     else:
         yield from read_python_call(stream, frozenset(tool.name for tool in tools))
-    yield from _close(stream, "<|python_end|>")
+    yield from stream.accept("<|python_end|>")
 
 
 def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -223,8 +220,7 @@ def _read_loose(stream: CallStream, names: Names) -> Reading[None]:
         yield from read_call(stream, names)
         yield from _further_calls(stream, names)
         return
-    yield from stream.skip_space()
-    if (yield from stream.peek()) == "{":
+    if (yield from stream.skip_space()) == "{":
         yield from read_calls(stream, names)
     else:
         yield from read_python_calls(stream, names)
@@ -239,16 +235,6 @@ def _further_calls(stream: CallStream, names: Names) -> Reading[None]:
             yield from stream.expect("{")
         yield from read_call(stream, names)
 
-
-DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
-KIMI_BEGIN, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
-
-KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END = (
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
-DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
 HARMONY = ToolFormat(
     "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare, HarmonyGrammar()

@@ -104,9 +104,11 @@ class CallStream:
         self.position += count
         return self.text[self.position - count : self.position]
 
-    def skip_space(self) -> Reading[None]:
-        while (yield from self.peek()).isspace():
+    def skip_space(self) -> Reading[str]:
+        """The next character that is no white space."""
+        while (char := (yield from self.peek())).isspace():
             self.position += 1
+        return char
 
     def match(self, *tags: str) -> Reading[str]:
         """The longest of `tags` that stands here, taken; or nothing. Raises CutOff where the end leaves that open."""
@@ -121,10 +123,14 @@ class CallStream:
             self.position += len(found)
             return found
 
-    def expect(self, *tags: str) -> Reading[str]:
-        """`match`, behind white space. Raises Broken where none of them stands."""
+    def accept(self, *tags: str) -> Reading[str]:
+        """`match`, behind white space: for what closes a call, which models forget."""
         yield from self.skip_space()
-        found = yield from self.match(*tags)
+        return (yield from self.match(*tags))
+
+    def expect(self, *tags: str) -> Reading[str]:
+        """`accept`. Raises Broken where none of them stands."""
+        found = yield from self.accept(*tags)
         if not found:
             raise Broken
         return found
