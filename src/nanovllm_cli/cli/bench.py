@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -22,7 +22,7 @@ from nanovllm_cli.cli.bench_options import (
 from nanovllm_cli.cli.bench_output import check_files, draw_results
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.model import load
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.options import MessageOptions, ModelWords, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
@@ -44,10 +44,7 @@ EXAMPLE = "for example: nanovllm bench tiny -p 64 -n 16"
 def bench(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
-    ] = None,
+    model_word: ModelWords = None,
     model: BenchModelOptions,
     tests: TestOptions,
     engine: BenchEngineOptions,

@@ -20,26 +20,18 @@ from nanovllm_cli.errors import DifferenceError
 class CompareOptions:
     """What counts, and what is told."""
 
-    fail_under: Annotated[
-        float | None,
-        option(
-            "--fail-under", help="Exit with 7 where a ratio is below this, such as 0.95. [never]",
-            panel=OUTPUT, metavar="RATIO", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    metric: Annotated[
-        list[str] | None,
-        option(
-            "--metric", help="Only this one: t/s, output_throughput, p99_ttft_ms, … Repeatable. [all]",
-            panel=OUTPUT, metavar="NAME", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    output: Annotated[
-        Literal["md", "json"], option("-o", "--output", help="What is printed. [md]", panel=OUTPUT, envvar=None)
-    ] = "md"
-    report: Annotated[
-        str | None, option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
-    ] = None
+    fail_under: float | None = option(
+        "--fail-under", help="Exit with 7 where a ratio is below this, such as 0.95. [never]",
+        panel=OUTPUT, metavar="RATIO", envvar=None,
+    )
+    metric: list[str] | None = option(
+        "--metric", help="Only this one: t/s, output_throughput, p99_ttft_ms, … Repeatable. [all]",
+        panel=OUTPUT, metavar="NAME", envvar=None,
+    )
+    output: Literal["md", "json"] = option(
+        "-o", "--output", help="What is printed. [md]", default="md", panel=OUTPUT, envvar=None
+    )
+    report: str | None = option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
 
 
 @expand

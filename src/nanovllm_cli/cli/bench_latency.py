@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,7 +14,7 @@ from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, wri
 from nanovllm_cli.cli.bench_throughput import LOAD, Shape, chosen_model
 from nanovllm_cli.cli.command import expand, option
 from nanovllm_cli.cli.model import load
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, WeightsOptions
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
@@ -31,32 +31,29 @@ class LatencyOptions:
     """What a batch is."""
 
     random_weights: Shape = None
-    parallel: Annotated[
-        int, option("-npl", "--parallel", help=f"Requests of a batch. [{BATCH}]", panel=LOAD, metavar="N")
-    ] = BATCH
-    input_len: Annotated[
-        int, option("--input-len", help=f"Tokens of each prompt. [{INPUT}]", panel=LOAD, metavar="N")
-    ] = INPUT
-    output_len: Annotated[
-        int, option("--output-len", help=f"Tokens of each answer. [{OUTPUT}]", panel=LOAD, metavar="N")
-    ] = OUTPUT
-    repetitions: Annotated[
-        int, option("-r", "--repetitions", help=f"How many batches. [{REPETITIONS}]", panel=LOAD, metavar="N")
-    ] = REPETITIONS
-    warmup: Annotated[
-        int,
-        option("--warmup", help=f"Batches beforehand that do not count. [{WARMUP}]", panel=LOAD, metavar="N"),
-    ] = WARMUP
-    seed: Annotated[int, option("-s", "--seed", help="Of the made-up prompts. [0]", panel=LOAD, metavar="N")] = 0
+    parallel: int = option(
+        "-npl", "--parallel", help=f"Requests of a batch. [{BATCH}]", default=BATCH, panel=LOAD, metavar="N"
+    )
+    input_len: int = option(
+        "--input-len", help=f"Tokens of each prompt. [{INPUT}]", default=INPUT, panel=LOAD, metavar="N"
+    )
+    output_len: int = option(
+        "--output-len", help=f"Tokens of each answer. [{OUTPUT}]", default=OUTPUT, panel=LOAD, metavar="N"
+    )
+    repetitions: int = option(
+        "-r", "--repetitions", help=f"How many batches. [{REPETITIONS}]", default=REPETITIONS, panel=LOAD, metavar="N"
+    )
+    warmup: int = option(
+        "--warmup", help=f"Batches beforehand that do not count. [{WARMUP}]", default=WARMUP, panel=LOAD, metavar="N"
+    )
+    seed: int = option("-s", "--seed", help="Of the made-up prompts. [0]", default=0, panel=LOAD, metavar="N")
 
 
 @expand
 def bench_latency(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     model: WeightsOptions,
     options: LatencyOptions,
     engine: EngineOptions,

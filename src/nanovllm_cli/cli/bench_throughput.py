@@ -11,9 +11,9 @@ import typer
 from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
-from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option
+from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option, typer_option
 from nanovllm_cli.cli.model import load, named_model
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, WeightsOptions
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
@@ -27,7 +27,7 @@ LOAD = "Load"
 NUM_PROMPTS, MAX_NUM_SEQS = 100, 64
 Shape = Annotated[
     str | None,
-    option(
+    typer_option(
         "--random-weights",
         help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json.",
         panel=MODEL, metavar="SHAPE",
@@ -40,26 +40,24 @@ class ThroughputOptions:
     """How much is asked."""
 
     random_weights: Shape = None
-    num_prompts: Annotated[
-        int, option("--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", panel=LOAD, metavar="N")
-    ] = NUM_PROMPTS
-    warmup: Annotated[
-        int, option("--warmup", help="Requests beforehand that do not count. [1]", panel=LOAD, metavar="N")
-    ] = 1
-    seed: Annotated[int, option("-s", "--seed", help="Of the made-up prompts. [0]", panel=LOAD, metavar="N")] = 0
-    max_num_seqs: Annotated[
-        int,
-        option("--max-num-seqs", help=f"Most sequences in one step. [{MAX_NUM_SEQS}]", panel=ENGINE, metavar="N"),
-    ] = MAX_NUM_SEQS
+    num_prompts: int = option(
+        "--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", default=NUM_PROMPTS, panel=LOAD, metavar="N"
+    )
+    warmup: int = option(
+        "--warmup", help="Requests beforehand that do not count. [1]", default=1, panel=LOAD, metavar="N"
+    )
+    seed: int = option("-s", "--seed", help="Of the made-up prompts. [0]", default=0, panel=LOAD, metavar="N")
+    max_num_seqs: int = option(
+        "--max-num-seqs", help=f"Most sequences in one step. [{MAX_NUM_SEQS}]",
+        default=MAX_NUM_SEQS, panel=ENGINE, metavar="N",
+    )
 
 
 @expand
 def bench_throughput(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     model: WeightsOptions,
     options: ThroughputOptions,
     dataset: DatasetOptions,

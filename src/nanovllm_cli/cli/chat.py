@@ -18,7 +18,14 @@ from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
+from nanovllm_cli.cli.options import (
+    EngineOptions,
+    MessageOptions,
+    ModelOptions,
+    ModelWord,
+    SamplingOptions,
+    refuse_both,
+)
 from nanovllm_cli.cli.output import Console, console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
@@ -40,9 +47,7 @@ EXAMPLE = "for example: nanovllm chat tiny"
 def chat(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The first message.")] = None,
     model: ModelOptions,
     server: RemoteOptions,

@@ -70,25 +70,21 @@ _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "of
 class ShowOptions:
     """What is shown, and how."""
 
-    model: Annotated[
-        str | None,
-        option("-m", "--model", help="With the settings of this model.", panel=OUTPUT, metavar="MODEL", envvar=None),
-    ] = None
-    all: Annotated[bool, option("--all", help="Defaults too.", panel=OUTPUT, envvar=None)] = False
-    json: Annotated[bool, option("--json", help="A JSON list instead of text.", panel=OUTPUT, envvar=None)] = False
+    model: str | None = option(
+        "-m", "--model", help="With the settings of this model.", panel=OUTPUT, metavar="MODEL", envvar=None
+    )
+    all: bool = option("--all", help="Defaults too.", default=False, panel=OUTPUT, envvar=None)
+    json: bool = option("--json", help="A JSON list instead of text.", default=False, panel=OUTPUT, envvar=None)
 
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
     """Which of the two files."""
 
-    project: Annotated[
-        bool,
-        option(
-            "--project", help=f"{PROJECT_FILE} of this project, in place of the user's own file.",
-            panel=FILES, envvar=None,
-        ),
-    ] = False  # fmt: skip
+    project: bool = option(
+        "--project", help=f"{PROJECT_FILE} of this project, in place of the user's own file.",
+        default=False, panel=FILES, envvar=None,
+    )
 
 
 KeyWord = Annotated[

@@ -8,14 +8,14 @@ import shlex
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from nanovllm_cli.cli import log, parsers, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.model import named_model
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
@@ -36,59 +36,45 @@ _PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 class ConvertOptions:
     """Into what, and where."""
 
-    to: Annotated[
-        Literal["gguf", "hf", "safetensors"] | None,
-        option(
-            "--to",
-            help="gguf: a file for llama.cpp and this program. hf, safetensors: a folder for transformers and vLLM. "
-            "[by -o, else the other of the two]",
-            panel=OUTPUT,
-        ),
-    ] = None
-    outtype: Annotated[
-        str,
-        option(
-            "--outtype", "--dtype",
-            help="auto (as it is), f32, f16, bf16; for GGUF also q8_0, q4_0 and the other block types. [auto]",
-            panel=OUTPUT, metavar="TYPE", envvar=None,
-        ),
-    ] = "auto"  # fmt: skip
-    allow_requantize: Annotated[
-        bool,
-        option("--allow-requantize", help="Turn block types into other block types; both losses add up.", panel=OUTPUT),
-    ] = False
-    output: Annotated[
-        str | None,
-        option(
-            "-o", "--output", "--outfile",
-            help="The file, or folder, that is written, whole or not at all. [in this folder, named after the model]",
-            panel=OUTPUT, metavar="PATH", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    split_max_size: Annotated[
-        int | None,
-        option(
-            "--split-max-size",
-            help="Most bytes of tensors in a file, such as 2G; for GGUF this makes a folder of parts. [5 GB a file of a folder]",
-            panel=OUTPUT, metavar="SIZE", parser=parsers.memory, envvar=None,
-        ),
-    ] = None  # fmt: skip
-    force: Annotated[bool, option("--force", help="Replace the output where it exists.", panel=OUTPUT, envvar=None)] = (
-        False
+    to: Literal["gguf", "hf", "safetensors"] | None = option(
+        "--to",
+        help="gguf: a file for llama.cpp and this program. hf, safetensors: a folder for transformers and vLLM. "
+        "[by -o, else the other of the two]",
+        panel=OUTPUT,
     )
-    dry_run: Annotated[
-        bool, option("--dry-run", help="Say what would be written, and write nothing.", panel=OUTPUT, envvar=None)
-    ] = False
-    json: Annotated[bool, option("--json", help="What was done as one JSON object.", panel=OUTPUT)] = False
+    outtype: str = option(
+        "--outtype", "--dtype",
+        help="auto (as it is), f32, f16, bf16; for GGUF also q8_0, q4_0 and the other block types. [auto]",
+        default="auto", panel=OUTPUT, metavar="TYPE", envvar=None,
+    )
+    allow_requantize: bool = option(
+        "--allow-requantize", help="Turn block types into other block types; both losses add up.",
+        default=False, panel=OUTPUT,
+    )
+    output: str | None = option(
+        "-o", "--output", "--outfile",
+        help="The file, or folder, that is written, whole or not at all. [in this folder, named after the model]",
+        panel=OUTPUT, metavar="PATH", envvar=None,
+    )
+    split_max_size: int | None = option(
+        "--split-max-size",
+        help="Most bytes of tensors in a file, such as 2G; for GGUF this makes a folder of parts. [5 GB a file of a folder]",
+        panel=OUTPUT, metavar="SIZE", parser=parsers.memory, envvar=None,
+    )
+    force: bool = option(
+        "--force", help="Replace the output where it exists.", default=False, panel=OUTPUT, envvar=None
+    )
+    dry_run: bool = option(
+        "--dry-run", help="Say what would be written, and write nothing.", default=False, panel=OUTPUT, envvar=None
+    )
+    json: bool = option("--json", help="What was done as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
 def convert(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     source: SourceOptions,
     options: ConvertOptions,
     messages: MessageOptions,

@@ -47,10 +47,11 @@ def build() -> typer.Typer:
 class ListOptions:
     """What is listed, and how."""
 
-    short_names: Annotated[
-        bool, option("--short-names", help="All short names and what they stand for, here or not.", panel=OUTPUT, envvar=None)
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+    short_names: bool = option(
+        "--short-names", help="All short names and what they stand for, here or not.",
+        default=False, panel=OUTPUT, envvar=None,
+    )
+    json: bool = option("--json", help="One JSON object.", default=False, panel=OUTPUT)
 
 
 class _Row(NamedTuple):
@@ -167,7 +168,7 @@ def _print_short_names(short: dict[str, str], screen: Console, *, as_json: bool)
 class PullOptions:
     """What is printed."""
 
-    json: Annotated[bool, option("--json", help="What was fetched as one JSON object.", panel=OUTPUT)] = False
+    json: bool = option("--json", help="What was fetched as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
@@ -200,7 +201,7 @@ def pull(
 class RemoveOptions:
     """Whether to ask."""
 
-    yes: Annotated[bool, option("-y", "--yes", help="Don't ask.", panel=OUTPUT, envvar=None)] = False
+    yes: bool = option("-y", "--yes", help="Don't ask.", default=False, panel=OUTPUT, envvar=None)
 
 
 @expand

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.options import MessageOptions, ModelWord
 from nanovllm_cli.cli.output import Console, console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.settings import Settings
@@ -34,30 +34,23 @@ _LICENCE_BYTES = 64 << 10
 class ShowOptions:
     """Which of a model's revisions, and what of it."""
 
-    model: Annotated[
-        str | None,
-        option(
-            "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
-            panel=MODEL, metavar="MODEL",
-        ),
-    ] = None  # fmt: skip
-    revision: Annotated[
-        str | None, option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
-    ] = None
-    template: Annotated[
-        bool, option("--template", help="The chat template, whole, and nothing else.", panel=OUTPUT, envvar=None)
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+    model: str | None = option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
+        panel=MODEL, metavar="MODEL",
+    )
+    revision: str | None = option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
+    template: bool = option(
+        "--template", help="The chat template, whole, and nothing else.", default=False, panel=OUTPUT, envvar=None
+    )
+    json: bool = option("--json", help="One JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
 def show(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     options: ShowOptions,
     messages: MessageOptions,
 ) -> None:

@@ -37,102 +37,75 @@ _TYPE_AT_END = re.compile(r"[-.](?:bf16|f16|f32)$", re.IGNORECASE)
 class QuantizeOptions:
     """Into what, how, and where."""
 
-    to: Annotated[
-        str | None,
-        option(
-            "--to",
-            help="int8, int8-weight-only, fp8[:block=128], int4[:group=N][:zeros] make a folder for vLLM, transformers and this "
-            "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
-            panel=QUANTIZATION, metavar="FORMAT", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    algorithm: Annotated[
-        Literal["rtn", "gptq", "awq"],
-        option(
-            "--algorithm",
-            help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
-            panel=QUANTIZATION,
-        ),
-    ] = "rtn"
-    calibration: Annotated[
-        str | None,
-        option(
-            "--calibration",
-            help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
-            panel=QUANTIZATION, metavar="FILE",
-        ),
-    ] = None  # fmt: skip
-    num_samples: Annotated[
-        int | None,
-        option(
-            "--num-samples",
-            help="Most pieces of 512 tokens to calibrate with. [128]",
-            panel=QUANTIZATION,
-            min=1,
-            max=100_000,
-        ),
-    ] = None
-    tensor_type: Annotated[
-        list[str] | None,
-        option(
-            "--tensor-type",
-            help="Another format, or 'keep', for weights whose name the regular expression is found in. Repeatable; the first "
-            "counts.",
-            panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    target_bpw: Annotated[
-        float | None,
-        option(
-            "--target-bpw",
-            help="Bits a weight on average, over all matrices: formats of the layers are chosen by what they cost.",
-            panel=QUANTIZATION, metavar="BITS", min=1.0, max=16.0,
-        ),
-    ] = None  # fmt: skip
-    head: Annotated[
-        str | None,
-        option("--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"),
-    ] = None
-    embedding: Annotated[
-        str | None,
-        option(
-            "--embedding", help="Format of the embedding, or keep. [keep; GGUF: as the mix has it]",
-            panel=QUANTIZATION, metavar="FORMAT",
-        ),
-    ] = None  # fmt: skip
-    allow_requantize: Annotated[
-        bool,
-        option(
-            "--allow-requantize", help="Take a model that is quantized already; both losses add up.", panel=QUANTIZATION
-        ),
-    ] = False
-    output: Annotated[
-        str | None,
-        option(
-            "-o", "--output",
-            help="The folder, or GGUF file, that is written, whole or not at all. [in this folder, named after the model]",
-            panel=OUTPUT, metavar="PATH", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    force: Annotated[bool, option("--force", help="Replace the output where it exists.", panel=OUTPUT, envvar=None)] = (
-        False
+    to: str | None = option(
+        "--to",
+        help="int8, int8-weight-only, fp8[:block=128], int4[:group=N][:zeros] make a folder for vLLM, transformers and this "
+        "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
+        panel=QUANTIZATION, metavar="FORMAT", envvar=None,
     )
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", help="Say what every weight would become, and write nothing.", panel=OUTPUT, envvar=None),
-    ] = False
-    no_verify: Annotated[
-        bool,
-        option("--no-verify", help="Leave out the quality card, which takes two passes over a text.", panel=OUTPUT),
-    ] = False
-    verify_text: Annotated[
-        str | None,
-        option("--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"),
-    ] = None
-    verify_tokens: Annotated[
-        int, option("--verify-tokens", help="Most tokens of it. [4096]", panel=OUTPUT, min=2, max=10_000_000)
-    ] = 4096
-    json: Annotated[bool, option("--json", help="What was done as one JSON object.", panel=OUTPUT)] = False
+    algorithm: Literal["rtn", "gptq", "awq"] = option(
+        "--algorithm",
+        help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
+        default="rtn",
+        panel=QUANTIZATION,
+    )
+    calibration: str | None = option(
+        "--calibration",
+        help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
+        panel=QUANTIZATION, metavar="FILE",
+    )
+    num_samples: int | None = option(
+        "--num-samples",
+        help="Most pieces of 512 tokens to calibrate with. [128]",
+        panel=QUANTIZATION,
+        min=1,
+        max=100_000,
+    )
+    tensor_type: list[str] | None = option(
+        "--tensor-type",
+        help="Another format, or 'keep', for weights whose name the regular expression is found in. Repeatable; the first "
+        "counts.",
+        panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
+    )
+    target_bpw: float | None = option(
+        "--target-bpw",
+        help="Bits a weight on average, over all matrices: formats of the layers are chosen by what they cost.",
+        panel=QUANTIZATION, metavar="BITS", min=1.0, max=16.0,
+    )
+    head: str | None = option(
+        "--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"
+    )
+    embedding: str | None = option(
+        "--embedding", help="Format of the embedding, or keep. [keep; GGUF: as the mix has it]",
+        panel=QUANTIZATION, metavar="FORMAT",
+    )
+    allow_requantize: bool = option(
+        "--allow-requantize", help="Take a model that is quantized already; both losses add up.",
+        default=False, panel=QUANTIZATION,
+    )
+    output: str | None = option(
+        "-o", "--output",
+        help="The folder, or GGUF file, that is written, whole or not at all. [in this folder, named after the model]",
+        panel=OUTPUT, metavar="PATH", envvar=None,
+    )
+    force: bool = option(
+        "--force", help="Replace the output where it exists.", default=False, panel=OUTPUT, envvar=None
+    )
+    dry_run: bool = option(
+        "--dry-run", help="Say what every weight would become, and write nothing.",
+        default=False, panel=OUTPUT, envvar=None,
+    )
+    no_verify: bool = option(
+        "--no-verify", help="Leave out the quality card, which takes two passes over a text.",
+        default=False, panel=OUTPUT,
+    )
+    verify_text: str | None = option(
+        "--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"
+    )
+    verify_tokens: int = option(
+        "--verify-tokens", help="Most tokens of it. [4096]", default=4096, panel=OUTPUT, min=2, max=10_000_000
+    )
+    json: bool = option("--json", help="What was done as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand

@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.command import SERVER, flag_of, is_typed, option
 from nanovllm_cli.cli.options import EngineOptions, ModelOptions
@@ -23,27 +23,21 @@ PATIENCE = 600.0
 class RemoteOptions:
     """A server that answers, in place of a model in this process."""
 
-    url: Annotated[
-        str | None,
-        option(
-            "--url",
-            help="Ask this OpenAI-compatible server: http://HOST:PORT with or without /v1, or unix:///SOCKET. MODEL is one of "
-            "its models, and may be left out where it has one.",
-            panel=SERVER, metavar="URL",
-        ),
-    ] = None  # fmt: skip
-    api_key: Annotated[
-        str | None,
-        option(
-            "--api-key",
-            help="Its key. Other users see a command line, so rather set NANOVLLM_API_KEY; OPENAI_API_KEY counts after it.",
-            panel=SERVER, metavar="KEY",
-        ),
-    ] = None  # fmt: skip
-    timeout: Annotated[
-        float,
-        option("--timeout", help=f"Most seconds in which it says nothing. [{PATIENCE:g}]", panel=SERVER, metavar="SECONDS"),
-    ] = PATIENCE
+    url: str | None = option(
+        "--url",
+        help="Ask this OpenAI-compatible server: http://HOST:PORT with or without /v1, or unix:///SOCKET. MODEL is one of "
+        "its models, and may be left out where it has one.",
+        panel=SERVER, metavar="URL",
+    )
+    api_key: str | None = option(
+        "--api-key",
+        help="Its key. Other users see a command line, so rather set NANOVLLM_API_KEY; OPENAI_API_KEY counts after it.",
+        panel=SERVER, metavar="KEY",
+    )
+    timeout: float = option(
+        "--timeout", help=f"Most seconds in which it says nothing. [{PATIENCE:g}]",
+        default=PATIENCE, panel=SERVER, metavar="SECONDS",
+    )
 
     def endpoint(self, ctx: Any, *more_local: str) -> Endpoint | None:
         """The server that is to be asked, if one is. more_local: options of this command that need a model in this process.

@@ -23,6 +23,7 @@ from nanovllm_cli.cli.options import (
     EngineOptions,
     MessageOptions,
     ModelOptions,
+    ModelWord,
     SamplingOptions,
     refuse_both,
 )
@@ -49,9 +50,7 @@ logger = logging.getLogger(__name__)
 def run(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt; standard input, if any, goes before it.")
     ] = None,

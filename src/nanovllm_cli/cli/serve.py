@@ -6,15 +6,16 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import expand, flag_of, is_typed
 from nanovllm_cli.cli.model import chat_template
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
@@ -34,10 +35,7 @@ EXAMPLE = "for example: nanovllm serve tiny"
 def serve(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
-    ] = None,
+    model_word: ModelWords = None,
     model: ServedOptions,
     address: AddressOptions,
     access: AccessOptions,
@@ -79,7 +77,7 @@ def serve(
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()
-    config = engine.config(model, max_num_seqs=limits.parallel, policy=limits.scheduling_policy)
+    config = replace(engine.config(model, max_num_seqs=limits.parallel), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")

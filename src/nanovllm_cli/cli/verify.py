@@ -11,7 +11,7 @@ import typer
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
+from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
@@ -30,47 +30,36 @@ COMPARISON = "Comparison"
 class VerifyOptions:
     """What is compared with what."""
 
-    against: Annotated[
-        Literal["model", "float32", "transformers"] | None,
-        option(
-            "--against",
-            help="The other side: model is the second argument; float32 is MODEL itself in float32 on the CPU; transformers is "
-            "MODEL there, in float32. [model, or float32 without one]",
-            panel=COMPARISON, envvar=None,
-        ),
-    ] = None  # fmt: skip
-    dtype: Annotated[DTypeName, option("--dtype", help="What MODEL computes in. [auto]", panel=COMPARISON)] = "auto"
-    dtype_b: Annotated[
-        DTypeName, option("--dtype-b", help="What OTHER computes in. [auto]", panel=COMPARISON, envvar=None)
-    ] = "auto"
-    text: Annotated[
-        str | None,
-        option(
-            "--text", help="What both read; - is standard input. [bundled]",
-            panel=COMPARISON, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    tokens: Annotated[
-        int, option("--tokens", help="How much of it. [256]", panel=COMPARISON, min=2, max=512, envvar=None)
-    ] = 256
-    tolerance: Annotated[
-        float | None,
-        option(
-            "--tolerance",
-            help="Relative error of a token at a layer that still counts as equal. [0.05; 0.001 where both are float32]",
-            panel=COMPARISON, min=0.0, metavar="SHARE",
-        ),
-    ] = None  # fmt: skip
-    json: Annotated[bool, option("--json", help="The result as one JSON object.", panel=OUTPUT)] = False
+    against: Literal["model", "float32", "transformers"] | None = option(
+        "--against",
+        help="The other side: model is the second argument; float32 is MODEL itself in float32 on the CPU; transformers is "
+        "MODEL there, in float32. [model, or float32 without one]",
+        panel=COMPARISON, envvar=None,
+    )
+    dtype: DTypeName = option("--dtype", help="What MODEL computes in. [auto]", default="auto", panel=COMPARISON)
+    dtype_b: DTypeName = option(
+        "--dtype-b", help="What OTHER computes in. [auto]", default="auto", panel=COMPARISON, envvar=None
+    )
+    text: str | None = option(
+        "--text", help="What both read; - is standard input. [bundled]",
+        panel=COMPARISON, metavar="FILE", envvar=None,
+    )
+    tokens: int = option(
+        "--tokens", help="How much of it. [256]", default=256, panel=COMPARISON, min=2, max=512, envvar=None
+    )
+    tolerance: float | None = option(
+        "--tolerance",
+        help="Relative error of a token at a layer that still counts as equal. [0.05; 0.001 where both are float32]",
+        panel=COMPARISON, min=0.0, metavar="SHARE",
+    )
+    json: bool = option("--json", help="The result as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
 def verify(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     other_word: Annotated[
         str | None,
         typer.Argument(metavar="OTHER", help="Another form of the same model: quantized, converted, a copy."),
