@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.routing import ApiRequest
 from nanovllm_cli.text.chat_template import check_variables
 
@@ -83,6 +84,14 @@ def json_text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def schema_form(schema: Any, path: str) -> Constraint:
+    """An answer of this JSON schema. Raises ApiError 400."""
+    try:
+        return Constraint("json_schema", json_text(schema))
+    except UsageError as error:
+        raise ApiError.of(error, path) from None
+
+
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
     """What `work` returns; in a thread where the body is so large that others would wait for it."""
     assert isinstance(request, ApiRequest)
@@ -101,7 +110,7 @@ def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def invalid(path: str, what: str) -> ApiError:
-    return ApiError(400, f"{path}: {what}", code="invalid_value", param=path)
+    return invalid_value(f"{path}: {what}", path)
 
 
 def unsupported(path: str, what: str) -> ApiError:

@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import UsageError
-from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.function_tools import Tool, checked_tools, function_tool
 from nanovllm_cli.server.ports import ServedModel, ToolChoice
-from nanovllm_cli.server.reading import invalid, json_text, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.reading import invalid, kind_of, listed, read, schema_form, shown, unsupported
 from nanovllm_cli.server.reasoning_effort import effort_of, reads
 from nanovllm_cli.server.responses_items import new_id
 from nanovllm_cli.server.routes_chat import checked_form
@@ -98,11 +96,7 @@ def _text_format(body: InputTokensRequest) -> Constraint | None:
         return Constraint("json_object")
     if kind != "json_schema":
         raise unsupported("text.format.type", f"{shown(kind)} is not one of text, json_object, json_schema")
-    schema = read(_Schema, form, "text.format").schema
-    try:
-        return Constraint("json_schema", json_text(schema))
-    except UsageError as error:
-        raise ApiError.of(error, "text.format.schema") from None
+    return schema_form(read(_Schema, form, "text.format").schema, "text.format.schema")
 
 
 class Style(NamedTuple):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
@@ -61,18 +61,18 @@ def _check(body: CompletionRequest) -> None:
     check_streaming(body)
     num_answers = len(_prompts(body)) * max(body.n or 1, body.best_of or 1)
     if num_answers > MAX_ANSWERS:
-        raise _bad(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
+        raise invalid_value(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
     if first_given(body.n_predict, body.max_tokens) == 0 and not body.echo:
-        raise _bad("max_tokens 0 without echo would answer nothing", "max_tokens")
+        raise invalid_value("max_tokens 0 without echo would answer nothing", "max_tokens")
     if body.best_of is not None:
         if body.stream:
-            raise _bad("best_of does not go with stream", "best_of")
+            raise invalid_value("best_of does not go with stream", "best_of")
         if body.best_of < (body.n or 1):
-            raise _bad("best_of must be at least n", "best_of")
+            raise invalid_value("best_of must be at least n", "best_of")
     if body.suffix and body.echo:
-        raise _bad("echo does not go with suffix", "suffix")
+        raise invalid_value("echo does not go with suffix", "suffix")
     if body.prompt_logprobs is not None and body.stream:
-        raise _bad("prompt_logprobs does not go with stream", "prompt_logprobs")
+        raise invalid_value("prompt_logprobs does not go with stream", "prompt_logprobs")
 
 
 async def _whole(context: ServerContext, body: CompletionRequest, exchange: Exchange) -> Response:
@@ -205,7 +205,3 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 def _usage(begun: Sequence[Begun], style: TextStyle) -> Usage:
     summed = total([one.generation.usage for one in begun])
     return summed if style.draws else summed._replace(completion_tokens=0, reasoning_tokens=0)
-
-
-def _bad(message: str, param: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param=param)

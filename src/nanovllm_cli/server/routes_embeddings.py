@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import Pooling
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
@@ -53,8 +53,7 @@ def router(context: ServerContext) -> APIRouter:
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
     async with context.models.use(body.model) as model:
         if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
-            message = f"this model's vectors have {model.facts.hidden_size} dimensions"
-            raise ApiError(400, message, code="invalid_value", param="dimensions")
+            raise invalid_value(f"this model's vectors have {model.facts.hidden_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
             body.model, _texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
         )

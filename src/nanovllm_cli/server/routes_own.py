@@ -17,7 +17,7 @@ from nanovllm_cli import __version__
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import JsonResponse, error_body
+from nanovllm_cli.server.errors import JsonResponse, openai_form
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
@@ -66,7 +66,7 @@ def router(context: ServerContext) -> APIRouter:
         if status == "ok":
             return JsonResponse({"status": status})
         error = ApiError(503, _UNHEALTHY[status], code=status)
-        return JsonResponse({"status": status, **error_body(error, "/health", "")}, 503, {"retry-after": "1"})
+        return JsonResponse({"status": status, **openai_form(error)}, 503, {"retry-after": "1"})
 
     @routes.get("/version", responses=answers(VersionAnswer))
     async def version() -> Response:

@@ -23,7 +23,7 @@ from nanovllm_cli.sampling_params import (
     STRING_LISTS,
     SamplingParams,
 )
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
@@ -234,7 +234,7 @@ class SamplingFields(StrictModel):
         forms = [(form, name) for name, form in said if form is not None]
         if len(forms) > 1:
             both = " and ".join(name for _, name in forms[:2])
-            raise ApiError(400, f"{both}: an answer has one form", code="invalid_value", param=forms[1][1])
+            raise invalid_value(f"{both}: an answer has one form", forms[1][1])
         return forms[0] if forms else (None, None)
 
 
@@ -244,7 +244,7 @@ def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
         return {int(token_id): bias for token_id, bias in given.items()}
     for token_id, _ in given:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise ApiError(400, "logit_bias: a pair begins with a token's id", code="invalid_value", param="logit_bias")
+            raise invalid_value("logit_bias: a pair begins with a token's id", "logit_bias")
     return {token_id: -MAX_LOGIT_BIAS if bias is False else bias for token_id, bias in given}
 
 
@@ -255,7 +255,7 @@ def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
         return Constraint("json_object") if wanted.schema_ is None else _schema(wanted.schema_)
     schema = (wanted.json_schema or {}).get("schema", wanted.schema_)
     if schema is None:
-        raise ApiError(400, "json_schema lacks its schema", code="invalid_value", param="response_format.json_schema.schema")
+        raise invalid_value("json_schema lacks its schema", "response_format.json_schema.schema")
     return _schema(schema)
 
 

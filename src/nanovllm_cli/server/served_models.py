@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_client import EngineClient
 from nanovllm_cli.server.messages import Facts, Loading, Start
 from nanovllm_cli.server.observer import Observer
@@ -229,7 +229,7 @@ class ServedModels:
                     await self._read_text(slot)
                     await self._make_room(slot)
                     if self._is_closed:
-                        raise ApiError(503, "the server is about to end", code="draining", retry_after=5)
+                        raise draining()
                     if not slot.waiting:
                         return
                     has_room.set_result(None)
