@@ -114,7 +114,7 @@ class Generator:
                     watch.end(told)
             if told is not None:
                 raise told
-            return await self._in_thread(lambda: [_unit(task.result()) for task in tasks]), sum(map(len, each))
+            return await self._in_thread(lambda: [unit(task.result()) for task in tasks]), sum(map(len, each))
 
     async def _form(self, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
         """Beside calls a grammar is a part of a greater one, which is Lark."""
@@ -346,7 +346,7 @@ def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
         raise too_long(len(ids), limit, param)
 
 
-def _unit(vector: Sequence[float]) -> list[float]:
+def unit(vector: Sequence[float]) -> list[float]:
     """The same direction, of length 1."""
     length = math.sqrt(math.fsum(number * number for number in vector))
     return [number / length for number in vector] if length else list(vector)

@@ -24,7 +24,7 @@ from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_c
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
 from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import CompletionRequest
+from nanovllm_cli.server.schemas_openai import CompletionRequest, several_texts
 from nanovllm_cli.server.schemas_openai_answers import TextAnswer
 from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.server.schemas_streams import TextChunk
@@ -59,7 +59,7 @@ def router(context: ServerContext) -> APIRouter:
 
 def _check(body: CompletionRequest) -> None:
     check_streaming(body)
-    num_answers = len(_prompts(body)) * max(body.n or 1, body.best_of or 1)
+    num_answers = len(several_texts(body.prompt)) * max(body.n or 1, body.best_of or 1)
     if num_answers > MAX_ANSWERS:
         raise invalid_value(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
     if first_given(body.n_predict, body.max_tokens) == 0 and not body.echo:
@@ -161,7 +161,7 @@ async def _generations(
         style, params = _style(body, model)
         form = await checked_form(body, context)
         begun: list[Begun] = []
-        for prompt in _prompts(body):
+        for prompt in several_texts(body.prompt):
             text = await _with_suffix(model, prompt, body.suffix)
             asked = TextAsked(text, params, form, body.priority or 0, body.cache_salt)
             generation = await context.generates.complete(body.model, asked, exchange.caller)
@@ -193,13 +193,6 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     if body.best_of is not None and body.best_of > params.n:
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return style, params
-
-
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
 
 
 def _usage(begun: Sequence[Begun], style: TextStyle) -> Usage:

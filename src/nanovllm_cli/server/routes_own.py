@@ -35,6 +35,7 @@ from nanovllm_cli.server.schemas_own import (
     Unhealthy,
     VersionAnswer,
 )
+from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 _UNHEALTHY = {
@@ -139,7 +140,7 @@ async def _token_ids(context: ServerContext, served: ServedModel, body: Tokenize
     if len(text) > limit:
         param = "content" if body.content is not None else "prompt"
         raise ApiError(400, f"{param}: has more than {limit} characters: give it in pieces", code="too_long", param=param)
-    special = next((flag for flag in (body.add_special, body.add_special_tokens) if flag is not None), None)
+    special = first_given(body.add_special, body.add_special_tokens)
     return await asyncio.to_thread(
         served.tokenizer.encode,
         text,

@@ -5,7 +5,7 @@ Only shapes and bounds; what the fields mean is the routes' and `schemas_samplin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Required
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
@@ -187,6 +187,11 @@ class CompletionRequest(StreamFields, SamplingFields):
     best_of: int | None = Field(default=None, ge=1, le=128)
     add_special_tokens: Literal[True] | None = None
     prompt_embeds: Unsupported = None
+
+
+def several_texts(given: Any) -> list[str | list[int]]:
+    """One text or several, told apart by what is inside."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 @with_config(OPEN)
