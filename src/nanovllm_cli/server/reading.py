@@ -14,7 +14,7 @@ from starlette.requests import Request
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError, invalid_value
-from nanovllm_cli.server.routing import ApiRequest
+from nanovllm_cli.server.routing import ApiRequest, inlined
 from nanovllm_cli.text.chat_template import check_variables
 
 T = TypeVar("T")
@@ -44,31 +44,18 @@ def kind_of(value: Any, path: str, default: str | None = None) -> str:
     return kind
 
 
-def described(kinds: Mapping[str, type], default: str | None = None, without: Collection[str] = ()) -> dict[str, Any]:
+def described(kinds: Mapping[str, type], default: str | None = None, without: Collection[type] = ()) -> dict[str, Any]:
     """For /openapi.json: what `kind_of` and `read` take, as one JSON schema. default: the kind that needs no `type`. without:
     kinds within that are read only to be refused by name."""
     _, parts = msgspec.json.schema_components(kinds.values(), ref_template="{name}")
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in value if not _is_kind(parts, item, without)]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inline(parts[value["$ref"]])
-        return {key: inline(item) for key, item in value.items() if key not in ("title", "discriminator", "default")}
-
+    for struct in without:
+        del parts[struct.__name__]
     branches = []
     for kind, struct in kinds.items():
-        schema = inline(parts[struct.__name__])
+        schema = inlined(parts[struct.__name__], parts, ("title", "discriminator", "default"))
         required = [*([] if kind == default else ["type"]), *schema["required"]]
         branches.append({**schema, "properties": {"type": {"const": kind}, **schema["properties"]}, "required": required})
     return {"anyOf": branches}
-
-
-def _is_kind(parts: Mapping[str, Any], value: Any, names: Collection[str]) -> bool:
-    part = parts.get(value.get("$ref", "")) if isinstance(value, dict) else None
-    return part is not None and part["properties"].get("type", {}).get("enum", [""])[0] in names
 
 
 def listed(value: Any, path: str, most: int) -> list[Any]:

@@ -172,7 +172,7 @@ _KINDS: dict[str, tuple[str, type[Any], Callable[[Any, str], Item]]] = {
 _ITEM_SCHEMA = described(
     {kind: struct for kind, (_, struct, _) in _KINDS.items()} | {"item_reference": _Reference},
     default="message",
-    without=("input_image", "input_file", "input_audio"),
+    without=(_InputImage, _InputFile, _InputAudio),
 )
 INPUT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_ITEMS, "items": _ITEM_SCHEMA}]

@@ -99,23 +99,17 @@ def _text_format(body: InputTokensRequest) -> Constraint | None:
     return schema_form(read(_Schema, form, "text.format").schema, "text.format.schema")
 
 
-class Style(NamedTuple):
-    """thinking: None leaves it to the template. variables: of the template."""
-
-    thinking: bool | None
-    variables: Mapping[str, Any]
-
-
-def style_of(body: InputTokensRequest, model: ServedModel) -> Style:
-    """What `reasoning` and `text.verbosity` mean with this model. Raises ApiError 400 for what it knows nothing of."""
+def style_of(body: InputTokensRequest, model: ServedModel) -> tuple[bool | None, dict[str, Any]]:
+    """What `reasoning` and `text.verbosity` mean with this model, as `effort_of` says it. Raises ApiError 400 for what the model
+    knows nothing of."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     thinking, variables = effort_of(effort, None, model, "reasoning.effort")
     verbosity = body.text.verbosity if body.text is not None else None
     if verbosity is not None and reads(model, "verbosity"):
-        return Style(thinking, {**variables, "verbosity": verbosity})
+        return thinking, {**variables, "verbosity": verbosity}
     if verbosity not in (None, "medium"):
         raise unsupported("text.verbosity", f"{model.id} knows no verbosity")
-    return Style(thinking, variables)
+    return thinking, variables
 
 
 def new_response(body: ResponsesRequest, asked: ToolsAsked, model: str, temperature: float, top_p: float) -> dict[str, Any]:
