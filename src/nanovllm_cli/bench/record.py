@@ -221,7 +221,7 @@ def _parse(path: Path, text: str) -> list[Any]:
         raise UsageError(f"{path}: JSON nested too deeply") from error
     except ValueError as whole:
         try:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         except RecursionError as error:
             raise UsageError(f"{path}: JSON nested too deeply") from error
         except ValueError:

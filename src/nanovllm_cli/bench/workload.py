@@ -131,7 +131,7 @@ def prompts_file(path: str | Path, count: int | None, output_len: int) -> Worklo
     under "prompt" and perhaps its answer's length under "max_tokens". Raises UsageError."""
     _check(count=1 if count is None else count, output_len=output_len)
     requests: list[Request] = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):  # splitlines would cut within JSON's strings
         if len(requests) == count:
             break
         if line.strip():

@@ -208,7 +208,7 @@ def _plans(load: LoadOptions, output: ServeOutputOptions) -> list[Plan]:
     goals = goals_of(word for words in output.goodput or () for word in words.replace(",", " ").split())
     wanted = percentiles(output.percentiles)
     limits = [None] if load.max_concurrency is None else numbers("--max-concurrency", load.max_concurrency)
-    if any(limit is not None and limit != int(limit) for limit in limits):
+    if any(limit is not None and not limit.is_integer() for limit in limits):
         raise UsageError("--max-concurrency takes whole numbers")
     rates = numbers("--request-rate", load.request_rate)
     for rate in rates:

@@ -14,6 +14,7 @@ import typer
 
 from nanovllm_cli.cli import log, parsers, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.output import Console, console
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 EXAMPLE = "for example: nanovllm convert tiny --to gguf --outtype q8_0"
 _LONG_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _QUANT_AT_END = re.compile(r"[-.](?:bf16|f16|f32|i?q\d\w*|mxfp4\w*|tq\d\w*)$", re.IGNORECASE)
-_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,7 @@ def _check_outtype(outtype: str, target: Target, name: str) -> None:
 
 def _default_name(source: str, made: Plan, outtype: str) -> str:
     """Named after the repository, the folder or the file: tiny-Q8_0.gguf, tiny-hf, tiny-f16."""
-    path = Path(source).resolve() if "/" not in source or Path(source).exists() else Path(source)
-    stem = path.name if path.is_dir() or not path.suffix else path.stem
-    stem = _QUANT_AT_END.sub("", _PART_AT_END.sub("", stem)) or "model"
+    stem = _QUANT_AT_END.sub("", stem_of(source)) or "model"
     if made.target == "hf":
         return f"{stem}-{'hf' if outtype == 'auto' else outtype}"
     return f"{stem}-{made.type_name if outtype == 'auto' else outtype.upper()}" + ("" if made.is_folder else ".gguf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -11,6 +12,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 from nanovllm_cli.errors import OutputError
+
+_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class WholeFile:
@@ -87,6 +90,13 @@ def is_special(path: Path) -> bool:
     if path.is_dir():
         return False
     return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+
+
+def stem_of(source: str) -> str:
+    """What an output is named after: a repository's last word, a folder's name, a file's without its ending and the number of
+    its part."""
+    path = Path(os.path.abspath(source))  # `.` has a name, and a link keeps its own
+    return _PART_AT_END.sub("", path.stem if path.is_file() else path.name)
 
 
 def _umask() -> int:

@@ -15,6 +15,7 @@ import typer
 
 from nanovllm_cli.cli import log, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "for example: nanovllm quantize tiny --to int8"
 QUANTIZATION = "Quantization"
-_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE_AT_END = re.compile(r"[-.](?:bf16|f16|f32)$", re.IGNORECASE)
 
 
@@ -217,9 +217,7 @@ def _text(path: str | None, split: Literal["calibration", "verification"]) -> Na
 
 def _default_name(source: str, to: str, kind: str) -> str:
     """Named after the repository, the folder or the file: tiny-int4-g32, tiny-Q4_K_M.gguf."""
-    path = Path(source)
-    stem = path.stem if path.is_file() else path.name
-    stem = _TYPE_AT_END.sub("", _PART_AT_END.sub("", stem)) or "model"
+    stem = _TYPE_AT_END.sub("", stem_of(source)) or "model"
     if kind == "gguf":
         return f"{stem}-{to.upper()}.gguf"
     return f"{stem}-{to.lower().replace(':group=', '-g').replace(':block=', '-b').replace(':', '-')}"

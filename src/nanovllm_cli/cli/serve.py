@@ -194,17 +194,17 @@ def _id(name: str) -> str:
 def _teller(screen: Console) -> Callable[[str, Loading], None]:
     """Loading as the progress line shows it, though it happens in another process."""
     progress = ProgressLine(screen)
-    stage, done = "", 0
+    at, done = ("", ""), 0
 
     def tell(name: str, loading: Loading) -> None:
-        nonlocal stage, done
+        nonlocal at, done
         if loading.note:
             progress.note(f"{name}: {loading.note}")
             return
-        if loading.stage != stage:
-            stage, done = loading.stage, 0
+        if at != (name, loading.stage):
+            at, done = (name, loading.stage), 0
             unit: Any = loading.unit or "tokens"
-            progress.stage(f"{name}: {stage}", loading.total or None, unit)
+            progress.stage(f"{name}: {loading.stage}", loading.total or None, unit)
         progress.advance(loading.done - done)
         done = loading.done
 
