@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm_cli.errors import AccessRefusedError, UsageError
+from nanovllm_cli.bench.record import read_text
+from nanovllm_cli.errors import UsageError
 
 MAX_FILE_BYTES = 1 << 30
 # What vLLM leaves out of a file of conversations: too short to mean anything, too long to be usual.
@@ -170,17 +171,7 @@ def _enough(requests: list[Request], count: int | None, path: str | Path) -> lis
 
 
 def _read(path: str | Path) -> str:
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path}: larger than the {MAX_FILE_BYTES >> 20} MiB that a dataset may have")
-        return path.read_text("utf-8-sig")
-    except PermissionError as error:
-        raise AccessRefusedError(f"{path}: permission denied") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8") from error
+    return read_text(Path(path), MAX_FILE_BYTES, "a dataset")
 
 
 def _made_up(draw: random.Random, length: int, vocab_size: int | None) -> str | list[int]:

@@ -14,7 +14,7 @@ from nanovllm_cli.chat.clipboard import copy
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.chat.export import CUT, as_json, as_markdown
 from nanovllm_cli.chat.loop import Chat, Leave, count
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
 from nanovllm_cli.errors import UsageError
 
@@ -165,9 +165,7 @@ def _export(chat: Chat, argument: str) -> None:
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
     model = chat.model.name
     text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
-    with WholeFile(path) as file:
-        file.write(text)
-        file.commit()
+    write_whole(path, text)
     chat.display.say(f"written to {path}")
 
 

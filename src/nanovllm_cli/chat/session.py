@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Event
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 
 FORMAT, VERSION = "nanovllm chat", 1
@@ -193,9 +193,9 @@ class Sessions:
                     kept = {"stamp": stamp, "entry": asdict(_summary(name, path, stat.st_mtime))}
                 found[name] = kept
         if found != known:
-            with contextlib.suppress(OutputError, OSError), WholeFile(self._index, mode=0o600) as file:
-                file.write(json.dumps({"version": VERSION, "sessions": found}, ensure_ascii=False) + "\n")
-                file.commit()
+            index = json.dumps({"version": VERSION, "sessions": found}, ensure_ascii=False) + "\n"
+            with contextlib.suppress(OutputError, OSError):
+                write_whole(self._index, index, mode=0o600)
         entries = [Entry(**each["entry"]) for each in found.values()]
         return sorted(entries, key=lambda entry: entry.updated, reverse=True)
 

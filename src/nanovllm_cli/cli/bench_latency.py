@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,9 +16,6 @@ from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, W
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from nanovllm_cli.bench.record import Summary
 
 EXAMPLE = "for example: nanovllm bench latency tiny"
 BATCH, INPUT, OUTPUT, REPETITIONS, WARMUP = 8, 32, 128, 10, 2
@@ -74,8 +69,8 @@ def bench_latency(
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
-    loaded = load(name, model, engine.config(model, max_num_seqs=options.parallel), screen)
-    with contextlib.closing(loaded.llm) as llm:
+    config = engine.config(model, max_num_seqs=options.parallel)
+    with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import Batches, measure_latency
         from nanovllm_cli.bench.serve_report import run_table
@@ -83,7 +78,7 @@ def bench_latency(
         batches = Batches(
             options.parallel, options.input_len, options.output_len, options.repetitions, options.warmup, options.seed
         )
-        summary: Summary = measure_latency(llm, batches, this_machine(), wanted, ProgressLine(screen))
+        summary = measure_latency(llm, batches, this_machine(), wanted, ProgressLine(screen))
     if output.output == "md":
         title = f"{name}, {options.parallel} x ({options.input_len} + {options.output_len} tokens)"
         screen.answer(run_table(summary, title))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from nanovllm_cli.cli.command import OUTPUT, option, typer_option
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import WholeFile, write_whole
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import UsageError
 
@@ -64,9 +64,7 @@ def write_results(results: Sequence[Result], output: SummaryOutputOptions, scree
     elif output.output == "jsonl":
         screen.answer("".join(json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in results))
     if output.save is not None:
-        with WholeFile(Path(output.save)) as file:
-            file.write(write_json(results))
-            file.commit()
+        write_whole(Path(output.save), write_json(results))
     draw_results(results, output.report, plot=output.plot, screen=screen)
     for line in results[0].machine.lines():
         screen.say(line, "dim")

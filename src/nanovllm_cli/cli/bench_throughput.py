@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +17,6 @@ from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.weights.shapes import RANDOM
-
-if TYPE_CHECKING:
-    from nanovllm_cli.bench.record import Summary
 
 EXAMPLE = "for example: nanovllm bench throughput tiny --num-prompts 32"
 LOAD = "Load"
@@ -79,8 +75,7 @@ def bench_throughput(
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
     config = engine.config(model, max_num_seqs=options.max_num_seqs)
-    loaded = load(name, model, config, screen)
-    with contextlib.closing(loaded.llm) as llm:
+    with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import measure_throughput
         from nanovllm_cli.bench.serve_report import run_table
@@ -91,9 +86,8 @@ def bench_throughput(
             vocab_size=llm.spec.vocab_size,
             tokens=lambda text: len(llm.tokenizer.encode(text)),
         )
-        summary: Summary = measure_throughput(
-            llm, workload, this_machine(), wanted, ProgressLine(screen), warm_up=options.warmup
-        )
+        progress = ProgressLine(screen)
+        summary = measure_throughput(llm, workload, this_machine(), wanted, progress, warm_up=options.warmup)
     if output.output == "md":
         screen.answer(run_table(summary, f"{name}, all at once"))
     write_results([summary], output, screen)

@@ -24,7 +24,7 @@ from nanovllm_cli.cli.command import (
     option,
 )
 from nanovllm_cli.cli.command_tree import Page, page
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, console
 from nanovllm_cli.cli.settings import (
@@ -273,9 +273,7 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise OutputError(f"cannot create {file.parent}: {failure.strerror}") from failure
-    with WholeFile(file) as whole:
-        whole.write(text)
-        whole.commit()
+    write_whole(file, text)
 
 
 def _print(found: list[Row], root: Page, screen: Console) -> None:

@@ -85,6 +85,13 @@ class WholeFile:
             self._temporary = None
 
 
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """`text` as a file that appears whole. Raises OutputError."""
+    with WholeFile(path, mode) as file:
+        file.write(text)
+        file.commit()
+
+
 def is_special(path: Path) -> bool:
     """Whether a name stands for a device, a FIFO or a descriptor (/dev/stdout), to be written and never replaced."""
     if path.is_dir():
