@@ -22,7 +22,7 @@ from nanovllm_cli.text.tool_grammar import (
 )
 from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call
 from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
-from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reader, Reading
+from nanovllm_cli.text.tool_stream import Broken, CallStream, Reader, Reading
 from nanovllm_cli.text.tool_xml import read_glm_call, read_xml_call
 
 Tools = Sequence[Tool]
@@ -59,21 +59,18 @@ class ToolFormat:
         content; starts_kept: the prompt wrote the first of them."""
 
         def read(stream: CallStream) -> Reading[None]:
-            try:
-                if kept and starts_kept:
+            if kept and starts_kept:
+                yield from _keep(stream, kept[1])
+            if self.bare:
+                yield from stream.attempt(_read_bare(stream, "", tools))
+            tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
+            while True:
+                tag = yield from stream.content_to(*tags)
+                if tag in self.openers:
+                    yield from stream.attempt(self.section(stream, tag, tools), tag)
+                elif kept and tag == kept[0]:
+                    stream.content(tag)
                     yield from _keep(stream, kept[1])
-                if self.bare:
-                    yield from _attempt(stream, "", _read_bare, tools)
-                tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
-                while True:
-                    tag = yield from stream.content_to(*tags)
-                    if tag in self.openers:
-                        yield from _attempt(stream, tag, self.section, tools)
-                    elif kept and tag == kept[0]:
-                        stream.content(tag)
-                        yield from _keep(stream, kept[1])
-            except CutOff:
-                return
 
         return read
 
@@ -82,11 +79,8 @@ def read_plain(hidden: Sequence[str]) -> Reader:
     """Leaves tags out of a text without calls."""
 
     def read(stream: CallStream) -> Reading[None]:
-        try:
-            while True:
-                yield from stream.content_to(*hidden)
-        except CutOff:
-            return
+        while True:
+            yield from stream.content_to(*hidden)
 
     return read
 
@@ -109,17 +103,6 @@ def tool_format_named(name: str) -> ToolFormat:
         if known.name == name:
             return known
     raise UsageError(f"unknown tool format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}")
-
-
-def _attempt(stream: CallStream, tag: str, section: ReadSection, tools: Tools) -> Reading[None]:
-    stream.mark(tag)
-    try:
-        yield from section(stream, tag, tools)
-        stream.settle()
-    except Broken:
-        stream.give_back()
-    except CutOff:
-        stream.cut()
 
 
 # ---- sections ----
@@ -162,38 +145,39 @@ def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from read_named_call(stream, name, call_id)
 
 
-def _read_deepseek(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+def _tagged(begin: str, call: str, end: str, read: Reader) -> ReadSection:
+    """Calls with a tag before each, in a section of their own or without one."""
+
+    def section(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+        if tag == begin:
+            tag = yield from stream.expect(call)
+        while tag == call:
+            yield from read(stream)
+            tag = yield from stream.accept(call, end)
+            if tag == call:
+                stream.mark(tag)
+
+    return section
+
+
+def _read_deepseek(stream: CallStream) -> Reading[None]:
     """V3.1 writes name and JSON; R1 and V3 a type, a name, and JSON in a fence."""
-    if tag == DEEPSEEK_BEGIN:
-        tag = yield from stream.expect(DEEPSEEK_CALL)
-    while tag == DEEPSEEK_CALL:
-        name, _ = yield from stream.until(DEEPSEEK_NAME)
-        fenced = (yield from stream.peek()) != "{"
-        if fenced:
-            name, _ = yield from stream.until("\n")
-            yield from stream.expect("```json")
-        yield from read_named_call(stream, name)
-        if fenced:
-            yield from stream.accept("```")
-        yield from stream.accept(DEEPSEEK_CALL_END)
-        tag = yield from stream.accept(DEEPSEEK_CALL, DEEPSEEK_END)
-        if tag == DEEPSEEK_CALL:
-            stream.mark(tag)
+    name, _ = yield from stream.until(DEEPSEEK_NAME)
+    fenced = (yield from stream.peek()) != "{"
+    if fenced:
+        name, _ = yield from stream.until("\n")
+        yield from stream.expect("```json")
+    yield from read_named_call(stream, name)
+    if fenced:
+        yield from stream.accept("```")
+    yield from stream.accept(DEEPSEEK_CALL_END)
 
 
-def _read_kimi(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+def _read_kimi(stream: CallStream) -> Reading[None]:
     """functions.NAME:NUMBER, which is the call's id, and JSON."""
-    if tag == KIMI_BEGIN:
-        tag = yield from stream.expect(KIMI_CALL)
-    while tag == KIMI_CALL:
-        call_id, _ = yield from stream.until(KIMI_ARGUMENTS)
-        yield from read_named_call(
-            stream, call_id.strip().removeprefix("functions.").partition(":")[0], call_id.strip()
-        )
-        yield from stream.accept(KIMI_CALL_END)
-        tag = yield from stream.accept(KIMI_CALL, KIMI_END)
-        if tag == KIMI_CALL:
-            stream.mark(tag)
+    call_id = (yield from stream.until(KIMI_ARGUMENTS))[0].strip()
+    yield from read_named_call(stream, call_id.removeprefix("functions.").partition(":")[0], call_id)
+    yield from stream.accept(KIMI_CALL_END)
 
 
 def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -281,7 +265,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((KIMI_BEGIN,),),
         (KIMI_BEGIN, KIMI_CALL),
         (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
-        _read_kimi,
+        _tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, _read_kimi),
         CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
     ),
     ToolFormat(
@@ -289,7 +273,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN, "```json"),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _read_deepseek,
+        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
         CallGrammar(
             named_call(("function", DEEPSEEK_NAME), ("\n```json\n",), ("\n```", DEEPSEEK_CALL_END)),
             DEEPSEEK_BEGIN,
@@ -303,7 +287,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN,),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _read_deepseek,
+        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
         CallGrammar(
             named_call((), (DEEPSEEK_NAME,), (DEEPSEEK_CALL_END,)),
             DEEPSEEK_BEGIN,
