@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,11 @@ def described(kinds: Mapping[str, type], default: str | None = None, without: Co
         required = [*([] if kind == default else ["type"]), *schema["required"]]
         branches.append({**schema, "properties": {"type": {"const": kind}, **schema["properties"]}, "required": required})
     return {"anyOf": branches}
+
+
+def object_schema(required: Mapping[str, Any], optional: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """For /openapi.json: an object that has these members, with their schemas, and may have those."""
+    return {"type": "object", "properties": {**required, **optional}, "required": list(required)}
 
 
 def listed(value: Any, path: str, most: int) -> list[Any]:
