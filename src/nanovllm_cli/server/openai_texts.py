@@ -57,22 +57,18 @@ class TextFrames:
         self._start = head.frame_start()
         self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
         self._tokens: dict[int, TextTokens] = {}
-        self._num_chars: dict[int, int] = {}
         self._counts: dict[int, int] = {}
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
         for event in events if self._style.draws else map(_without_token, events):
-            if event.index not in self._num_chars:
-                self._num_chars[event.index] = len(self._echoed)
-                if self._style.echo or self._style.token_ids:
-                    out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
+            if event.index not in self._counts and (self._style.echo or self._style.token_ids):
+                out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
             self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
             logprobs = self._logprobs(event)
             shows_ids = self._style.token_ids and event.token_ids
             if event.text or logprobs is not None or shows_ids or event.finish_reason is not None:
                 out.append(self._frame(event.index, event.text, logprobs, event))
-            self._num_chars[event.index] += len(event.text)
         return b"".join(out)
 
     def _frame(self, index: int, text: str, logprobs: Any, event: Event | None) -> bytes:
@@ -96,11 +92,12 @@ class TextFrames:
         params, tokenizer = self._style.params, self._head.model.tokenizer
         if params.logprobs is None:
             return None
-        entries = self._tokens.setdefault(event.index, TextTokens(tokenizer, params)).take(event)
+        tokens = self._tokens.setdefault(event.index, TextTokens(tokenizer, params))
+        entries = tokens.take(event)
         if not entries:
             return None
         ids = [entry.token_id for entry in entries]
-        return text_form(tokenizer, entries, ids, params.logprobs, self._num_chars[event.index])
+        return text_form(tokenizer, entries, ids, params.logprobs, len(self._echoed) + tokens.offset)
 
 
 def text_choice(
