@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import console
 from nanovllm_cli.errors import DifferenceError
 
 
@@ -53,8 +52,7 @@ def bench_compare(
     from the repetitions of both sides. Tests match by what they measure and by what is swept within a file; what only one file
     has, and what else differs between them, is listed.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     from nanovllm_cli.bench.compare import compare, read_sources
 
     sources = read_sources(files)

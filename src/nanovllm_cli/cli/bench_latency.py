@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import typer
 
 from nanovllm_cli.bench import sweep
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
 from nanovllm_cli.cli.bench_throughput import LOAD, Shape, chosen_model
 from nanovllm_cli.cli.command import expand, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
-from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 
@@ -60,8 +59,7 @@ def bench_latency(
     All prompts of a batch are made up and handed over together; its time ends with the last token of its last answer. Answers are
     greedy and have the length that was asked for.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if min(options.parallel, options.input_len, options.output_len, options.repetitions) < 1 or options.warmup < 0:
         raise UsageError("-npl, --input-len, --output-len and -r take numbers from 1 on, --warmup one from 0 on")
     if options.parallel > sweep.MAX_VALUES:

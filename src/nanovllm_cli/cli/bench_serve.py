@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
 from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, is_typed, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import RequestError, UsageError
 
@@ -128,12 +129,10 @@ def bench_serve(
     whole answer (E2EL). A request's time begins before it connects; each has a connection of its own. Answers are greedy.
     Ctrl-C reports what is done until then. Exits with 1 where no request succeeded.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     with signals.insisting():
         from nanovllm_cli.bench import serve
         from nanovllm_cli.bench.machine import this_machine
-    signals.check()
     plans = _plans(load, output)
     if all(math.isinf(plan.request_rate) for plan in plans):
         if is_typed(ctx, "burstiness"):

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
 from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option, typer_option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, named_model
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
-from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.weights.shapes import RANDOM
@@ -66,8 +65,7 @@ def bench_throughput(
     All requests are there from the beginning. Figures are those of vLLM's own benchmark. Prompts are tokens before the clock
     starts; answers are greedy and have the length that was asked for.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if options.num_prompts < 1 or options.warmup < 0:
         raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")
     dataset.refuse_seed(ctx)
@@ -96,7 +94,7 @@ def bench_throughput(
 def chosen_model(settings: object, word: str | None, model: WeightsOptions, shape: str | None, example: str) -> str:
     """What is measured. Raises UsageError."""
     if shape is None:
-        return named_model(settings, word, model, example)
+        return named_model(settings, word or model.model, example)
     if word:
         raise UsageError(f"{word} and --random-weights {shape} are two models", "name one of them")
     return RANDOM + shape

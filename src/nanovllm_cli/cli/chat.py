@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli import inputs, log
+from nanovllm_cli.cli import inputs
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
@@ -26,7 +27,7 @@ from nanovllm_cli.cli.options import (
     SamplingOptions,
     refuse_both,
 )
-from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import UsageError
@@ -65,8 +66,7 @@ def chat(
     A message that fails is told on stderr, the next one follows, and the exit code is that of the first failure.
     What is said is kept, unless --no-save; --continue goes on with it, and needs no MODEL.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     from nanovllm_cli.chat.session import Sessions
 
     saved = Sessions(state_folder() / "sessions")
@@ -110,14 +110,14 @@ class _Local:
 
     def name(self, resumed: str | None) -> str:
         """The model to begin with. resumed: the one that the session had."""
-        self._begun_with = self.named or resumed or named_model(self.settings, None, self.options, EXAMPLE)
+        self._begun_with = self.named or resumed or named_model(self.settings, self.options.model, EXAMPLE)
         return self._begun_with
 
     def _find(self, name: str) -> Callable[[], Loaded]:
         options = self.options
         if name != self._begun_with:  # what was said of the first is of it alone
-            options = dataclasses.replace(options, model=None, revision=None, chat_template=None)
-        return find(named_model(self.settings, name, options, EXAMPLE), options, self.config, self.screen)
+            options = dataclasses.replace(options, revision=None, chat_template=None)
+        return find(named_model(self.settings, name, EXAMPLE), options, self.config, self.screen)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.command import (
     OUTPUT,
     Command,
@@ -25,8 +24,9 @@ from nanovllm_cli.cli.command import (
 )
 from nanovllm_cli.cli.command_tree import Page, page
 from nanovllm_cli.cli.files import write_whole
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
     Origin,
@@ -122,8 +122,7 @@ def show(
     A flag wins over its environment variable, that over the project's file, that over the user's, and that over the default.
     Each line has a value, where it comes from, and the commands that get it.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = _root(ctx)
     assert isinstance(ctx.obj, Settings)
     found = list(rows(root, ctx.obj, ".".join(words or []), options.model, options.all))
@@ -144,8 +143,7 @@ def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
 
     With a model's name in the key: what a command gets for that model.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = _root(ctx)
     assert isinstance(ctx.obj, Settings)
     target = target_of(root, key)
@@ -168,8 +166,7 @@ def set_value(
     messages: MessageOptions,
 ) -> None:
     """Set a value in the user's file, or with --project in the project's. Other lines and comments stay as they are."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = _root(ctx)
     target = target_of(root, key)
     value = _checked_value(ctx, target, key, values)
@@ -182,8 +179,7 @@ def set_value(
 @expand
 def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: MessageOptions) -> None:
     """Take a value out of the user's file, or with --project out of the project's."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     target = target_of(_root(ctx), key)
     file = _file(files)
     if not file.exists() or target.key not in (there := SettingsFile(file)).table(target.table):
@@ -195,16 +191,14 @@ def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: Mes
 @expand
 def path(*, files: FileOptions, messages: MessageOptions) -> None:
     """Print where the user's file is, be it there or not; with --project the project's."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     screen.answer(f"{_file(files)}\n")
 
 
 @expand
 def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) -> None:
     """Open the file in $VISUAL or $EDITOR, and check what comes of it."""
-    screen = console()
-    log.configure(messages, screen)
+    screen_for(messages)
     file = _file(files)
     editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     if not file.exists():

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, parsers, signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.files import stem_of
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import UsageError
@@ -85,15 +86,13 @@ def convert(
     Tensors, tokens, template and settings come out the same; what the new format has no place for is named. The input
     is never changed, and what is written appears whole or not at all. The output's path goes to stdout.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
         from nanovllm_cli.weights.convert_tensors import quantized_already
         from nanovllm_cli.weights.source import resolve
-    signals.check()
     outtype = options.outtype.lower()
     outtype = _LONG_NAMES.get(outtype, outtype)
     progress = ProgressLine(screen)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, ModelWord
-from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UsageError
 
@@ -58,19 +59,14 @@ def show(
 
     Only headers are read, of files that are on this machine; no weight is loaded and nothing is downloaded.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = model_word or options.model
-    if not name:
-        raise UsageError("no model was named", EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or options.model, EXAMPLE)
     if options.template and is_typed(ctx, "json"):
         raise UsageError("--template and --json cannot be used together", "--json has the template as well")
-    name = ctx.obj.resolve(name) if isinstance(ctx.obj, Settings) else name
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.planning.facts import facts_of
         from nanovllm_cli.weights.checkpoint import open_checkpoint
-    signals.check()
     found = here(name, options.revision, ProgressLine(screen))
     with open_checkpoint(found.path) as checkpoint:
         facts = facts_of(checkpoint)

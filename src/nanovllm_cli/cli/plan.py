@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli import log, parsers, signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelWord, RooflineChoice, WeightsOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.cli.table import aligned
@@ -93,9 +94,8 @@ def plan(
     the KV cache by context and batch, what fits into the memory that is free now. Speed: the most that this machine's memory and
     processor allow, which are measured once; real models of some size come close, tiny ones do not.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     if options.check and options.roofline == "cached" and is_typed(ctx, "roofline"):
         raise UsageError("--roofline cached has no meaning with --check", "the machine is measured anew, to compare with")
     config = memory.config(source, max_num_seqs=memory.parallel)

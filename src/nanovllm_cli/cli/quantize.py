@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration, size
 from nanovllm_cli.errors import UsageError
 
@@ -125,9 +126,8 @@ def quantize(
     calibration; it is kept beside the weights. The input is never changed, and the output appears whole or not at all. A run
     that was interrupted goes on from where it was when the same command is given again. The output's path goes to stdout.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     if options.to is None:
         raise UsageError("--to is missing", EXAMPLE)
     began = time.monotonic()
@@ -137,7 +137,6 @@ def quantize(
         from nanovllm_cli.quantization.original import open_original
         from nanovllm_cli.quantization.plan import Choices, make_plan
         from nanovllm_cli.weights.source import resolve
-    signals.check()
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import answer as answers
-from nanovllm_cli.cli import history, inputs, log, signals
+from nanovllm_cli.cli import history, inputs, signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
@@ -27,7 +28,7 @@ from nanovllm_cli.cli.options import (
     SamplingOptions,
     refuse_both,
 )
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
@@ -69,8 +70,7 @@ def run(
     Sizes take k (thousands) and K (times 1024). Any option can be set by NANOVLLM_ and its name, by nanovllm.toml in
     the project, and by config.toml in ~/.config/nanovllm.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     given = sampling.given() | form.given()
     _refuse_contradictions(prompt, output, sampling)
     if prompt.raw and is_typed(ctx, "chat_template"):
@@ -83,7 +83,7 @@ def run(
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
-        name = named_model(ctx.obj, name, model, EXAMPLE)
+        name = named_model(ctx.obj, name, EXAMPLE)
         config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
         def answerer() -> Answerer:

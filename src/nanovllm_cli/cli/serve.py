@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import expand, flag_of, is_typed
-from nanovllm_cli.cli.model import chat_template
+from nanovllm_cli.cli.log import hear, screen_for
+from nanovllm_cli.cli.model import chat_template, named_models
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,15 +50,10 @@ def serve(
     it does at /status and /metrics. Ctrl-C or SIGTERM lets running answers finish; a second one does not.
     Sampling options are what requests get that ask for nothing else.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if limits.access_log:
-        log.hear("nanovllm_cli.server.logs", messages, screen)
-    names = [*(model_word or []), *(model.model or [])]
-    if not names:
-        raise UsageError("no model was named", EXAMPLE)
-    if isinstance(ctx.obj, Settings):
-        names = [ctx.obj.resolve(name) for name in names]
+        hear("nanovllm_cli.server.logs", messages, screen)
+    names = named_models(ctx.obj, [*(model_word or []), *(model.model or [])], EXAMPLE)
     if model.max_models is not None and model.max_models < 1:
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import named_models
 from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import DifferenceError, UsageError
 
@@ -74,11 +75,9 @@ def verify(
     above the tolerance; then the first token after which the two choose otherwise, and whether tokenizers and templates
     agree. Exit code 0: equal within the tolerance; 7: different; any other: they could not be compared.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     names = [word for word in (source.model, model_word, other_word) if word]
-    if not names:
-        raise UsageError("no model was named", EXAMPLE)
+    names = named_models(ctx.obj, names, EXAMPLE)
     if len(names) > 2:
         raise UsageError("more than two models were named", EXAMPLE)
     against = options.against or ("model" if len(names) == 2 else "float32")
@@ -86,14 +85,11 @@ def verify(
         raise UsageError(f"--against {against} and {len(names)} models contradict each other", EXAMPLE)
     if against != "model" and is_typed(ctx, "dtype_b"):
         raise UsageError("--dtype-b has no meaning without OTHER", f"{against} computes in float32; OTHER may be MODEL again")
-    if isinstance(ctx.obj, Settings):
-        names = [ctx.obj.resolve(name) for name in names]
     screen.announce(f"opening {names[0]}")
     with signals.insisting():
         from nanovllm_cli.quantization import verify as verification
         from nanovllm_cli.quantization.verify_text import OurWords, TransformersWords, differences
         from nanovllm_cli.weights.source import resolve
-    signals.check()
     progress = ProgressLine(screen)
     paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
     words = OurWords(paths[0])
