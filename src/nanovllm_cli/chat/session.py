@@ -11,7 +11,6 @@ sizes and times: it is made again where it is missing or damaged. Beside NAME.js
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Event
-from nanovllm_cli.cli.files import write_whole
+from nanovllm_cli.cli.files import lock, write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 
 FORMAT, VERSION = "nanovllm chat", 1
@@ -306,14 +305,8 @@ def _create(path: Path) -> int | None:
 
 
 def _lock(handle: int, name: str) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as failure:
-        raise SessionError(
-            f"the session {name} is open in another terminal", "close it there, or choose another --session"
-        ) from failure
-    except OSError:
-        pass  # a file system without locks
+    if not lock(handle):
+        raise SessionError(f"the session {name} is open in another terminal", "close it there, or choose another --session")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from nanovllm_cli.cli import inputs
+from nanovllm_cli.cli.answer import shows_reasoning
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
@@ -29,6 +30,7 @@ from nanovllm_cli.cli.options import (
 )
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
+from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import state_folder
@@ -251,7 +253,7 @@ def _surface(talk: ChatOptions, screen: Console) -> _Surface:
             "--markdown always needs a terminal, and standard output is none", "leave it out: text is as it is there"
         )
     plain = _Surface(
-        PlainDisplay(screen), lambda chat: PlainReader(screen), _shows_reasoning(talk, screen), edits=False
+        PlainDisplay(screen), lambda chat: PlainReader(screen), shows_reasoning(talk.reasoning, screen), edits=False
     )
     if not screen.out.moves_cursor or not (asks or talk.markdown == "always"):
         return plain
@@ -281,27 +283,15 @@ def _surface(talk: ChatOptions, screen: Console) -> _Surface:
     return _Surface(display, open_editor, shows_reasoning=True, edits=True)
 
 
-def _shows_reasoning(talk: ChatOptions, screen: Console) -> bool:
-    return talk.reasoning == "show" or (talk.reasoning == "auto" and screen.err.is_terminal and not screen.quiet)
-
-
 def _list(saved: Sessions, screen: Console) -> None:
     """One line a session, columns aligned."""
     entries = saved.entries()
     if not entries:
         screen.say("there are no sessions yet")
         return
-    rows = [
-        (
-            one_line(entry.name),
-            datetime.fromtimestamp(entry.updated).strftime("%Y-%m-%d %H:%M"),
-            f"{entry.turns:,}",
-            one_line(entry.model),
-            one_line(entry.title),
-        )
-        for entry in entries
-    ]
-    head = ("NAME", "LAST", "TURNS", "MODEL", "TITLE")
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        screen.answer("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+    rows = [("NAME", "LAST", "TURNS", "MODEL", "TITLE")]
+    for entry in entries:
+        updated = datetime.fromtimestamp(entry.updated).strftime("%Y-%m-%d %H:%M")
+        rows.append((one_line(entry.name), updated, f"{entry.turns:,}", one_line(entry.model), one_line(entry.title)))
+    for line in aligned(rows, left=range(5)):
+        screen.answer(line + "\n")

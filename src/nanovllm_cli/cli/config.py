@@ -50,6 +50,7 @@ from nanovllm_cli.cli.settings_view import (
     unknown_variables,
     value_of,
 )
+from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.toml_text import TomlText
 from nanovllm_cli.errors import OutputError, UsageError
 
@@ -144,10 +145,9 @@ def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
     With a model's name in the key: what a command gets for that model.
     """
     screen = screen_for(messages)
-    root = _root(ctx)
     assert isinstance(ctx.obj, Settings)
-    target = target_of(root, key)
-    origin = value_of(root, ctx.obj, target)
+    target = target_of(_root(ctx), key)
+    origin = value_of(ctx.obj, target)
     if origin is None:
         raise NotSet(f"{key} is not set", "nanovllm config shows what is")
     value = origin.value if isinstance(origin, Origin) else os.environ[origin]
@@ -281,9 +281,8 @@ def _print(found: list[Row], root: Page, screen: Console) -> None:
         with_model = f", with {row.model}" if row.model else ""
         value = f"= {shown(row.value)}" if row.origin else f"({row.value})"
         cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
-    widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
-    for first, second, third in cells:
-        screen.answer(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}\n")
+    for line in aligned(cells, left=(0, 1, 2)):
+        screen.answer(line + "\n")
 
 
 def _root(ctx: typer.Context) -> Page:

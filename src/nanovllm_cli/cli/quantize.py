@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.log import screen_for
@@ -22,6 +22,8 @@ from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration, size
+from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -183,13 +185,11 @@ def quantize(
 def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
     if options.algorithm == "rtn" and options.target_bpw is None:
-        for flag, name in (("--calibration", "calibration"), ("--num-samples", "num_samples")):
-            if is_typed(ctx, name):
-                hint = "add --algorithm gptq or awq, or leave it away"
-                raise UsageError(f"{flag} is given, and nothing is calibrated", hint)
-    for flag, name in (("--verify-text", "verify_text"), ("--verify-tokens", "verify_tokens")):
-        if options.no_verify and is_typed(ctx, name):
-            raise UsageError(f"{flag} is given, and --no-verify leaves the quality card out", "leave one of them away")
+        hint = "add --algorithm gptq or awq, or leave it away"
+        refuse_typed(ctx, ["calibration", "num_samples"], "is given, and nothing is calibrated", hint)
+    if options.no_verify:
+        why = "is given, and --no-verify leaves the quality card out"
+        refuse_typed(ctx, ["verify_text", "verify_tokens"], why, "leave one of them away")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(
             f"{options.to} makes a folder, and {options.output} is called like a GGUF file",
@@ -252,7 +252,5 @@ def _print_card(card: Card, screen: Console) -> None:
 
 def _print_columns(lines: Sequence[tuple[str, ...]], screen: Console) -> None:
     """The first column is words, the others are numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        screen.say("  ".join(cells))
+    for line in aligned(lines, left=(0,)):
+        screen.say(line)

@@ -168,13 +168,11 @@ def _run_batch(
     screen: Console,
 ) -> None:
     from nanovllm_cli.cli import batch
+    from nanovllm_cli.cli.results import Results
 
     if asked.words or prompt.file:
         raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
     options = batch.BatchOptions(
-        source=source,
-        output=asked.path,
-        overwrite=output.overwrite,
         keeps_reasoning=output.reasoning != "hide",
         stats=output.stats,
         given=asked.given,
@@ -182,7 +180,8 @@ def _run_batch(
         settings=settings,
     )
     lines = batch.read_lines(source, screen)
-    with batch.open_results(options, lines, screen) as results, contextlib.closing(asked.answerer()) as answerer:
+    opened = Results(asked.path, output.overwrite, len(lines), screen.answer)  # before anything slow happens
+    with opened as results, contextlib.closing(asked.answerer()) as answerer:
         batch.run_batch(answerer, options, lines, results, screen)
 
 

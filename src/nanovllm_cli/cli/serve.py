@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.command import expand, flag_of, is_typed
+from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,9 +67,8 @@ def serve(
         raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
     if messages.quiet and is_typed(ctx, "access_log") and limits.access_log:
         raise UsageError("--access-log has no meaning with --quiet", "leave one of them away")
-    for name in ("host", "port", "allowed_host"):
-        if address.unix_socket is not None and is_typed(ctx, name):
-            raise UsageError(f"{flag_of(ctx, name)} has no meaning with --unix-socket", "leave one of them away")
+    if address.unix_socket is not None:
+        refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()
