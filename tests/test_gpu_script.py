@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -483,6 +484,34 @@ def test_the_report_reads_without_being_rendered() -> None:
 )  # fmt: skip
 def test_numbers_as_a_person_reads_them(value: Any, shown: str) -> None:
     assert report.number(value) == shown
+
+
+# CUgraphEdgeData of cuda.h: from_port, to_port, type, five bytes of nothing.
+FULL, PROGRAMMATIC = bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("recorded", [[], [FULL], [PROGRAMMATIC, FULL, PROGRAMMATIC]])
+def test_edges_of_a_graph(recorded: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_edges(graph: ctypes.c_void_p, first: Any, second: Any, edges: Any, count: Any) -> int:
+        """As cuda.h says: without room it tells how many there are."""
+        assert graph.value == 1 << 40
+        if edges is None:
+            assert first is second is None
+            count._obj.value = len(recorded)
+        else:
+            assert count._obj.value == len(first) == len(second) == len(edges) == len(recorded)
+            ctypes.memmove(edges, b"".join(recorded), 8 * len(recorded))
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGraphGetEdges_v2=get_edges))
+    found = [edge.type == checks.PROGRAMMATIC for edge in checks.edges(1 << 40)]
+    assert found == [edge == PROGRAMMATIC for edge in recorded]
+
+
+def test_a_driver_that_knows_no_edges_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(cuGraphGetEdges_v2=lambda *args: 801))
+    with pytest.raises(RuntimeError, match="error 801"):
+        checks.edges(1)
 
 
 def test_tests_are_counted_from_pytests_own_report() -> None:

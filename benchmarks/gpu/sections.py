@@ -59,6 +59,7 @@ SECTIONS = (
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
     Section("quantized", "products of one row in every format", "quantized:kernels", 90),
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
+    Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),
     Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMMs, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 120),
