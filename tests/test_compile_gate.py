@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import kernel_resources as gate
-from nanovllm_cli.kernels import compiler, packed_wgmma
+from nanovllm_cli.kernels import compiler, decode_attention, packed_wgmma
 from nanovllm_cli.kernels.compiler import Resources
 from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
@@ -141,10 +141,19 @@ def written_behind_the_fence(kernel: Kernel) -> list[set[str]]:
     return found
 
 
-def ptx(kernel: Kernel) -> str:
+@pytest.mark.parametrize("index", [3, -1], ids=["tensor cores", "CUDA cores"])
+def test_lengths_and_block_tables_are_read_past_the_l1_until_the_kernel_ahead_has_ended(index: int) -> None:
+    """What else is read by then and not past the L1, in longer loads, are gains."""
+    text = ptx(decode_attention.variants()[index], "-DPDL")
+    before = text[: text.rindex("griddepcontrol.wait")]
+    assert re.search(r"ld\.global\.cg\.s32", before)
+    assert not re.search(r"ld\.global\.[a-z]32\s", before)
+
+
+def ptx(kernel: Kernel, *more: str) -> str:
     tools, name = compiler.toolchain(), f"{kernel.stem}.cu"
     program = tools.nvrtc.createProgram(read_sources(SOURCES / name, SOURCES)[name], name, (), ())
-    options = [option for option in compiler.OPTIONS if "ptxas" not in option] + kernel.defines + ["-arch=compute_90a"]
+    options = [option for option in compiler.OPTIONS if "ptxas" not in option] + [*kernel.defines, *more, "-arch=compute_90a"]
     folders = [f"-I{folder}" for folder in (SOURCES, *tools.folders)]
     try:
         tools.nvrtc.compileProgram(program, (*options, *folders))
