@@ -10,9 +10,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, OWN_FIELDS, Record
 
@@ -28,18 +27,15 @@ _WIDTHS = {
 _HEADINGS = {"n_gpu_layers": "ngl", "n_threads": "threads"}
 
 
-class Printer(ABC):
-    def header(self) -> str:
-        return ""
+class Printer(Protocol):
+    def header(self) -> str: ...
 
-    @abstractmethod
     def row(self, record: Record) -> str: ...
 
-    def footer(self) -> str:
-        return ""
+    def footer(self) -> str: ...
 
 
-class Markdown(Printer):
+class Markdown:
     """The table. swept: fields that are shown because they were swept, or set. On a GPU `ngl` stands where `threads` does on a
     CPU; the footer names the build of the last row."""
 
@@ -77,7 +73,7 @@ class Markdown(Printer):
         return str(getattr(record, name))
 
 
-class Csv(Printer):
+class Csv:
     """A line of names, then every value between quotes."""
 
     def header(self) -> str:
@@ -88,8 +84,11 @@ class Csv(Printer):
         csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow(map(_plain, record.values().values()))
         return text.getvalue()
 
+    def footer(self) -> str:
+        return ""
 
-class Json(Printer):
+
+class Json:
     """An array with an object a record."""
 
     def __init__(self) -> None:
@@ -107,14 +106,20 @@ class Json(Printer):
         return "\n]\n" if self._separator else "]\n"
 
 
-class JsonLines(Printer):
+class JsonLines:
     """An object a line."""
+
+    def header(self) -> str:
+        return ""
 
     def row(self, record: Record) -> str:
         return json.dumps(record.as_json(), ensure_ascii=False, allow_nan=False) + "\n"
 
+    def footer(self) -> str:
+        return ""
 
-class Sql(Printer):
+
+class Sql:
     """Statements for sqlite: a table, where there is none, and a row a record. Names are quoted: `limit` is a word of SQL's."""
 
     def header(self) -> str:
@@ -127,6 +132,9 @@ class Sql(Printer):
         values = ", ".join("'" + str(_plain(value)).replace("'", "''") + "'" for value in record.values().values())
         names = ", ".join(f'"{name}"' for name in ALL_FIELDS)
         return f"INSERT INTO {SQL_TABLE} ({names}) VALUES ({values});\n"
+
+    def footer(self) -> str:
+        return ""
 
 
 FORMATS: dict[str, Callable[[], Printer]] = {"csv": Csv, "json": Json, "jsonl": JsonLines, "sql": Sql}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections import defaultdict
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanovllm_cli.cli.files import WholeFile, is_special, lock
+from nanovllm_cli.cli.files import WholeFile, is_special
 from nanovllm_cli.errors import OutputError, UsageError
 
 
@@ -134,9 +135,13 @@ def _open_journal(path: Path) -> int:
         journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as failure:
         raise OutputError(f"cannot write {path}: {failure.strerror}") from failure
-    if not lock(journal):
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as failure:
         os.close(journal)
-        raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o")
+        raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o") from failure
+    except OSError:
+        pass  # a file system without locks
     data = path.read_bytes()
     os.ftruncate(journal, data.rfind(b"\n") + 1)
     return journal

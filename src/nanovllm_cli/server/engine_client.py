@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import socket
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 from nanovllm_cli import errors
-from nanovllm_cli.children import child_environment
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
@@ -185,7 +186,7 @@ class EngineClient:
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    env=child_environment(),
+                    env=_environment(),
                 )
             ours.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
@@ -339,6 +340,13 @@ class _Link(asyncio.Protocol):
         self._transport = None
         if not self.closed.done():
             self.closed.set_result(None)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with this very package in front, wherever it was imported from."""
+    root = str(Path(errors.__file__).resolve().parents[1])
+    others = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": root if not others else f"{root}{os.pathsep}{others}"}
 
 
 def _error(kind: str, message: str, hint: str | None) -> NanovllmError:

@@ -15,7 +15,7 @@ from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, 
 Give = Callable[[str], None]
 
 MAX_DEPTH = 64
-MAX_SCALAR_CHARS = 512
+_MAX_SCALAR_CHARS = 512
 _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type")
@@ -24,7 +24,8 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 def read_value(stream: CallStream, give: Give, depth: int = 0) -> Reading[None]:
     """A value, given out as it comes. Raises Broken where it is not JSON, or nested more than MAX_DEPTH deep."""
-    first = yield from stream.skip_space()
+    yield from stream.skip_space()
+    first = yield from stream.peek()
     if first == '"':
         yield from _string(stream, give)
     elif first in "{[":
@@ -37,19 +38,22 @@ def read_value(stream: CallStream, give: Give, depth: int = 0) -> Reading[None]:
 
 def read_text(stream: CallStream) -> Reading[str]:
     """A short string, decoded."""
-    if (yield from stream.skip_space()) != '"':
+    yield from stream.skip_space()
+    if (yield from stream.peek()) != '"':
         raise Broken
     return str((yield from _decoded(stream, MAX_HEADER_CHARS)))
 
 
 def _container(stream: CallStream, give: Give, close: str, depth: int) -> Reading[None]:
     give(stream.take())
-    if (yield from stream.skip_space()) == close:
+    yield from stream.skip_space()
+    if (yield from stream.peek()) == close:
         give(stream.take())
         return
     while True:
         if close == "}":
-            if (yield from stream.skip_space()) != '"':
+            yield from stream.skip_space()
+            if (yield from stream.peek()) != '"':
                 raise Broken
             yield from _string(stream, give)
             give((yield from stream.expect(":")) + " ")
@@ -97,7 +101,7 @@ def _scalar(stream: CallStream, give: Give) -> Reading[None]:
     text = ""
     while (char := (yield from stream.peek())) not in ",]}" and not char.isspace():
         text += stream.take()
-        if len(text) > MAX_SCALAR_CHARS:
+        if len(text) > _MAX_SCALAR_CHARS:
             raise Broken
     if not is_json(text):
         raise Broken
@@ -144,7 +148,8 @@ def _decoded(stream: CallStream, max_chars: int | None = None) -> Reading[Any]:
 
 def read_named_call(stream: CallStream, name: str, call_id: str | None = None) -> Reading[None]:
     """A call whose name is known, up to the end of its arguments."""
-    if (yield from stream.skip_space()) != "{" or not name.strip():
+    yield from stream.skip_space()
+    if not name.strip() or (yield from stream.peek()) != "{":
         raise Broken
     stream.begin(name.strip(), call_id)
     yield from read_value(stream, stream.arguments)
@@ -165,7 +170,8 @@ def read_call(stream: CallStream, known: Collection[str] | None = None) -> Readi
             if not name or (known is not None and name not in known):
                 raise Broken
         elif key in _ARGUMENTS and not held and not begun:
-            if (yield from stream.skip_space()) != "{":
+            yield from stream.skip_space()
+            if (yield from stream.peek()) != "{":
                 held = yield from _loose_arguments(stream)
             elif name:
                 stream.begin(name)
