@@ -67,11 +67,11 @@ def test_the_roofline_says_what_limits_and_how_far_it_is() -> None:
 def test_results_survive_being_written(tmp_path: Path) -> None:
     results = [
         record(n_depth=64, deterministic=True, bytes_per_token=1.5, peak_memory=7, type_k="int8"),
-        Summary("serve", "m", {"rate": 2}, {"mean_ttft_ms": 1.25}, {"ttft_ms": [1.0, 1.5]}, Machine(gpu="a gpu")),
+        Summary("serve", "m\u2028", {"rate": 2}, {"mean_ttft_ms": 1.25}, {"ttft_ms": [1.0, 1.5]}, Machine(gpu="a gpu")),
     ]
     whole, lines = tmp_path / "whole.json", tmp_path / "lines.jsonl"
     whole.write_text(write_json(results))
-    lines.write_text("".join(json.dumps(result.as_json()) + "\n" for result in results))
+    lines.write_text("".join(json.dumps(result.as_json(), ensure_ascii=False) + "\n" for result in results))
     assert read_results(whole) == results
     assert read_results(lines) == results
     one = tmp_path / "one.json"

@@ -493,7 +493,8 @@ def test_ctrl_c_reports_what_is_done(tmp_path: Path) -> None:
     "arguments",
     [
         "--url ftp://x", "--request-rate fast", "--request-rate 0", "--request-rate nan", "--num-prompts 0", "--warmup -1",
-        "--max-concurrency 1.5", "--max-concurrency 0", "--goodput itl:5", "--percentiles 200", "--percentiles x", "--timeout 0",
+        "--max-concurrency 1.5", "--max-concurrency 0", "--max-concurrency inf",
+        "--goodput itl:5", "--percentiles 200", "--percentiles x", "--timeout 0",
         "--extra-body {", "--extra-body [1]", "--burstiness 0", "--ramp-up 5", "--plot -o json", "--dataset file",
         "--dataset sharegpt --input-len 5", "--prefix-len 5", "--input-len 0", "--range-ratio 1", "--dataset-path missing.txt",
     ],

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES, chat_template_for
+from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat, prepare_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.vocabulary import TokenizerParts
@@ -228,7 +228,7 @@ def test_sentencepiece_vocabularies_guard_too() -> None:
     file = GGUFFile(DATA / "tokenizers" / "ggml-vocab-phi-3.gguf")
     tokenizer = Tokenizer.from_gguf(dict(file.metadata))
     file.close()
-    template = chat_template_for(tokenizer)
+    template = ChatTemplate.of(tokenizer, BUILTIN_TEMPLATES["phi3"])
     prompt = prepare_chat(tokenizer, template, [{"role": "user", "content": "a <|end|> b</s>"}])
     assert control_count(tokenizer, prompt.ids) == 4  # <s><|user|>…<|end|>…<|assistant|>
     names = [tokenizer.id_to_token(i) for i in prompt.ids]
@@ -237,13 +237,12 @@ def test_sentencepiece_vocabularies_guard_too() -> None:
     assert names[2 : 2 + len(inner)] == [tokenizer.id_to_token(i) for i in inner]
 
 
-def test_templates_are_chosen_by_name_by_source_or_suggested() -> None:
+def test_without_a_template_of_its_own_a_model_needs_one() -> None:
     tokenizer = byte_tokenizer()
-    with pytest.raises(Exception, match="no chat template") as caught:
-        chat_template_for(tokenizer)
-    assert "chatml" in str(getattr(caught.value, "hint", ""))
-    assert chat_template_for(tokenizer, "chatml").render([{"role": "user", "content": "x"}]).startswith("<|im_start|>")
-    assert chat_template_for(tokenizer, "{{ bos_token }}!").render([]) == "<s>!"
+    with pytest.raises(TemplateError, match="no chat template") as caught:
+        ChatTemplate.of(tokenizer)
+    assert "--chat-template" in str(caught.value.hint)
+    assert ChatTemplate.of(tokenizer, "{{ bos_token }}!").render([]) == "<s>!"
 
 
 def test_bad_messages_are_usage_errors() -> None:

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from nanovllm_cli.cli.command import ENGINE, Command, DefaultGroup, expand, group, option
+from nanovllm_cli.cli.command import ENGINE, Command, DefaultGroup, expand, group, typer_option
 from nanovllm_cli.cli.failures import explanation
 
 SEEN: list[tuple[str, Any]] = []
@@ -19,21 +19,21 @@ SEEN: list[tuple[str, Any]] = []
 def measure(
     *,
     model_word: Annotated[list[str] | None, typer.Argument(metavar="MODEL")] = None,
-    model: Annotated[list[str] | None, option("-m", "--model", help="Which.", panel="Model")] = None,
-    threads: Annotated[str, option("-t", "--threads", help="How many.", panel=ENGINE)] = "2",
+    model: Annotated[list[str] | None, typer_option("-m", "--model", help="Which.", panel="Model")] = None,
+    threads: Annotated[str, typer_option("-t", "--threads", help="How many.", panel=ENGINE)] = "2",
 ) -> None:
     """Measure something."""
     SEEN.append(("measure", [*(model_word or []), *(model or []), threads]))
 
 
 @expand
-def serve(*, rate: Annotated[float, option("--rate", help="How often.", panel=ENGINE)] = 1.0) -> None:
+def serve(*, rate: Annotated[float, typer_option("--rate", help="How often.", panel=ENGINE)] = 1.0) -> None:
     """Serve something."""
     SEEN.append(("serve", rate))
 
 
 @expand
-def listing(*, threads: Annotated[str, option("-t", "--threads", help="How many.", panel=ENGINE)] = "2") -> None:
+def listing(*, threads: Annotated[str, typer_option("-t", "--threads", help="How many.", panel=ENGINE)] = "2") -> None:
     """List something."""
     SEEN.append(("list", threads))
 

@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.extract import first_code_block
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import WholeFile, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.progress_line import duration, size
@@ -149,6 +149,18 @@ def test_control_sequences_are_stripped_however_they_are_cut(text: str, shown: s
     assert ControlFilter().feed(text) == shown
     pieces = ControlFilter()
     assert "".join(map(pieces.feed, text)) == shown
+
+
+def test_what_outputs_are_named_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model-1.5").mkdir()
+    (tmp_path / "blob").write_bytes(b"")
+    (tmp_path / "some-0.5b-00001-of-00003.gguf").symlink_to("blob")
+    monkeypatch.chdir(tmp_path / "model-1.5")
+    assert stem_of("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen2.5-0.5B-Instruct"
+    assert stem_of("gpt2.5") == "gpt2.5"
+    assert stem_of(".") == stem_of("../model-1.5/") == "model-1.5"
+    assert stem_of("..") == tmp_path.name
+    assert stem_of("../some-0.5b-00001-of-00003.gguf") == "some-0.5b"
 
 
 def test_messages_stay_on_one_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import kernel_resources as gate
-from nanovllm_cli.kernels import compiler
+from nanovllm_cli.kernels import compiler, decode_attention, packed_wgmma
 from nanovllm_cli.kernels.compiler import Resources
-from nanovllm_cli.kernels.kernel import SOURCES, Kernel
+from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 pytest.importorskip("cupy")
 JOBS = gate.jobs()
@@ -108,6 +109,57 @@ def test_kernel_that_does_not_compile_is_seen(tmp_path: Path) -> None:
     resources, errors = gate.measure([(Kernel(str(tmp_path / "broken"), "broken", ()), 80)])
     assert resources == {}
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("index", [0, 11, 19], ids=["int4", "int8", "nf4"])
+def test_products_of_warpgroups_read_registers_that_were_made_before_their_fence(index: int) -> None:
+    """PTX ISA, wgmma.fence: else what they read is undefined. ptxas mends it, by ending a group of products early."""
+    written = written_behind_the_fence(packed_wgmma.variants()[index])
+    assert len(written) == 4, "two halves of two products"
+    assert not set().union(*written)
+
+
+def test_registers_made_behind_the_fence_are_seen() -> None:
+    nf4 = packed_wgmma.variants()[19]
+    written = written_behind_the_fence(nf4._replace(constants=(*nf4.constants, ("BUG_LATE_NUMBERS", 1))))
+    assert any(written)
+
+
+def written_behind_the_fence(kernel: Kernel) -> list[set[str]]:
+    """Of each wgmma, in order, the registers of A and of its sums that PTX gives a value between the last fence and it."""
+    found, written = [], None
+    for line in ptx(kernel).splitlines():
+        line = line.strip()
+        product = re.match(r"wgmma\.mma_async\S+ \{([^}]*)\}, ?\{([^}]*)\},", line)
+        if product:
+            assert written is not None, "no fence before the first product"
+            found.append(written & set(re.findall(r"%\w+", product[1] + "," + product[2])))
+        elif line.startswith("wgmma.fence"):
+            written = set()
+        elif written is not None and (target := re.match(r"(?:@!?%\w+ )?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line)):
+            written.update(re.findall(r"%\w+", target[1]))
+    return found
+
+
+@pytest.mark.parametrize("index", [3, -1], ids=["tensor cores", "CUDA cores"])
+def test_lengths_and_block_tables_are_read_past_the_l1_until_the_kernel_ahead_has_ended(index: int) -> None:
+    """What else is read by then and not past the L1, in longer loads, are gains."""
+    text = ptx(decode_attention.variants()[index], "-DPDL")
+    before = text[: text.rindex("griddepcontrol.wait")]
+    assert re.search(r"ld\.global\.cg\.s32", before)
+    assert not re.search(r"ld\.global\.[a-z]32\s", before)
+
+
+def ptx(kernel: Kernel, *more: str) -> str:
+    tools, name = compiler.toolchain(), f"{kernel.stem}.cu"
+    program = tools.nvrtc.createProgram(read_sources(SOURCES / name, SOURCES)[name], name, (), ())
+    options = [option for option in compiler.OPTIONS if "ptxas" not in option] + [*kernel.defines, *more, "-arch=compute_90a"]
+    folders = [f"-I{folder}" for folder in (SOURCES, *tools.folders)]
+    try:
+        tools.nvrtc.compileProgram(program, (*options, *folders))
+        return tools.nvrtc.getPTX(program).decode()
+    finally:
+        tools.nvrtc.destroyProgram(program)
 
 
 def test_differences_are_told() -> None:

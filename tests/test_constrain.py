@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from nanovllm_cli.constrain.grammar import compiled, grammars_of
 from nanovllm_cli.constrain.guide import MAX_ROLLBACK, Guide
 from nanovllm_cli.constrain.matcher import Matcher
-from nanovllm_cli.constrain.vocabulary import Vocabulary
+from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.errors import RequestError, UsageError
+from nanovllm_cli.kernels.cpu_sampling import has_bit
 
 WORDS = [b"{\"", b"\":", b" \"", b"true", b"</", b"think", b">{", b"<thi", b"nk>", b"ab", "é".encode(), b"\xe2\x82", b"yes"]
 THINK, END_THINK, STOP, OTHER_STOP, NOTHING = range(256 + len(WORDS), 261 + len(WORDS))
@@ -406,6 +407,17 @@ def test_a_budget_closes_reasoning(budget: int, constrained: bool) -> None:
         assert accepts(followed, "yes")
     else:
         assert followed.allowed_mask() is None
+
+
+def test_ids_behind_the_vocabulary_are_reasoning_without_text() -> None:
+    """Embeddings are padded: where nothing is constrained but the budget, a model may draw such an id."""
+    vocabulary = byte_vocabulary()
+    guide = Guide(vocabulary, None, ReasoningPhase("<t>", "</t>", starts_inside=True, budget=2))
+    for token_id in (vocabulary.end_id, vocabulary.end_id + 40, *b"</t>"):
+        mask = guide.allowed_mask()
+        assert mask is None or has_bit(mask, token_id)
+        guide.accept(token_id)
+    assert guide.allowed_mask() is None
 
 
 def test_a_budget_finishes_a_tag_that_has_begun() -> None:

@@ -8,9 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+import nanovllm_cli
 from nanovllm_cli.constrain.grammar import check
 from nanovllm_cli.constrain.pool import CheckPool
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
@@ -101,6 +103,18 @@ def test_verdicts_come_from_a_child(loop: Loop) -> None:
         loop.check("lark", 'start: <|tool|> <[5-7]> %json {"type": "object"}')
         with pytest.raises(UsageError, match="unclosed"):
             loop.check("regex", "(")
+
+
+def test_children_run_this_very_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may be installed, or none: this one may have been found by the folder it was started in."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    loop = Loop()
+    loop.check("regex", "a+")
+    (child,) = loop.pool._idle
+    environment = Path(f"/proc/{child.process.pid}/environ").read_text().split("\0")
+    loop(lambda pool: pool.close())
+    loop.runner.close()
+    assert f"PYTHONPATH={Path(nanovllm_cli.__file__).resolve().parents[1]}" in environment
 
 
 def test_a_child_that_takes_too_long_is_replaced(loop: Loop) -> None:

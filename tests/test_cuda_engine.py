@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli import LLM
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine import device_sampler
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
-from nanovllm_cli.engine.decode_step import _Uploads
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
+from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -149,7 +151,7 @@ def test_answers_that_the_host_draws_leave_steps_recorded(folder: Path) -> None:
     device = EmulatedDevice()
     engine = engine_on(folder, device)
     form = Constraint("regex", "[0-9]{30}")
-    for name, params in (("here", greedy(20, constraint=form)), ("there", greedy(20))):
+    for name, params in (("here", SamplingParams(max_tokens=20, seed=1, constraint=form)), ("there", greedy(20))):
         engine.add(name, PROMPTS[0], params)
     for _ in range(6):
         engine.step()
@@ -168,15 +170,113 @@ def test_a_vocabulary_too_large_for_the_devices_sampler_is_drawn_from_on_the_hos
     assert device.graphs
 
 
-def test_constraints_are_followed_beside_answers_that_the_device_draws(folder: Path) -> None:
-    form = Constraint("regex", "[0-9]{2}-[0-9]{2}")
-    asked = (SamplingParams(constraint=form, seed=1), greedy(7), greedy(9, constraint=form))
-    mixed = list(zip(PROMPTS[:3], asked, strict=True))
-    outputs = [[each.outputs[0] for each in run(engine_on(folder, device), mixed)] for device in (None, EmulatedDevice())]
-    assert [each.token_ids for each in outputs[0]] == [each.token_ids for each in outputs[1]]
-    for answer in (outputs[1][0], outputs[1][2]):
-        assert re.fullmatch(form.text.encode(), bytes(answer.token_ids))
-        assert answer.finish_reason == "stop"
+FORM = Constraint("regex", "[0-9]{2}-[0-9]{2}")
+FILTERED = SamplingParams(temperature=1.5, top_k=30, top_p=0.95, seed=4, max_tokens=12)
+
+
+def answers_under_constraints(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    outputs = [answer for output in run(engine, asked) for answer in output.outputs]
+    return [(each.token_ids, each.finish_reason, each.error) for each in outputs]
+
+
+@pytest.mark.parametrize("settings", [{}, {"eager": True}, {"deterministic": True}])
+def test_constraints_are_followed_by_whoever_draws(folder: Path, settings: dict[str, Any]) -> None:
+    """Greedy and filtered draws on the device, one without filters on the host, and free ones beside them."""
+    asked = (
+        (PROMPTS[0], SamplingParams(constraint=FORM, seed=1)),
+        (PROMPTS[1], greedy(7)),
+        (PROMPTS[2], greedy(9, constraint=FORM, repetition_penalty=1.3)),
+        (PROMPTS[3], replace(FILTERED, constraint=FORM)),
+        (PROMPTS[0], replace(FILTERED, constraint=FORM, seed=5, allowed_token_ids=tuple(b"-13579"))),
+        (PROMPTS[1], replace(FILTERED, constraint=FORM, n=3, logit_bias={ord("7"): 3.0})),
+    )
+    device = EmulatedDevice()
+    found = answers_under_constraints(engine_on(folder, device, **settings), list(asked))
+    assert found == answers_under_constraints(engine_on(folder, None), list(asked))
+    for index in (0, 2, 3, 4, 5, 6, 7):
+        token_ids, reason, _ = found[index]
+        assert re.fullmatch(FORM.text.encode(), bytes(token_ids)), index
+        assert reason == "stop"
+    assert set(found[4][0]) <= set(b"-13579")
+
+
+def test_the_next_step_is_under_way_while_a_mask_is_made(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    engine.add("a", [3, 4, 5], greedy(12, constraint=Constraint("regex", "[0-9]{6}")))
+    under_way = []
+    while engine.has_unfinished():
+        engine.step()
+        under_way.append(engine._stepper._flight is not None)
+    assert under_way == [True] * 6, "that the last digit is the last is known when the step behind it has begun"
+
+
+def test_a_masked_draw_is_two_launches_behind_a_recorded_step(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    engine.add("guided", PROMPTS[0], replace(FILTERED, constraint=Constraint("regex", "[0-9]{30}"), max_tokens=30))
+    engine.add("free", PROMPTS[0], greedy(30))
+    for _ in range(6):
+        engine.step()
+    graphs, launches = len(device.graphs), device.launcher.num_launches
+    engine.step()
+    assert device.launcher.num_launches - launches == len(device.graphs[-1].launches) + 2
+    assert len(device.graphs) == graphs
+
+
+def test_reasoning_ends_by_its_budget_on_a_device(folder: Path) -> None:
+    phase = ReasoningPhase("<t>", "</t>", starts_inside=True, budget=3)
+    asked = [
+        (PROMPTS[0], greedy(16, reasoning=phase)),
+        (PROMPTS[1], replace(FILTERED, reasoning=phase, constraint=FORM, max_tokens=20)),
+        (PROMPTS[2], SamplingParams(temperature=0.1, reasoning=phase, seed=3, max_tokens=9)),
+    ]
+    found = answers_under_constraints(engine_on(folder, EmulatedDevice()), asked)
+    assert found == answers_under_constraints(engine_on(folder, None), asked)
+    assert all(token_ids[3:7] == tuple(b"</t>") for token_ids, _, _ in found)
+    assert re.fullmatch(FORM.text.encode(), bytes(found[1][0][7:]))
+
+
+@pytest.mark.parametrize(("name", "call", "drawn"), [("__init__", 0, 0), ("allowed_mask", 1, 1), ("accept", 2, 2)])
+def test_a_constraint_that_fails_ends_its_own_answer(
+    name: str, call: int, drawn: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it begins, where its mask is made, and where it is told what was drawn; others in the step go on."""
+    asked = [(PROMPTS[0], greedy(5, constraint=FORM)), (PROMPTS[1], greedy(5)), (PROMPTS[2], greedy(5, constraint=FORM))]
+    whole = answers_under_constraints(engine_on(folder, EmulatedDevice()), asked)
+    working = getattr(Guide, name)
+    calls: dict[int, int] = {}
+
+    def fails(guide: Guide, *args: Any) -> Any:
+        count = calls[id(guide)] = calls.get(id(guide), -1) + 1
+        if id(guide) == next(iter(calls)) and count == call:
+            raise RequestError("it gave up")
+        return working(guide, *args)
+
+    monkeypatch.setattr(Guide, name, fails)
+    found = answers_under_constraints(engine_on(folder, EmulatedDevice()), asked)
+    assert found[0] == (whole[0][0][:drawn], "error", "it gave up")
+    assert found[1:] == whole[1:]
+
+
+def test_a_constraint_that_cannot_be_met_says_so(folder: Path) -> None:
+    asked = [(PROMPTS[0], greedy(5, constraint=FORM, allowed_token_ids=(200, 201))), (PROMPTS[1], greedy(5, constraint=FORM))]
+    found = answers_under_constraints(engine_on(folder, EmulatedDevice()), asked)
+    assert found == answers_under_constraints(engine_on(folder, None), asked)
+    assert found[0][1] == "error"
+
+
+def test_guided_answers_outlive_preemption_and_want_more_seats_than_there_are(folder: Path) -> None:
+    """Slots are written anew in the middle of an answer."""
+    form = Constraint("regex", "([0-9]{2}-){9}")
+    asked = replace(FILTERED, seed=9, constraint=form, n=6, max_tokens=30)
+    wanted = [(PROMPTS[2], asked), (PROMPTS[0], greedy(30, constraint=form))]
+    settings = {"num_blocks": 7, "block_size": 16}
+    outputs = run(engine_on(folder, EmulatedDevice(), **settings), wanted)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    found = [answer.token_ids for output in outputs for answer in output.outputs]
+    assert found == [each[0] for each in answers_under_constraints(engine_on(folder, None, **settings), wanted)]
+    assert all(re.fullmatch(form.text.encode(), bytes(token_ids)) for token_ids in found)
 
 
 def test_logprobs_are_those_of_the_cpu(folder: Path) -> None:
@@ -378,7 +478,7 @@ def test_host_memory_is_written_anew_when_its_copy_is_done() -> None:
             return Event(names[0])
 
     names = ["", "a", "b"]
-    uploads = _Uploads(Late(), 4, torch.int64)
+    uploads = Uploads(Late(), 4, torch.int64)
     target = torch.zeros(4, dtype=torch.int64)
     buffers = []
     for value in range(4):

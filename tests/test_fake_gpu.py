@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 from emulation.fake_gpu import CUDA, FakeGpu, fake_cuda
 from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constraint import ReasoningPhase
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import InProcessExecutor
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch i
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
                  "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 PROMPTS = [[i, i + 1, 2 * i] for i in range(3, 14)]
+BYTES = [bytes([i]) for i in range(256)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
             there + torch.ones(3)
 
 
-@pytest.mark.parametrize("count", [2, 11])
+@pytest.mark.parametrize("count", [3, 11])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -56,13 +58,18 @@ def test_steps_need_nothing_of_the_host(settings: dict[str, Any], count: int, fo
     device = FakeGpu()
     with fake_cuda():
         with open_checkpoint(folder) as checkpoint:
-            worker = Worker(checkpoint, config, platform=CudaPlatform(config, device))
+            platform = CudaPlatform(config, device)
+            worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES, platform=platform)
         engine = Engine(
             InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
             num_blocks=worker.num_blocks, ahead=worker.ahead,
         )  # fmt: skip
-        params = [greedy(6), SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=6, ignore_eos=True, logprobs=3)]
-        outputs = run(engine, [(prompt, params[i % 2]) for i, prompt in enumerate(PROMPTS[:count])])
+        params = [
+            greedy(6),
+            SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=6, ignore_eos=True, logprobs=3),
+            greedy(6, reasoning=ReasoningPhase("<t>", "</t>", starts_inside=True, budget=9)),
+        ]
+        outputs = run(engine, [(prompt, params[i % 3]) for i, prompt in enumerate(PROMPTS[:count])])
     assert [output.outputs[0].error for output in outputs] == [None] * count
     assert [output.outputs[0].token_ids for output in outputs] == [(0,) * 6] * count
     assert (device.graphs > 0) == ("deterministic" not in settings)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from emulation.emulator import ORDERS, Emulator, needs_emulation
+from nanovllm_cli.constraint import ReasoningPhase
 from nanovllm_cli.engine.plan import Drawn, NewSequence
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sampling_random import DRAW_TOKEN, philox_uniforms
@@ -224,19 +226,22 @@ def test_adjusted_logits_are_the_cpus_bit_for_bit_while_the_answer_grows(vocab: 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("vocab", [513, 1024])
 def test_a_mask_bans_what_it_leaves_out(vocab: int, order: int) -> None:
-    """Packed bits, short ones and together with allowed_token_ids."""
-    allowing = SamplingParams(allowed_token_ids=tuple(range(0, vocab, 3)), top_k=9)
-    params = [GREEDY, SamplingParams(top_p=0.8), allowing, SamplingParams()]
-    both = Both(vocab, params)
-    words = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), generator=torch.Generator().manual_seed(1)).int()
-    masks = [words[0], words[1], words[2], words[3, :5]]
-    for i, mask in enumerate(masks):
-        sequence = new(i, params[i], vocab)
-        slot = both.slots[i]
-        both.table.write(slot, params[i], sequence.seed, STOPS, sequence.prompt_ids, is_constrained=True)
-        both.table.set_mask(slot, mask)
-    logits = normal(4, vocab)
-    assert both.kernels(logits, Emulator(order)).tolist() == tokens(both.cpu(logits, masks))
+    """With filters, edits and greedily; rows 1 to 4 of 6, as of a batch whose other rows draw freely."""
+    params = [GREEDY, SamplingParams(top_p=0.8), SamplingParams(top_k=9, logit_bias={5: 9.0, 6: 9.0}), SamplingParams()]
+    guided = {"reasoning": ReasoningPhase("<think>", "</think>", budget=9)}
+    both = Both(vocab, [SamplingParams(), *params, SamplingParams()])
+    masks = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), generator=torch.Generator().manual_seed(1)).int()
+    for row, (each, slot) in enumerate(zip(params, both.slots[1:5], strict=True), start=1):
+        sequence = new(row, each, vocab)
+        both.table.write(slot, replace(each, **guided), sequence.seed, STOPS, sequence.prompt_ids)
+    slots = torch.tensor(both.slots[1:5], dtype=torch.int32)
+    both.table.put_masks(slots, masks)
+    logits = normal(6, vocab)
+    expected = tokens(both.cpu(logits, [None, *masks, None]))
+    both.buffers.token_ids.fill_(-7)
+    sample(Emulator(order), logits[1:5], both.table, both.buffers.part(1, slots))
+    assert both.buffers.token_ids.tolist() == [-7, *expected[1:5], -7]
+    assert both.buffers.status.tolist() == [FINE] * 6
 
 
 def test_a_slot_can_be_written_in_the_middle_of_an_answer() -> None:

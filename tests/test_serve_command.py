@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -20,6 +21,8 @@ pytest.importorskip("uvicorn")
 from live_server import LiveServer, live_server
 from nanovllm_cli.cli import serve as command
 from nanovllm_cli.cli.examples import EXAMPLES
+from nanovllm_cli.cli.output import Console, Stream
+from nanovllm_cli.server.messages import Loading
 from nanovllm_cli.server.served_models import ModelSettings
 from nanovllm_cli.server.settings import ServeSettings
 from test_cli_driver import environment
@@ -111,6 +114,22 @@ def test_one_model_may_have_several_names(parsed: Callable[..., Served]) -> None
 )  # fmt: skip
 def test_nonsense_is_told_before_anything_is_loaded(parsed: Callable[..., Served], words: list[str], told: str) -> None:
     assert told in failure(parsed, *words)
+
+
+def test_loading_is_told_of_each_model_by_its_name() -> None:
+    """Also where one begins with the stage that the other has ended with."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    streams = [Stream(shown, "x", required=False, environ={"TERM": "dumb"}) for _ in range(2)]
+    tell = command._teller(Console(*streams))
+    for name in ("one", "two"):
+        tell(name, Loading(stage="weights", done=0, total=10, unit="B"))
+        tell(name, Loading(stage="weights", done=10, total=10, unit="B"))
+    assert [line.split("  ")[0] for line in shown.getvalue().splitlines()] == ["one: weights", "two: weights"]
 
 
 def test_keys_come_from_the_option_the_environment_and_a_file(

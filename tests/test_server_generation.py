@@ -387,13 +387,13 @@ def test_texts_and_ids_are_completed(run: Any) -> None:
 
 
 def test_many_vectors_hold_up_nobody(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, on_loop = generation._unit, []
+    unit, on_loop = generation.unit, []
 
     def watched(vector: Sequence[float]) -> list[float]:
         on_loop.append(asyncio._get_running_loop() is not None)
         return unit(vector)
 
-    monkeypatch.setattr(generation, "_unit", watched)
+    monkeypatch.setattr(generation, "unit", watched)
     run(House().generator.embed("m", ["a", "bb"], "mean"))
     assert on_loop == [False, False]
 

@@ -507,6 +507,7 @@ def test_a_log_line_has_what_it_took_and_no_secret(guarded: Running, caplog: pyt
         guarded.ask("POST", f"/v1/chat/completions?api_key={KEY}", body, x_api_key=KEY, x_request_id="r-1")
         guarded.ask("GET", "/a%0d%0ab", x_api_key=KEY)
         guarded.ask("GET", "/health")
+        guarded.ask("GET", "/v1/health")
     chat, odd = caplog.records
     fields = chat.fields  # type: ignore[attr-defined]
     assert {name: fields[name] for name in ("request_id", "method", "path", "status", "model")} == {
@@ -619,6 +620,13 @@ def test_props_and_templates(server: Running) -> None:
     assert props["default_generation_settings"]["params"]["temperature"] == 1.0
     assert server.ask("POST", "/apply-template", CHAT).json == {"prompt": "<user>Hi\n<assistant>"}
     assert server.ask("GET", "/version").json.keys() == {"version"}
+
+
+def test_messages_that_a_template_refuses_are_their_senders_mistake() -> None:
+    picky = FakeModels(template="{{ raise_exception('no questions') }}")
+    answer = Door(FakeGenerates(models=picky)).post("/apply-template", CHAT)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages")
+    assert "no questions" in answer.json["error"]["message"]
 
 
 def test_the_description_tells_what_is_sent(guarded: Running) -> None:

@@ -189,6 +189,17 @@ def test_an_echo_has_its_logprobs_too() -> None:
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 1, 2, 3], [4, 5]]
 
 
+def test_offsets_count_what_was_drawn_where_a_stop_string_holds_half_a_token_back() -> None:
+    models = FakeModels(tokenizer=with_tokens("abc"))
+    drawn = [TokenLogprobs(256, -0.5, 1, ()), *entries("d")]
+    steps = [[event("ab", token_ids=[256], logprobs=drawn[:1])], [event("cd", logprobs=drawn[1:], finish="length")]]
+    asked: dict[str, Any] = {"logprobs": 0, "skip_special_tokens": False, "stop": ["cX"]}
+    [choice] = choices_of(ask(Script(steps), models, **asked)[0])
+    chunks = chunks_of(ask(Script(steps), models, stream=True, **asked)[0])
+    offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
+    assert (choice["logprobs"]["text_offset"], offsets) == ([0, 3], [[0], [3]])
+
+
 def test_a_text_can_be_scored_without_an_answer() -> None:
     script = Script([[event("x", logprobs=entries("x"), finish="length")]], prompt_logprobs=[None, *entries("nce")])
     answer, generates = ask(script, echo=True, logprobs=0, max_tokens=0)
@@ -197,6 +208,15 @@ def test_a_text_can_be_scored_without_an_answer() -> None:
     assert answer.json["usage"]["completion_tokens"] == 0
     assert generates.asked[0].params.max_tokens == 1
     assert refused("max_tokens", max_tokens=0)["code"] == "invalid_value"
+
+
+def test_the_token_that_nobody_asked_for_does_not_end_a_scored_text() -> None:
+    """One is drawn all the same; it may be the end of the text, or one to stop at."""
+    script = Script([[event("", token_ids=[7], finish="stop", stop_reason=7)]], prompt_logprobs=[None, *entries("nce")])
+    [choice] = choices_of(ask(script, echo=True, max_tokens=0)[0])
+    last = chunks_of(ask(script, echo=True, max_tokens=0, stream=True)[0])[-1]["choices"][0]
+    for each in (choice, last):
+        assert (each["finish_reason"], each["stop_reason"], each["completion_tokens"]) == ("length", None, 0)
 
 
 def test_the_best_of_several_is_the_likeliest_a_token() -> None:

@@ -286,6 +286,19 @@ def test_a_stored_item_can_be_named() -> None:
     assert served.generates.asked[-1].messages[0] == {"role": "assistant", "content": "Hello there"}
 
 
+@pytest.mark.parametrize("gone", [0, 1], ids=["older", "newer"])
+def test_an_item_that_two_responses_hold_is_there_while_one_of_them_is(gone: int) -> None:
+    served = client()
+    first = served.post(PATH, {"input": "hi"})
+    named = {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "go on"}]}
+    both = [first, served.post(PATH, named)]
+    served.delete(f"{PATH}/{both.pop(gone)['id']}")
+    both.append(served.post(PATH, named))
+    for each in both:
+        served.delete(f"{PATH}/{each['id']}")
+    served.post(PATH, named, status=400)
+
+
 def test_nothing_is_kept_without_store() -> None:
     served = client()
     response = served.post(PATH, {"input": "hi", "store": False})

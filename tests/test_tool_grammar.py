@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm_cli.constrain.grammar import check
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
@@ -327,6 +328,16 @@ def test_what_a_format_cannot_hold_a_strict_tool_to_is_refused(schema: dict[str,
         with pytest.raises(UnsupportedError, match="'anyOf'"):
             known(name).constraint((tool("f", {"anyOf": [parameters]}, strict=True),), "auto")
     assert known("hermes").constraint((tool("f", parameters, strict=True),), "required") is not None
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder", "pythonic", "hermes"])
+@pytest.mark.parametrize(
+    "broken", [{"required": None}, {"required": 5}, {"required": "a"}, {"properties": {"a": {"enum": 5}}}]
+)
+def test_a_schema_that_is_none_is_its_senders_mistake(name: str, broken: dict[str, Any]) -> None:
+    parameters = {"properties": {"a": {"type": "string"}}} | broken
+    with pytest.raises(UsageError):  # ours, or what llguidance's becomes
+        check(known(name).constraint((tool("f", parameters),), "required") or Constraint("json_object"))
 
 
 def test_choices_that_no_tool_can_answer_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import re
@@ -17,12 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu.engines import Loaded, finished, gpu, load, release, serve
 from gpu.sections import TAIL, Output, Skipped
 from gpu.shapes import SHAPES, Shape
 from gpu.workload import Request, prompt
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.launcher import DRIVER, CudaLauncher
+from nanovllm_cli.kernels.norm import add_rms_norm
 from nanovllm_cli.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,17 +45,12 @@ PROMPTS, PROMPT_LEN, ANSWER_LEN = 8, 48, 24
 
 def kernel_tests(output: Output) -> None:
     """Each file in a pytest of its own: an illegal address ends only that one."""
+    files = {file for file in (ROOT / "tests").glob("test_kernel_*.py") if "Emulator" in file.read_text()}
+    files |= {ROOT / "tests" / name for name in ("test_gpu.py", "test_cuda_engine.py")}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        started = {pool.submit(run_tests, file): file.stem for file in test_files()}
+        started = {pool.submit(run_tests, file): file.stem for file in sorted(files)}
         for future in as_completed(started):
             output.put(started[future], future.result())
-
-
-def test_files() -> list[Path]:
-    """Whose tests a GPU can run as they are: those of kernels, but for what only the emulation can tell; and of whole engines."""
-    texts = {file: file.read_text() for file in (ROOT / "tests").glob("test_kernel_*.py")}
-    kernels = [file for file, text in texts.items() if "Emulator" in text and "emulation_alone" not in text]
-    return sorted([*kernels, *(ROOT / "tests" / name for name in ("test_gpu.py", "test_cuda_engine.py"))])
 
 
 def run_tests(file: Path) -> dict[str, Any]:
@@ -156,6 +156,59 @@ def judged(cpu: Loaded, answers: list[tuple[int, ...]]) -> dict[str, Any]:
 
 def _room(batch: int) -> dict[str, Any]:
     return {"num_blocks": 16 * batch, "max_num_seqs": batch, "max_model_len": 256}
+
+
+# ---- recorded launches ----
+
+
+class Edge(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = [(name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")] + [("rest", ctypes.c_ubyte * 5)]
+
+
+PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+
+def recording(output: Output) -> None:
+    """What a launch of ours waits for in a graph, by what is recorded ahead of it: for its end (full), or itself (programmatic).
+    And whether replays compute what the same launches do without a graph."""
+    launcher = CudaLauncher(0, programmatic_launch=True)
+    x = torch.arange(1 << 16, device=launcher.device).view(64, -1).sin().bfloat16()
+    gain, place = torch.ones_like(x[0]), torch.empty_like(x)
+    ahead = {
+        "nothing": lambda: x,
+        "a kernel of ours": lambda: add_rms_norm(launcher, x, None, gain, 1.0, 0.0),
+        "a kernel of torch's": lambda: x * 2,
+        "a copy": lambda: place.copy_(x),
+    }
+    for what, first in ahead.items():
+        expected = add_rms_norm(launcher, first(), None, gain, 1.0, 0.0)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            found = add_rms_norm(launcher, first(), None, gain, 1.0, 0.0)
+        waits = ["programmatic" if edge.type == PROGRAMMATIC else "full" for edge in edges(graph.raw_cuda_graph())]
+        right = []
+        for _ in range(3):
+            found.zero_()
+            graph.replay()
+            right.append(torch.equal(found, expected))
+        output.put(what, {"waits": waits, "replays are right": all(right)})
+
+
+def edges(graph: int) -> list[Edge]:
+    """graph: a CUgraph."""
+    driver = ctypes.CDLL(DRIVER)
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _succeed(driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)))
+    ends, found = [(ctypes.c_void_p * count.value)() for _ in range(2)], (Edge * count.value)()
+    _succeed(driver.cuGraphGetEdges_v2(handle, *ends, found, ctypes.byref(count)))
+    return list(found)
+
+
+def _succeed(error: int) -> None:
+    if error:
+        raise RuntimeError(f"cuGraphGetEdges_v2: error {error}")
 
 
 # ---- compute-sanitizer ----

@@ -74,7 +74,7 @@ void start_products();  // of a block
 void end_products();    // of a thread
 void note_copy(const void* target, bool landed);
 void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in_bf16);
-void fence_registers();
+void fence_registers(const uint32_t* a, int count);  // of fragments of four
 void commit_products();
 void wait_products(int left);
 void fence_copies();

@@ -167,7 +167,8 @@ inline void wait_copies() { emulation::wait_copies(LEFT); }
 inline uint32_t shared_address(const void* pointer) { return emulation::shared_address(pointer); }
 template <int COLUMNS, bool IN_BF16>
 inline void wgmma(float* d, const uint32_t* a, uint64_t b) { emulation::begin_product(d, a, b, COLUMNS, IN_BF16); }
-inline void wgmma_fence() { emulation::fence_registers(); }
+template <int COUNT>
+inline void wgmma_fence(uint32_t (&a)[COUNT][4]) { emulation::fence_registers(a[0], COUNT); }
 inline void wgmma_commit() { emulation::commit_products(); }
 template <int LEFT>
 inline void wgmma_wait() { emulation::wait_products(LEFT); }

@@ -4,7 +4,8 @@
 //
 // B lies in shared memory as its descriptor says, K-major, in any of the four patterns. Products read it past the way that threads
 // write it: bytes that a cp.async wrote count only once the thread that copied them has fenced. Ordinary stores are not followed.
-// Not seen: what only registers know, such as a missing fence where nothing was written.
+// Not seen: a missing fence of sums that were written, and what a compiler moves between fence and product.
+#include <array>
 #include <unordered_map>
 #include <vector>
 
@@ -19,14 +20,14 @@ constexpr uint32_t WINDOW = 1152;  // where dynamic shared memory begins: a kern
 struct Product {
   float* d;
   const uint32_t* a;
-  uint32_t a_then[4];
+  std::array<uint32_t, 4> a_then;  // at the fence before it
   uint64_t b;
   int columns;
   float (*number)(const void*);
 };
 
 struct Lane {
-  bool fenced = false;
+  std::unordered_map<const uint32_t*, std::array<uint32_t, 4>> fenced;  // A's registers since the last group, as they were
   std::vector<Product> open;
   std::vector<std::vector<Product>> groups;
   std::unordered_map<float*, std::vector<float>> sums;  // while products are under way
@@ -57,7 +58,7 @@ const unsigned char* chunk_at(uint64_t descriptor, int n, int chunk) {
 
 // Of a lane's columns of B: that products may read them.
 void check_operands(const Product& product) {
-  if (memcmp(product.a, product.a_then, sizeof product.a_then)) fail("wgmma: registers of A change under way");
+  if (memcmp(product.a, product.a_then.data(), sizeof product.a_then)) fail("wgmma: registers of A change behind their fence");
   for (int n = 0; n < product.columns; ++n) {
     if (n % 8 / 2 != current->lane % 4) continue;
     for (int chunk = 0; chunk < 2; ++chunk) {
@@ -115,9 +116,9 @@ void note_copy(const void* target, bool landed) {
 
 void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in_bf16) {
   Lane& lane = mine();
-  if (!lane.fenced) fail("wgmma: no wgmma.fence before it");
-  Product product = {d, a, {}, b, columns, in_bf16 ? number<__nv_bfloat16> : number<__half>};
-  memcpy(product.a_then, a, sizeof product.a_then);
+  const auto fenced = lane.fenced.find(a);
+  if (fenced == lane.fenced.end()) fail("wgmma: no wgmma.fence of A's registers before it");
+  Product product = {d, a, fenced->second, b, columns, in_bf16 ? number<__nv_bfloat16> : number<__half>};
   check_operands(product);
   if (!lane.sums.count(d)) {
     lane.sums[d].assign(d, d + columns / 2);
@@ -131,12 +132,14 @@ void begin_product(float* d, const uint32_t* a, uint64_t b, int columns, bool in
   if (others[count++] != b) fail("wgmma: warps of a warpgroup multiply by other matrices");
 }
 
-void fence_registers() { mine().fenced = true; }
+void fence_registers(const uint32_t* a, int count) {
+  for (; count; --count, a += 4) memcpy(mine().fenced[a].data(), a, sizeof mine().fenced[a]);
+}
 
 void commit_products() {
   mine().groups.push_back(std::move(mine().open));
   mine().open.clear();
-  mine().fenced = false;
+  mine().fenced.clear();
 }
 
 void wait_products(int left) {

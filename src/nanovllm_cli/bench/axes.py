@@ -22,6 +22,11 @@ def number(value: float) -> str:
     return shown.rstrip("0").rstrip(".")
 
 
+def printable(text: str) -> str:
+    """A name without control characters: names of models and settings are others' words."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 class Scale(NamedTuple):
     """Values of an axis to places on the paper, the values that get a line and a number, and the axis's middle."""
 

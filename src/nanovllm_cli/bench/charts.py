@@ -139,12 +139,11 @@ def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
         lambda each: (_test(each.record, "depth"), each.name),
     )
     made: list[Chart | Bars] = []
-    for title, kind in (("Prompt speed against depth", "pp"), ("Generation speed against depth", "tg")):
+    for title, generates in (("Prompt speed against depth", False), ("Generation speed against depth", True)):
         series = [
-            Series(name, _points(found, lambda record: record.n_depth))
+            Series(_join(test, name), _points(found, lambda record: record.n_depth))
             for (test, name), found in against.items()
-            if ("tg" in test) is (kind == "tg")
-            for name in [_join(test, name)]
+            if ("tg" in test) is generates
         ]
         if series:
             made.append(
@@ -159,10 +158,9 @@ def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
 
 def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
     made = []
-    for title, is_kind in (("Prompt speed", False), ("Generation speed", True)):
-        chosen = [each for each in records if bool(each.record.n_gen) is is_kind]
+    for title, generates in (("Prompt speed", False), ("Generation speed", True)):
+        chosen = [each for each in records if bool(each.record.n_gen) is generates]
         labels = tuple(dict.fromkeys(each.record.test for each in chosen))
-        by_name = _split(chosen, lambda each: each.name)
         series = tuple(
             Series(
                 name or "speed",
@@ -170,7 +168,7 @@ def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
                     Point(labels.index(each.record.test), each.record.avg_ts, each.record.stddev_ts) for each in found
                 ),
             )
-            for name, found in by_name.items()
+            for name, found in _split(chosen, lambda each: each.name).items()
         )
         if chosen:
             made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, series))
@@ -266,7 +264,7 @@ def _roofline(records: Sequence[_Named]) -> list[Chart]:
     intensities = [each.record.flops_per_token / each.record.bytes_per_token for each in known]
     series = [
         Series(
-            _join("", name) or "tests",
+            name or "tests",
             tuple(
                 Point(
                     each.record.flops_per_token / each.record.bytes_per_token, each.record.gflops,

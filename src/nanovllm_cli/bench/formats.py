@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, OWN_FIELDS, Record
 
@@ -27,15 +28,18 @@ _WIDTHS = {
 _HEADINGS = {"n_gpu_layers": "ngl", "n_threads": "threads"}
 
 
-class Printer(Protocol):
-    def header(self) -> str: ...
+class Printer(ABC):
+    def header(self) -> str:
+        return ""
 
+    @abstractmethod
     def row(self, record: Record) -> str: ...
 
-    def footer(self) -> str: ...
+    def footer(self) -> str:
+        return ""
 
 
-class Markdown:
+class Markdown(Printer):
     """The table. swept: fields that are shown because they were swept, or set. On a GPU `ngl` stands where `threads` does on a
     CPU; the footer names the build of the last row."""
 
@@ -73,7 +77,7 @@ class Markdown:
         return str(getattr(record, name))
 
 
-class Csv:
+class Csv(Printer):
     """A line of names, then every value between quotes."""
 
     def header(self) -> str:
@@ -84,11 +88,8 @@ class Csv:
         csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow(map(_plain, record.values().values()))
         return text.getvalue()
 
-    def footer(self) -> str:
-        return ""
 
-
-class Json:
+class Json(Printer):
     """An array with an object a record."""
 
     def __init__(self) -> None:
@@ -106,20 +107,14 @@ class Json:
         return "\n]\n" if self._separator else "]\n"
 
 
-class JsonLines:
+class JsonLines(Printer):
     """An object a line."""
-
-    def header(self) -> str:
-        return ""
 
     def row(self, record: Record) -> str:
         return json.dumps(record.as_json(), ensure_ascii=False, allow_nan=False) + "\n"
 
-    def footer(self) -> str:
-        return ""
 
-
-class Sql:
+class Sql(Printer):
     """Statements for sqlite: a table, where there is none, and a row a record. Names are quoted: `limit` is a word of SQL's."""
 
     def header(self) -> str:
@@ -132,9 +127,6 @@ class Sql:
         values = ", ".join("'" + str(_plain(value)).replace("'", "''") + "'" for value in record.values().values())
         names = ", ".join(f'"{name}"' for name in ALL_FIELDS)
         return f"INSERT INTO {SQL_TABLE} ({names}) VALUES ({values});\n"
-
-    def footer(self) -> str:
-        return ""
 
 
 FORMATS: dict[str, Callable[[], Printer]] = {"csv": Csv, "json": Json, "jsonl": JsonLines, "sql": Sql}

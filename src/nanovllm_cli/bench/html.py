@@ -21,7 +21,7 @@ from nanovllm_cli.bench.html_charts import legend, svg, text
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Record, Result
 from nanovllm_cli.bench.settings import short_model
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 
 MACHINE_NAMES = {
     "cpu": "processor", "gpu": "GPU", "driver": "driver", "processors": "processors used", "memory_bytes": "memory",
@@ -37,13 +37,13 @@ Cells = Sequence[object]
 
 def write_report(path: str | Path, results: Sequence[Result], machine: Machine) -> None:
     """Writes the report of a run on `machine`. Raises OutputError."""
-    _write(path, page("nanovllm bench", {"": results}, [machine]))
+    write_whole(Path(path), page("nanovllm bench", {"": results}, [machine]))
 
 
 def write_comparison(path: str | Path, sources: Sources, comparison: Comparison) -> None:
     """Writes the report of results from several files, by the files' names. Raises OutputError."""
     machines = [result.machine for results in sources.values() for result in results]
-    _write(path, page("nanovllm bench compare", sources, machines, comparison))
+    write_whole(Path(path), page("nanovllm bench compare", sources, machines, comparison))
 
 
 def page(title: str, sources: Sources, machines: Iterable[Machine], comparison: Comparison | None = None) -> str:
@@ -190,9 +190,3 @@ def _table(head: Sequence[str], rows: Iterable[Cells], *, num_words: int, marked
 
 def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
-def _write(path: str | Path, document: str) -> None:
-    with WholeFile(Path(path)) as file:
-        file.write(document)
-        file.commit()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from nanovllm_cli.bench.axes import Scale, number, scale
+from nanovllm_cli.bench.axes import Scale, number, printable, scale
 from nanovllm_cli.bench.charts import Axis, Bars, Chart, Point, Series
 
 WIDTH, HEIGHT = 640, 350
@@ -38,7 +38,7 @@ def legend(chart: Chart | Bars) -> str:
 
 def text(words: object) -> str:
     """`words` as text or in an attribute: escaped, and without control characters."""
-    return escape("".join(c if c.isprintable() else " " for c in str(words)))
+    return escape(printable(str(words)))
 
 
 def _plot(chart: Chart, name: str) -> str:

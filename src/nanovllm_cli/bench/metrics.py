@@ -26,7 +26,6 @@ import numpy as np
 
 from nanovllm_cli.errors import UsageError
 
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
 GOODPUT = ("ttft", "tpot", "e2el")
 PERCENTILES = (90.0, 95.0, 99.0)
 
@@ -102,6 +101,11 @@ class Latency:
             dict(zip(percentiles, values, strict=True)),
         )
 
+    def record(self, name: str) -> dict[str, float]:
+        """mean_ttft_ms, median_ttft_ms, std_ttft_ms, p99_ttft_ms, …"""
+        record = {f"mean_{name}_ms": self.mean, f"median_{name}_ms": self.median, f"std_{name}_ms": self.std}
+        return record | {f"p{p:g}_{name}_ms": value for p, value in self.percentiles.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class ServeMetrics:
@@ -141,12 +145,7 @@ class ServeMetrics:
         }
         for name, latency in (*self.latencies.items(), ("lateness", self.lateness), ("queueing", self.queueing)):
             if latency is not None:
-                record |= {
-                    f"mean_{name}_ms": latency.mean,
-                    f"median_{name}_ms": latency.median,
-                    f"std_{name}_ms": latency.std,
-                }
-                record |= {f"p{p:g}_{name}_ms": value for p, value in latency.percentiles.items()}
+                record |= latency.record(name)
         return record
 
 
@@ -159,12 +158,6 @@ def summarize(
     """
     everything = list(traces)
     good_ones = [trace for trace in everything if trace.error is None]
-    samples = {
-        "ttft": [trace.ttft for trace in good_ones],
-        "tpot": [tpot for trace in good_ones if (tpot := trace.tpot) is not None],
-        "itl": [gap for trace in good_ones for gap in trace.itls],
-        "e2el": [trace.e2el for trace in good_ones],
-    }
     held_back = [trace.sent - trace.woken for trace in everything]
     return ServeMetrics(
         completed=len(good_ones),
@@ -173,12 +166,22 @@ def summarize(
         total_input_tokens=sum(trace.input_tokens for trace in good_ones),
         total_output_tokens=sum(trace.output_tokens for trace in good_ones),
         peak_output_tokens_per_s=_peak_rate(good_ones),
-        peak_concurrency=_peak_concurrency(everything),
-        latencies={name: Latency.of(samples[name], percentiles) for name in LATENCIES},
+        peak_concurrency=most_at_once((trace.sent, trace.done) for trace in everything),
+        latencies={name: Latency.of(seconds, percentiles) for name, seconds in latencies_of(good_ones).items()},
         good=None if not goals else sum(trace.meets(goals) for trace in good_ones),
         lateness=Latency.of([trace.woken - trace.scheduled for trace in everything], percentiles),
         queueing=Latency.of(held_back, percentiles) if any(held_back) else None,
     )
+
+
+def latencies_of(traces: Sequence[Trace]) -> dict[str, list[float]]:
+    """Seconds of each kind, of requests that succeeded."""
+    return {
+        "ttft": [trace.ttft for trace in traces],
+        "tpot": [tpot for trace in traces if (tpot := trace.tpot) is not None],
+        "itl": [gap for trace in traces for gap in trace.itls],
+        "e2el": [trace.e2el for trace in traces],
+    }
 
 
 def goals_of(words: Iterable[str]) -> dict[str, float]:
@@ -210,11 +213,7 @@ def _peak_rate(traces: Sequence[Trace]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def _peak_concurrency(traces: Sequence[Trace]) -> int:
-    """The most requests under way at any moment; one that is done makes room for one that is sent at that moment."""
-    events = sorted([(trace.sent, 1) for trace in traces] + [(trace.done, -1) for trace in traces])
-    running = peak = 0
-    for _, change in events:
-        running += change
-        peak = max(peak, running)
-    return peak
+def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
+    """The most spans that any moment lies in; one that ends makes room for one that begins at that moment."""
+    events = sorted(event for begin, end in spans for event in ((begin, 1), (end, -1)))
+    return max(itertools.accumulate(change for _, change in events), default=0)

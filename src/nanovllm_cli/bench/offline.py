@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.bench.machine import Machine
-from nanovllm_cli.bench.metrics import Latency
+from nanovllm_cli.bench.metrics import Latency, most_at_once
 from nanovllm_cli.bench.record import Summary
-from nanovllm_cli.bench.table import format_names, peak_memory
+from nanovllm_cli.bench.table import format_names, greedy, peak_memory
 from nanovllm_cli.bench.workload import Request, Workload
 from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
@@ -52,7 +51,7 @@ def measure_throughput(
     """All requests but the first `warm_up`, which run beforehand. Raises UsageError for one that the context does not hold, and
     RequestError where one fails."""
     prompts = [_encoded(llm, number, request) for number, request in enumerate(workload, 1)]
-    params = [_greedy(request.max_tokens) for request in workload]
+    params = [greedy(request.max_tokens) for request in workload]
     if warm_up:
         progress.stage("warming up", None, "requests")
         llm.generate(prompts[:warm_up], params[:warm_up])
@@ -108,7 +107,7 @@ def measure_latency(
     """How long a whole batch takes. Its prompts are made-up tokens that no repetition shares with another. Raises UsageError,
     RequestError."""
     draw = random.Random(batches.seed)
-    params = _greedy(batches.output_len)
+    params = greedy(batches.output_len)
     seconds: list[float] = []
     progress.stage("latency", batches.warm_up + batches.repetitions, "batches")
     for number in range(batches.warm_up + batches.repetitions):
@@ -134,21 +133,12 @@ def measure_latency(
 
 def peak_concurrency(requests: Sequence[RequestMetrics]) -> int:
     """The most requests between their first step and their last token at any one moment."""
-    begins = [(metrics.first_scheduled or 0.0, 1) for metrics in requests]
-    ends = [(metrics.finished or 0.0, -1) for metrics in requests]
-    running = most = 0
-    for _, change in sorted(begins + ends):
-        running += change
-        most = max(most, running)
-    return most
+    return most_at_once((metrics.first_scheduled or 0.0, metrics.finished or 0.0) for metrics in requests)
 
 
 def _latencies(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     latency = Latency.of(seconds, percentiles)
-    if latency is None:
-        return {}
-    found = {f"mean_{name}_ms": latency.mean, f"median_{name}_ms": latency.median, f"std_{name}_ms": latency.std}
-    return found | {f"p{p:g}_{name}_ms": value for p, value in latency.percentiles.items()}
+    return {} if latency is None else latency.record(name)
 
 
 def _encoded(llm: LLM, number: int, request: Request) -> list[int]:
@@ -159,10 +149,6 @@ def _encoded(llm: LLM, number: int, request: Request) -> list[int]:
             "ask for shorter prompts and answers, or raise --ctx-size if the model allows it",
         )
     return ids
-
-
-def _greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
 def _refuse_failures(outputs: Sequence[RequestOutput]) -> None:

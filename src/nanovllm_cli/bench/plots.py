@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from nanovllm_cli.bench.axes import Scale, number, scale
+from nanovllm_cli.bench.axes import Scale, number, printable, scale
 from nanovllm_cli.bench.charts import Bars, Chart, Series, charts_of
 from nanovllm_cli.bench.record import Result
 
@@ -38,7 +38,7 @@ def _plot(chart: Chart, width: int) -> str:
         ruler = figure.ruler(axis)
         ruler.lim(0.0, 1.0)
         ruler.ticks([each.place(tick) for tick in each.ticks], [number(tick) for tick in each.ticks])
-    figure.label(_plain(chart.x.label), "x")
+    figure.label(printable(chart.x.label), "x")
     lines = [series for series in chart.series if series.style != "marks"]
     for series in lines:
         figure.draw(_signal(figure, series, x, y, "-" if series.style == "limit" else _DOT).lines(True))
@@ -48,7 +48,7 @@ def _plot(chart: Chart, width: int) -> str:
             figure.draw(_signal(figure, Series(series.name, tuple(marked)), x, y, _letter(i)))
     drawing = figure.build().string(True)
     legend = [
-        f"  {'-' if series.style == 'limit' else _letter(i)}  {_plain(series.name)}"
+        f"  {'-' if series.style == 'limit' else _letter(i)}  {printable(series.name)}"
         for i, series in enumerate(chart.series)
     ]
     return "\n".join([f"{chart.title}: {chart.y.label}", *drawing.rstrip("\n").split("\n"), *legend, ""])
@@ -68,7 +68,7 @@ def _bars(chart: Bars, width: int) -> str:
         if point.x == i
     ]
     several = len(chart.series) > 1
-    names = [_plain(f"{label}, {name}" if several else label)[: width // 2] for label, name, _ in rows]
+    names = [printable(f"{label}, {name}" if several else label)[: width // 2] for label, name, _ in rows]
     values = [number(point.y) + (f" ± {number(point.error)}" if point.error else "") for _, _, point in rows]
     room = width - max(map(len, names)) - max(map(len, values)) - 4
     most = max(point.y for _, _, point in rows)
@@ -87,8 +87,3 @@ def _bar(length: float) -> str:
 
 def _letter(i: int) -> str:
     return ascii_uppercase[i % len(ascii_uppercase)]
-
-
-def _plain(text: str) -> str:
-    """A name without control characters."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -197,20 +197,25 @@ def read_results(path: str | Path) -> list[Result]:
     Raises UsageError for anything else, AccessRefusedError for a file that this user may not read.
     """
     path = Path(path)
+    text = read_text(path, MAX_FILE_BYTES, "results")
+    values = [item for value in _parse(path, text) for item in (value if isinstance(value, list) else [value])]
+    if not values:
+        raise UsageError(f"{path}: no results in it")
+    return [_result(path, number, value) for number, value in enumerate(values, 1)]
+
+
+def read_text(path: Path, most_bytes: int, what: str) -> str:
+    """A file that the user named. Raises UsageError and AccessRefusedError."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path}: larger than the {MAX_FILE_BYTES >> 20} MiB that results may have")
-        text = path.read_text("utf-8-sig")
+        if path.stat().st_size > most_bytes:
+            raise UsageError(f"{path}: larger than the {most_bytes >> 20} MiB that {what} may have")
+        return path.read_text("utf-8-sig")
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8") from error
-    values = [item for value in _parse(path, text) for item in (value if isinstance(value, list) else [value])]
-    if not values:
-        raise UsageError(f"{path}: no results in it")
-    return [_result(path, number, value) for number, value in enumerate(values, 1)]
 
 
 def _parse(path: Path, text: str) -> list[Any]:
@@ -221,7 +226,7 @@ def _parse(path: Path, text: str) -> list[Any]:
         raise UsageError(f"{path}: JSON nested too deeply") from error
     except ValueError as whole:
         try:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         except RecursionError as error:
             raise UsageError(f"{path}: JSON nested too deeply") from error
         except ValueError:

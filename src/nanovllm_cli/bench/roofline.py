@@ -15,10 +15,8 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.bench.machine import this_machine
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.cli.files import write_whole
+from nanovllm_cli.errors import NanovllmError, OutputError
+from nanovllm_cli.folders import cache_folder
 from nanovllm_cli.processors import num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
 
@@ -217,7 +217,7 @@ def _key(device: str, threads: int) -> str:
 
 
 def _cache_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "roofline.json"
+    return cache_folder() / "roofline.json"
 
 
 def _read_cache() -> dict[str, Roofline]:
@@ -234,11 +234,9 @@ def _read_cache() -> dict[str, Roofline]:
 def _write_cache(known: dict[str, Roofline]) -> None:
     """Whole or not at all; a place that cannot be written to costs a measurement each time, no more."""
     path = _cache_path()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, OutputError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".roofline", delete=False) as file:
-            json.dump({key: found._asdict() for key, found in known.items()}, file, indent=1)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps({key: found._asdict() for key, found in known.items()}, indent=1))
 
 
 def _checked(value: Any) -> Roofline | None:

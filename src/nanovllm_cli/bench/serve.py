@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm_cli.bench.machine import Machine
-from nanovllm_cli.bench.metrics import PERCENTILES, Trace, summarize
+from nanovllm_cli.bench.metrics import PERCENTILES, Trace, latencies_of, summarize
 from nanovllm_cli.bench.record import Summary
-from nanovllm_cli.bench.serve_client import Load, Target, ask_model, schedule
+from nanovllm_cli.bench.serve_client import Load, Target, schedule
 from nanovllm_cli.bench.workload import Workload
+from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.errors import RequestError, UsageError
 
 MAX_SAMPLES = 100_000  # numbers of one series that a result keeps
@@ -78,8 +79,9 @@ def warm_up(target: Target, workload: Workload, count: int) -> None:
 
 
 def find_model(target: Target) -> str:
-    """The server's first model. Raises AccessRefusedError, RequestError."""
-    return asyncio.run(ask_model(target))
+    """The first model that the server lists. Raises AccessRefusedError, ServerError."""
+    endpoint = Endpoint(target.server, target.api_key, min(target.timeout, 30.0))
+    return asyncio.run(endpoint.models())[0].id
 
 
 def measure(
@@ -133,13 +135,7 @@ def _metrics(traces: Sequence[Trace], plan: Plan) -> dict[str, float]:
 def _series(traces: Sequence[Trace]) -> dict[str, list[float]]:
     """A number for each request that succeeded, in the order of the schedule, and each gap between pieces; milliseconds."""
     good = [trace for trace in traces if trace.error is None]
-    samples = {
-        "ttft_ms": [trace.ttft for trace in good],
-        "tpot_ms": [tpot for trace in good if (tpot := trace.tpot) is not None],
-        "itl_ms": [gap for trace in good for gap in trace.itls],
-        "e2el_ms": [trace.e2el for trace in good],
-    }
-    series = {name: [round(1e3 * value, 4) for value in _kept(values)] for name, values in samples.items()}
+    series = {f"{name}_ms": [round(1e3 * value, 4) for value in _kept(values)] for name, values in latencies_of(good).items()}
     series["input_tokens"] = [trace.input_tokens for trace in good]
     series["output_tokens"] = [trace.output_tokens for trace in good]
     return series

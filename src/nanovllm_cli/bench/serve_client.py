@@ -20,7 +20,7 @@ import numpy as np
 from nanovllm_cli.bench.metrics import Trace
 from nanovllm_cli.bench.serve_answer import AnswerReader
 from nanovllm_cli.bench.workload import Request, estimated_count
-from nanovllm_cli.client.endpoint import Endpoint, checked_key
+from nanovllm_cli.client.endpoint import checked_key
 from nanovllm_cli.client.events import EventReader, StreamError, said
 from nanovllm_cli.client.http import HttpError, Server, exchange, lost
 from nanovllm_cli.errors import UsageError
@@ -179,12 +179,6 @@ class Load:
             input_tokens = len(request.prompt) if known else estimated_count(str(request.prompt))
         pieces = _share(times, answer.output_tokens)
         return Trace(moment, woken, sent, pieces, time.perf_counter(), input_tokens, error)
-
-
-async def ask_model(target: Target) -> str:
-    """The first model that /v1/models lists. Raises AccessRefusedError, ServerError."""
-    models = await Endpoint(target.server, target.api_key, min(target.timeout, 30.0)).models()
-    return models[0].id
 
 
 def _share(times: Sequence[float], output_tokens: int | None) -> tuple[tuple[float, int], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanovllm_cli.bench.axes import number
+from nanovllm_cli.bench.axes import number, printable
 from nanovllm_cli.bench.compare import Comparison
 from nanovllm_cli.bench.record import Summary
 
@@ -100,4 +100,4 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int 
 
 def _cell(text: str) -> str:
     """One line without control characters, and no end of the cell before its end."""
-    return "".join(c if c.isprintable() else " " for c in text).replace("|", "\\|")
+    return printable(text).replace("|", "\\|")

@@ -11,8 +11,6 @@ A first repetition warms up (kernels are compiled, steps recorded) and does not 
 from __future__ import annotations
 
 import random
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
+from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.config import BLOCK_SIZE
 from nanovllm_cli.errors import DoesNotFitError, RequestError
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -120,9 +119,9 @@ def run_trial(
     for _ in range(procedure.repetitions + procedure.warm_up):
         known = [_tokens(draw, vocab_size, trial.depth) for _ in range(trial.num_parallel)]
         if trial.depth:
-            llm.generate(known, _greedy(1))
+            llm.generate(known, greedy(1))
         prompts = [[*before, *_tokens(draw, vocab_size, max(trial.num_prompt, 1))] for before in known]
-        params = _greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen)
+        params = greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen)
         began = procedure.clock()
         outputs = llm.generate(prompts, params)
         samples.append(procedure.clock() - began)
@@ -138,7 +137,8 @@ def name_of(trial: Trial) -> str:
     return nothing.test
 
 
-def _greedy(count: int) -> SamplingParams:
+def greedy(count: int) -> SamplingParams:
+    """Exactly so many tokens, the likeliest ones."""
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
@@ -220,8 +220,7 @@ def peak_memory(*, on_cpu: bool) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_memory_bytes()
 
 
 def _type_name(dtype: object) -> str:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm_cli.errors import AccessRefusedError, UsageError
+from nanovllm_cli.bench.record import read_text
+from nanovllm_cli.errors import UsageError
 
 MAX_FILE_BYTES = 1 << 30
 # What vLLM leaves out of a file of conversations: too short to mean anything, too long to be usual.
@@ -131,7 +132,7 @@ def prompts_file(path: str | Path, count: int | None, output_len: int) -> Worklo
     under "prompt" and perhaps its answer's length under "max_tokens". Raises UsageError."""
     _check(count=1 if count is None else count, output_len=output_len)
     requests: list[Request] = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):  # splitlines would cut within JSON's strings
         if len(requests) == count:
             break
         if line.strip():
@@ -170,17 +171,7 @@ def _enough(requests: list[Request], count: int | None, path: str | Path) -> lis
 
 
 def _read(path: str | Path) -> str:
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path}: larger than the {MAX_FILE_BYTES >> 20} MiB that a dataset may have")
-        return path.read_text("utf-8-sig")
-    except PermissionError as error:
-        raise AccessRefusedError(f"{path}: permission denied") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8") from error
+    return read_text(Path(path), MAX_FILE_BYTES, "a dataset")
 
 
 def _made_up(draw: random.Random, length: int, vocab_size: int | None) -> str | list[int]:

@@ -14,8 +14,9 @@ from nanovllm_cli.chat.clipboard import copy
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.chat.export import CUT, as_json, as_markdown
 from nanovllm_cli.chat.loop import Chat, Leave, count
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
+from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def _help(chat: Chat, argument: str) -> None:
     wanted = [each for each in COMMANDS if argument.lstrip("/") in ("", *each.names)]
     if not wanted:
         raise UsageError(f"there is no command {argument[:40]}", "/help lists them")
-    heads = [f"/{', /'.join(each.names)} {each.arguments}".rstrip() for each in wanted]
-    width = max(map(len, heads))
-    lines = [f"{head:{width}}  {each.help}" for head, each in zip(heads, wanted, strict=True)]
+    lines = aligned([(f"/{', /'.join(each.names)} {each.arguments}".rstrip(), each.help) for each in wanted], left=(0, 1))
     if not argument:
         several = (
             "Alt-Enter or Ctrl-J begins a new line" if chat.edits else '"""…""" sends several lines as one message'
@@ -95,12 +94,12 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _say_settings(chat: Chat) -> None:
-    settings = dict.fromkeys(sampling.settings().values())
-    values = {each.name: chat.model.shown(each) for each in settings}
-    changed = {each.name for each in settings if each.field in chat.model.settings.given}
-    width = max(map(len, values))
-    lines = [f"{name:{width}}  {value}{'  (set)' if name in changed else ''}" for name, value in values.items()]
-    chat.display.say("\n".join(lines))
+    given = chat.model.settings.given
+    rows = [
+        (each.name, chat.model.shown(each) + ("  (set)" if each.field in given else ""))
+        for each in dict.fromkeys(sampling.settings().values())
+    ]
+    chat.display.say("\n".join(aligned(rows, left=(0, 1))))
 
 
 def _show(chat: Chat, argument: str) -> None:
@@ -165,9 +164,7 @@ def _export(chat: Chat, argument: str) -> None:
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
     model = chat.model.name
     text = as_markdown(chat.conversation, model) if kind == "md" else as_json(chat.conversation, model)
-    with WholeFile(path) as file:
-        file.write(text)
-        file.commit()
+    write_whole(path, text)
     chat.display.say(f"written to {path}")
 
 
@@ -213,7 +210,7 @@ def _file(chat: Chat, argument: str) -> None:
     tokens, limit = chat.model.tokens_of([text]), chat.model.limit
     if tokens is not None and limit is not None and tokens >= limit:
         raise UsageError(f"{path} has {tokens} tokens, the context holds {limit}")
-    fence = "`" * max(3, 1 + max((len(run) for run in _ticks(text)), default=0))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
     size = count(len(text), "character") if tokens is None else count(tokens, "token")
     chat.display.say(f"{path} ({size}) goes with the next message")
@@ -226,10 +223,6 @@ def _unquoted(path: str) -> str:
     except ValueError:
         return path
     return words[0] if len(words) == 1 else path
-
-
-def _ticks(text: str) -> Iterable[str]:
-    return re.findall("`+", text)
 
 
 def _think(chat: Chat, argument: str) -> None:

@@ -79,6 +79,18 @@ class Conversation:
         """The last message that a person wrote."""
         return next((each for each in reversed(self.messages) if each.role == "user"), None)
 
+    def asked(self) -> Message:
+        """The same, where there has to be one. Raises UsageError."""
+        if self.question is None:
+            raise UsageError("nothing has been said yet")
+        return self.question
+
+    def answered(self) -> Message:
+        """The last message, which has to be an answer. Raises UsageError."""
+        if self.last is None or self.last.role != "assistant":
+            raise UsageError("there is no answer to go on with", "say something first")
+        return self.last
+
     @property
     def num_turns(self) -> int:
         return sum(each.role == "user" for each in self.messages)
@@ -109,21 +121,19 @@ class Conversation:
 
     def undo(self) -> Message:
         """Takes the last question and its answer back, and returns the question. Raises UsageError where there is none."""
-        question = self._question()
+        question = self.asked()
         self._go(question.parent)
         return question
 
     def back_to_question(self) -> Message:
         """Takes the last answer back, for another one. Raises UsageError where there is no question."""
-        question = self._question()
+        question = self.asked()
         self._go(question.id)
         return question
 
     def before_answer(self) -> Message:
         """Takes the last answer back, for a longer one, and returns it. Raises UsageError where the last message is none."""
-        if self.last is None or self.last.role != "assistant":
-            raise UsageError("there is no answer to go on with", "say something first")
-        answer = self.last
+        answer = self.answered()
         self._go(answer.parent)
         return answer
 
@@ -134,11 +144,6 @@ class Conversation:
     def tell(self, system: str | None) -> None:
         """Changes the system prompt; None leaves it out."""
         self._do({"event": "system", "content": system})
-
-    def _question(self) -> Message:
-        if self.question is None:
-            raise UsageError("nothing has been said yet")
-        return self.question
 
     def _add(self, role: Role, content: str, **more: Any) -> Message:
         message = Message(max(self._all, default=0) + 1, self._at, role, content, **more)

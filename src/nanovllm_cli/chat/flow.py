@@ -101,7 +101,7 @@ class Flow:
 
     def room(self) -> int:
         """Columns behind what stands before a line."""
-        return max(self._ask_width(), 1) - _total_width(self._lead(self._rest, max(self._ask_width(), 1)))
+        return max(self._ask_width(), 1) - total_width(self._lead(self._rest, max(self._ask_width(), 1)))
 
     def flush(self) -> None:
         text = "".join(self._ready)
@@ -131,7 +131,7 @@ class Flow:
         self._word.append(Piece(text, style))
         if self._is_long:
             self._emit_word(columns)
-        elif not self._is_wide and self._columns > self._line_width() - _total_width(self._lead(self._rest)):
+        elif not self._is_wide and self._columns > self._line_width() - total_width(self._lead(self._rest)):
             self._is_long = True
             if self._column > self._start:
                 self._break()
@@ -141,8 +141,7 @@ class Flow:
 
     def _end_word(self) -> None:
         if self._word:
-            word = "".join(piece.text for piece in self._word)
-            columns = len(word) if word.isascii() else max(wcwidth.wcswidth(word), 0)
+            columns = text_width("".join(piece.text for piece in self._word))
             gap = sum(len(piece.text) for piece in self._gap)
             self._begin_line()
             if self._column > self._start and self._column + gap + columns > self._width:
@@ -185,7 +184,7 @@ class Flow:
         lead = self._lead(self._first)
         for piece in lead:
             self._emit(piece.text, piece.style)
-        self._column = self._start = _total_width(lead)
+        self._column = self._start = total_width(lead)
         self._first = self._rest
 
     def _break(self) -> None:
@@ -231,5 +230,5 @@ def cut(text: str, columns: int) -> str:
     return text
 
 
-def _total_width(pieces: Iterable[Piece]) -> int:
+def total_width(pieces: Iterable[Piece]) -> int:
     return sum(text_width(piece.text) for piece in pieces)

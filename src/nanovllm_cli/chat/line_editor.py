@@ -38,7 +38,7 @@ from prompt_toolkit.styles import Style
 from nanovllm_cli.chat.keys import AnswerKeys
 from nanovllm_cli.chat.surface import Complete, Status
 from nanovllm_cli.chat.toolbar import toolbar
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.output import one_line
 
 log = logging.getLogger(__name__)
@@ -244,9 +244,7 @@ def _shorten_file(path: Path) -> None:
     if path.stat().st_size <= _MAX_HISTORY_BYTES:
         return
     kept = path.read_bytes()[-_MAX_HISTORY_BYTES // 2 :]
-    with WholeFile(path, mode=0o600) as file:
-        file.write("\n# " + kept.decode("utf-8", "replace").partition("\n# ")[2])
-        file.commit()
+    write_whole(path, "\n# " + kept.decode("utf-8", "replace").partition("\n# ")[2], mode=0o600)
 
 
 class _Words(Completer):

@@ -206,9 +206,8 @@ class Chat:
         edits, self._edits_last = self._edits_last, False
         content = "\n\n".join([*self.attachments, text])
         before = self.conversation.messages
-        question = self.conversation.question
-        if edits and question is not None:
-            before = before[: before.index(question)]
+        if edits and self.conversation.question is not None:
+            before = before[: before.index(self.conversation.question)]
         self._draft, self._edits_last = text, edits
 
         def sent() -> None:
@@ -223,21 +222,18 @@ class Chat:
 
     def regenerate(self) -> None:
         """Another answer to the last message."""
-        question = self._question()
         messages = self.conversation.messages
-        messages = messages[: messages.index(question) + 1]
+        messages = messages[: messages.index(self.conversation.asked()) + 1]
         self._answer(messages, self.conversation.back_to_question)
 
     def go_on(self) -> None:
         """More of the last answer."""
-        last = self.conversation.last
-        if last is None or last.role != "assistant":
-            raise UsageError("there is no answer to go on with", "say something first")
-        self._answer(self.conversation.messages, self.conversation.before_answer, begun=last)
+        begun = self.conversation.answered()
+        self._answer(self.conversation.messages, self.conversation.before_answer, begun)
 
     def edit(self, text: str) -> None:
         """Replaces the last message: by `text`, or by what comes of offering it to be changed."""
-        question = self._question()
+        question = self.conversation.asked()
         if not text and not self.edits:
             raise UsageError("there is no line editor here", "write the new message behind it: /edit TEXT")
         self._edits_last = True
@@ -346,11 +342,6 @@ class Chat:
             self._has_warned = True
             advice = "the oldest turns will be left out" if self.model.settings.shifts else OVERFLOW_HINT
             self.display.warn(f"{used / size:.0%} of the context is used ({used} of {size} tokens): {advice}")
-
-    def _question(self) -> Message:
-        if self.conversation.question is None:
-            raise UsageError("nothing has been said yet")
-        return self.conversation.question
 
     def _take_draft(self) -> str:
         draft, self._draft = self._draft, ""

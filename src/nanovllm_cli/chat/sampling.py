@@ -6,8 +6,9 @@ import difflib
 import shlex
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin
 
+from nanovllm_cli.cli.command import types_of
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.options import SamplingOptions
 from nanovllm_cli.constraint import Constraint
@@ -38,12 +39,8 @@ class Setting(NamedTuple):
 def settings() -> Mapping[str, Setting]:
     """By every name that a flag has: temp, predict and n, …"""
     found: dict[str, Setting] = {}
-    hints = [
-        (group, *item)
-        for group in (SamplingOptions, FormOptions)
-        for item in get_type_hints(group, include_extras=True).items()
-    ]
-    for group, option, hint in hints:
+    options = [(group, *each) for group in (SamplingOptions, FormOptions) for each in types_of(group).items()]
+    for group, option, hint in options:
         if option in _NOT_HERE:
             continue
         declared, info = get_args(hint)
@@ -91,13 +88,10 @@ def shown(params: object, chosen: Setting) -> str:
 
 def _kind(declared: Any) -> type:
     """bool, int, float, str or list, of a hint that may allow None."""
-    choices = [each for each in get_args(declared) if each is not type(None)] or [declared]
-    kind = get_origin(declared) or choices[0]
-    if kind is list:
-        return list
-    chosen = get_origin(choices[0]) or choices[0]
-    assert chosen in (bool, int, float, str, list), declared
-    return chosen  # type: ignore[no-any-return]
+    inner = next((each for each in get_args(declared) if each is not type(None)), declared)
+    kind: type = get_origin(inner) or inner
+    assert kind in (bool, int, float, str, list), declared
+    return kind
 
 
 def _parsed(chosen: Setting, value: str) -> Any:

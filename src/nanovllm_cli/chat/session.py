@@ -11,7 +11,6 @@ sizes and times: it is made again where it is missing or damaged. Beside NAME.js
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Event
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import lock, write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 
 FORMAT, VERSION = "nanovllm chat", 1
@@ -193,9 +192,9 @@ class Sessions:
                     kept = {"stamp": stamp, "entry": asdict(_summary(name, path, stat.st_mtime))}
                 found[name] = kept
         if found != known:
-            with contextlib.suppress(OutputError, OSError), WholeFile(self._index, mode=0o600) as file:
-                file.write(json.dumps({"version": VERSION, "sessions": found}, ensure_ascii=False) + "\n")
-                file.commit()
+            index = json.dumps({"version": VERSION, "sessions": found}, ensure_ascii=False) + "\n"
+            with contextlib.suppress(OutputError, OSError):
+                write_whole(self._index, index, mode=0o600)
         entries = [Entry(**each["entry"]) for each in found.values()]
         return sorted(entries, key=lambda entry: entry.updated, reverse=True)
 
@@ -306,14 +305,8 @@ def _create(path: Path) -> int | None:
 
 
 def _lock(handle: int, name: str) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as failure:
-        raise SessionError(
-            f"the session {name} is open in another terminal", "close it there, or choose another --session"
-        ) from failure
-    except OSError:
-        pass  # a file system without locks
+    if not lock(handle):
+        raise SessionError(f"the session {name} is open in another terminal", "close it there, or choose another --session")
 
 
 @contextlib.contextmanager

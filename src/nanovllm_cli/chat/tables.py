@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from nanovllm_cli.chat.flow import Flow, Piece, char_width, text_width
+from nanovllm_cli.chat.flow import Flow, Piece, char_width, text_width, total_width
 from nanovllm_cli.chat.inline import Theme, inline_pieces
 
 HELD_ROWS = 12
@@ -50,7 +50,7 @@ class Table:
     def _settle(self) -> None:
         """Sets the columns and writes what was held."""
         rows = [self._header, *self._held]
-        natural = [max(max(_width(row[i]), 1) for row in rows) for i in range(len(self._alignments))]
+        natural = [max(max(total_width(row[i]), 1) for row in rows) for i in range(len(self._alignments))]
         self._widths = fit(natural, self._flow.room() - 3 * (len(natural) - 1))
         if self._widths:
             self._write(self._header)
@@ -152,7 +152,7 @@ def wrap(pieces: Iterable[Piece], width: int) -> list[Line]:
 
 
 def _aligned(line: Line, width: int, alignment: Alignment) -> Line:
-    spare = max(width - _width(_stripped(line)), 0)
+    spare = max(width - total_width(_stripped(line)), 0)
     left = {"left": 0, "center": spare // 2, "right": spare}[alignment]
     return [Piece(" " * left), *_stripped(line), Piece(" " * (spare - left))]
 
@@ -171,7 +171,3 @@ def _alignment(cell: str) -> Alignment:
     if cell.endswith(":"):
         return "center" if cell.startswith(":") else "right"
     return "left"
-
-
-def _width(line: Line) -> int:
-    return sum(text_width(piece.text) for piece in line)

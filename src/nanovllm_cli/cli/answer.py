@@ -18,6 +18,11 @@ ReasoningChoice = Literal["show", "hide", "auto"]
 Write = Callable[[str], None]
 
 
+def shows_reasoning(choice: ReasoningChoice, console: Console) -> bool:
+    """Whether reasoning goes to stderr."""
+    return choice == "show" or (choice == "auto" and console.err.is_terminal and not console.quiet)
+
+
 class Printer(Protocol):
     """Shows an answer. Either `finish` comes last, or `cut` where the run was interrupted."""
 
@@ -36,9 +41,7 @@ class TextPrinter:
         self._console = console
         self._write = write
         self._extract = extract
-        self._shows_reasoning = reasoning == "show" or (
-            reasoning == "auto" and console.err.is_terminal and not console.quiet
-        )
+        self._shows_reasoning = shows_reasoning(reasoning, console)
         self._last = "\n"
 
     def step(self, pieces: list[Piece]) -> None:

@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanovllm_cli.cli import records, signals
@@ -48,9 +47,6 @@ class BatchOptions:
     """given: fields of SamplingParams from the command line. settings: whatever else decides what an answer is, besides the
     system prompt."""
 
-    source: str
-    output: Path | None
-    overwrite: bool
     keeps_reasoning: bool
     stats: bool | None
     given: dict[str, Any]
@@ -79,11 +75,6 @@ def read_lines(source: str, screen: Console) -> list[Line]:
     if not lines:
         raise UsageError(f"{_shown(source)} has no prompts", 'each line is {"prompt": "…"} or {"messages": […]}')
     return lines
-
-
-def open_results(options: BatchOptions, lines: list[Line], screen: Console) -> Results:
-    """Where results go, opened before anything slow happens."""
-    return Results(options.output, options.overwrite, len(lines), screen.answer)
 
 
 def run_batch(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_options import (
     BenchEngineOptions,
     BenchModelOptions,
@@ -21,11 +20,11 @@ from nanovllm_cli.cli.bench_options import (
 )
 from nanovllm_cli.cli.bench_output import check_files, draw_results
 from nanovllm_cli.cli.command import expand
-from nanovllm_cli.cli.model import load
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import load, named_models
+from nanovllm_cli.cli.options import MessageOptions, ModelWords, SourceOptions
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.weights.shapes import RANDOM
@@ -44,10 +43,7 @@ EXAMPLE = "for example: nanovllm bench tiny -p 64 -n 16"
 def bench(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
-    ] = None,
+    model_word: ModelWords = None,
     model: BenchModelOptions,
     tests: TestOptions,
     engine: BenchEngineOptions,
@@ -60,13 +56,9 @@ def bench(
     does not count. Every combination of what is given is measured. Times include the whole engine with greedy sampling.
     On standard error: the machine, and how near each test came to the limit that the machine sets.
     """
-    screen = console()
-    log.configure(messages, screen)
-    names = [*(model_word or []), *(model.model or []), *(RANDOM + shape for shape in model.random_weights or [])]
-    if not names:
-        raise UsageError("no model was named", EXAMPLE)
-    if isinstance(ctx.obj, Settings):
-        names = [ctx.obj.resolve(name) for name in names]
+    screen = screen_for(messages)
+    random = [RANDOM + shape for shape in model.random_weights or []]
+    names = named_models(ctx.obj, [*(model_word or []), *(model.model or []), *random], EXAMPLE)
     sweep = sweep_of(names, model, tests, engine)
     if output.plot and output.output != "md":
         raise UsageError("--plot goes with -o md")

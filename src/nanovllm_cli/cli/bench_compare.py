@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import console
 from nanovllm_cli.errors import DifferenceError
 
 
@@ -20,26 +19,18 @@ from nanovllm_cli.errors import DifferenceError
 class CompareOptions:
     """What counts, and what is told."""
 
-    fail_under: Annotated[
-        float | None,
-        option(
-            "--fail-under", help="Exit with 7 where a ratio is below this, such as 0.95. [never]",
-            panel=OUTPUT, metavar="RATIO", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    metric: Annotated[
-        list[str] | None,
-        option(
-            "--metric", help="Only this one: t/s, output_throughput, p99_ttft_ms, … Repeatable. [all]",
-            panel=OUTPUT, metavar="NAME", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    output: Annotated[
-        Literal["md", "json"], option("-o", "--output", help="What is printed. [md]", panel=OUTPUT, envvar=None)
-    ] = "md"
-    report: Annotated[
-        str | None, option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
-    ] = None
+    fail_under: float | None = option(
+        "--fail-under", help="Exit with 7 where a ratio is below this, such as 0.95. [never]",
+        panel=OUTPUT, metavar="RATIO", envvar=None,
+    )
+    metric: list[str] | None = option(
+        "--metric", help="Only this one: t/s, output_throughput, p99_ttft_ms, … Repeatable. [all]",
+        panel=OUTPUT, metavar="NAME", envvar=None,
+    )
+    output: Literal["md", "json"] = option(
+        "-o", "--output", help="What is printed. [md]", default="md", panel=OUTPUT, envvar=None
+    )
+    report: str | None = option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
 
 
 @expand
@@ -61,8 +52,7 @@ def bench_compare(
     from the repetitions of both sides. Tests match by what they measure and by what is swept within a file; what only one file
     has, and what else differs between them, is listed.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     from nanovllm_cli.bench.compare import compare, read_sources
 
     sources = read_sources(files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nanovllm_cli.cli.command import is_typed, option
 from nanovllm_cli.errors import UsageError
@@ -28,37 +28,29 @@ _TAKES = {
 class DatasetOptions:
     """What is asked. A field that is None was not given."""
 
-    dataset: Annotated[
-        Literal["random", "prefix", "sharegpt", "file"] | None,
-        option(
-            "--dataset",
-            help="Made-up prompts, made-up prompts of which groups begin alike, ShareGPT's JSON, or one prompt a line "
-            '(text, or JSON with "prompt" and "max_tokens"). [random, or file with --dataset-path]',
-            panel=DATASET,
-        ),
-    ] = None  # fmt: skip
-    dataset_path: Annotated[
-        str | None, option("--dataset-path", help="The file of prompts.", panel=DATASET, metavar="FILE")
-    ] = None
-    input_len: Annotated[
-        int | None,
-        option("--input-len", help=f"Tokens of a made-up prompt (behind its prefix). [{INPUT_LEN}]", panel=DATASET, metavar="N"),
-    ] = None  # fmt: skip
-    output_len: Annotated[
-        int | None,
-        option("--output-len", help=f"Tokens of an answer. [{OUTPUT_LEN}; sharegpt: the file's]", panel=DATASET, metavar="N"),
-    ] = None  # fmt: skip
-    range_ratio: Annotated[
-        float | None,
-        option("--range-ratio", help="Lengths differ by up to this share, either way. [0]", panel=DATASET, metavar="SHARE"),
-    ] = None  # fmt: skip
-    prefix_len: Annotated[
-        int | None,
-        option("--prefix-len", help=f"Tokens that a group shares. [{PREFIX_LEN}]", panel=DATASET, metavar="N"),
-    ] = None
-    num_prefixes: Annotated[
-        int | None, option("--num-prefixes", help=f"How many groups. [{NUM_PREFIXES}]", panel=DATASET, metavar="N")
-    ] = None
+    dataset: Literal["random", "prefix", "sharegpt", "file"] | None = option(
+        "--dataset",
+        help="Made-up prompts, made-up prompts of which groups begin alike, ShareGPT's JSON, or one prompt a line "
+        '(text, or JSON with "prompt" and "max_tokens"). [random, or file with --dataset-path]',
+        panel=DATASET,
+    )
+    dataset_path: str | None = option("--dataset-path", help="The file of prompts.", panel=DATASET, metavar="FILE")
+    input_len: int | None = option(
+        "--input-len", help=f"Tokens of a made-up prompt (behind its prefix). [{INPUT_LEN}]",
+        panel=DATASET, metavar="N",
+    )
+    output_len: int | None = option(
+        "--output-len", help=f"Tokens of an answer. [{OUTPUT_LEN}; sharegpt: the file's]", panel=DATASET, metavar="N"
+    )
+    range_ratio: float | None = option(
+        "--range-ratio", help="Lengths differ by up to this share, either way. [0]", panel=DATASET, metavar="SHARE"
+    )
+    prefix_len: int | None = option(
+        "--prefix-len", help=f"Tokens that a group shares. [{PREFIX_LEN}]", panel=DATASET, metavar="N"
+    )
+    num_prefixes: int | None = option(
+        "--num-prefixes", help=f"How many groups. [{NUM_PREFIXES}]", panel=DATASET, metavar="N"
+    )
 
     @property
     def kind(self) -> str:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nanovllm_cli.bench import sweep
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
 from nanovllm_cli.cli.bench_throughput import LOAD, Shape, chosen_model
 from nanovllm_cli.cli.command import expand, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, WeightsOptions
-from nanovllm_cli.cli.output import console
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from nanovllm_cli.bench.record import Summary
 
 EXAMPLE = "for example: nanovllm bench latency tiny"
 BATCH, INPUT, OUTPUT, REPETITIONS, WARMUP = 8, 32, 128, 10, 2
@@ -31,32 +25,29 @@ class LatencyOptions:
     """What a batch is."""
 
     random_weights: Shape = None
-    parallel: Annotated[
-        int, option("-npl", "--parallel", help=f"Requests of a batch. [{BATCH}]", panel=LOAD, metavar="N")
-    ] = BATCH
-    input_len: Annotated[
-        int, option("--input-len", help=f"Tokens of each prompt. [{INPUT}]", panel=LOAD, metavar="N")
-    ] = INPUT
-    output_len: Annotated[
-        int, option("--output-len", help=f"Tokens of each answer. [{OUTPUT}]", panel=LOAD, metavar="N")
-    ] = OUTPUT
-    repetitions: Annotated[
-        int, option("-r", "--repetitions", help=f"How many batches. [{REPETITIONS}]", panel=LOAD, metavar="N")
-    ] = REPETITIONS
-    warmup: Annotated[
-        int,
-        option("--warmup", help=f"Batches beforehand that do not count. [{WARMUP}]", panel=LOAD, metavar="N"),
-    ] = WARMUP
-    seed: Annotated[int, option("-s", "--seed", help="Of the made-up prompts. [0]", panel=LOAD, metavar="N")] = 0
+    parallel: int = option(
+        "-npl", "--parallel", help=f"Requests of a batch. [{BATCH}]", default=BATCH, panel=LOAD, metavar="N"
+    )
+    input_len: int = option(
+        "--input-len", help=f"Tokens of each prompt. [{INPUT}]", default=INPUT, panel=LOAD, metavar="N"
+    )
+    output_len: int = option(
+        "--output-len", help=f"Tokens of each answer. [{OUTPUT}]", default=OUTPUT, panel=LOAD, metavar="N"
+    )
+    repetitions: int = option(
+        "-r", "--repetitions", help=f"How many batches. [{REPETITIONS}]", default=REPETITIONS, panel=LOAD, metavar="N"
+    )
+    warmup: int = option(
+        "--warmup", help=f"Batches beforehand that do not count. [{WARMUP}]", default=WARMUP, panel=LOAD, metavar="N"
+    )
+    seed: int = option("-s", "--seed", help="Of the made-up prompts. [0]", default=0, panel=LOAD, metavar="N")
 
 
 @expand
 def bench_latency(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     model: WeightsOptions,
     options: LatencyOptions,
     engine: EngineOptions,
@@ -68,8 +59,7 @@ def bench_latency(
     All prompts of a batch are made up and handed over together; its time ends with the last token of its last answer. Answers are
     greedy and have the length that was asked for.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if min(options.parallel, options.input_len, options.output_len, options.repetitions) < 1 or options.warmup < 0:
         raise UsageError("-npl, --input-len, --output-len and -r take numbers from 1 on, --warmup one from 0 on")
     if options.parallel > sweep.MAX_VALUES:
@@ -77,8 +67,8 @@ def bench_latency(
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
-    loaded = load(name, model, engine.config(model, max_num_seqs=options.parallel), screen)
-    with contextlib.closing(loaded.llm) as llm:
+    config = engine.config(model, max_num_seqs=options.parallel)
+    with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import Batches, measure_latency
         from nanovllm_cli.bench.serve_report import run_table
@@ -86,7 +76,7 @@ def bench_latency(
         batches = Batches(
             options.parallel, options.input_len, options.output_len, options.repetitions, options.warmup, options.seed
         )
-        summary: Summary = measure_latency(llm, batches, this_machine(), wanted, ProgressLine(screen))
+        summary = measure_latency(llm, batches, this_machine(), wanted, ProgressLine(screen))
     if output.output == "md":
         title = f"{name}, {options.parallel} x ({options.input_len} + {options.output_len} tokens)"
         screen.answer(run_table(summary, title))

@@ -4,7 +4,7 @@ between commas, as ranges (4-64*2, 1-8+1), or by being given again."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli import parsers
@@ -45,26 +45,20 @@ class BenchModelOptions:
     """Which models, in which numbers."""
 
     model: ModelNames = None
-    random_weights: Annotated[
-        list[str] | None,
-        option(
-            "--random-weights",
-            help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json. Repeatable.",
-            panel=MODEL, metavar="SHAPE",
-        ),
-    ] = None  # fmt: skip
+    random_weights: list[str] | None = option(
+        "--random-weights",
+        help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json. Repeatable.",
+        panel=MODEL, metavar="SHAPE",
+    )
     revision: Revision = None
     offline: Offline = False
     dtype: DType = EngineConfig().dtype
     device: Device = "auto"
-    quant: Annotated[
-        list[str] | None,
-        option(
-            "--quant",
-            help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, …; none keeps them. [none]",
-            panel=MODEL, metavar="FORMAT,…",
-        ),
-    ] = None  # fmt: skip
+    quant: list[str] | None = option(
+        "--quant",
+        help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, …; none keeps them. [none]",
+        panel=MODEL, metavar="FORMAT,…",
+    )
     activations: ActivationsChoice = EngineConfig().activations
 
 
@@ -72,73 +66,52 @@ class BenchModelOptions:
 class TestOptions:
     """What is measured."""
 
-    n_prompt: Annotated[
-        list[Any] | None,
-        _several("-p", "--n-prompt", help="pp: read prompts of so many tokens; 0 for none. [512]", panel=TESTS),
-    ] = None
-    n_gen: Annotated[
-        list[Any] | None,
-        _several("-n", "--n-gen", help="tg: generate so many tokens; 0 for none. [128]", panel=TESTS),
-    ] = None
-    prompt_and_gen: Annotated[
-        list[Any] | None,
-        _several(
-            "-pg", "--prompt-and-gen", help="Read a prompt, then generate, timed together. Repeatable.",
-            panel=TESTS, metavar="PP,TG", parser=sweep.pair,
-        ),
-    ] = None  # fmt: skip
-    n_depth: Annotated[
-        list[Any] | None,
-        _several("-d", "--n-depth", help="Behind so many tokens of context, which are not timed. [0]", panel=TESTS),
-    ] = None
-    parallel: Annotated[
-        list[Any] | None,
-        _several("-npl", "--parallel", help="So many sequences generate at once, in tests that do. [1]", panel=TESTS),
-    ] = None
-    repetitions: Annotated[
-        int, option("-r", "--repetitions", help="How often each test is repeated. [5]", panel=TESTS, metavar="N")
-    ] = 5
-    delay: Annotated[
-        float, option("--delay", help="Seconds to wait before each test. [0]", panel=TESTS, metavar="SECONDS")
-    ] = 0.0
-    no_warmup: Annotated[bool, option("--no-warmup", help="No repetition beforehand.", panel=TESTS)] = False
+    n_prompt: list[Any] | None = _several(
+        "-p", "--n-prompt", help="pp: read prompts of so many tokens; 0 for none. [512]", panel=TESTS
+    )
+    n_gen: list[Any] | None = _several(
+        "-n", "--n-gen", help="tg: generate so many tokens; 0 for none. [128]", panel=TESTS
+    )
+    prompt_and_gen: list[Any] | None = _several(
+        "-pg", "--prompt-and-gen", help="Read a prompt, then generate, timed together. Repeatable.",
+        panel=TESTS, metavar="PP,TG", parser=sweep.pair,
+    )
+    n_depth: list[Any] | None = _several(
+        "-d", "--n-depth", help="Behind so many tokens of context, which are not timed. [0]", panel=TESTS
+    )
+    parallel: list[Any] | None = _several(
+        "-npl", "--parallel", help="So many sequences generate at once, in tests that do. [1]", panel=TESTS
+    )
+    repetitions: int = option(
+        "-r", "--repetitions", help="How often each test is repeated. [5]", default=5, panel=TESTS, metavar="N"
+    )
+    delay: float = option(
+        "--delay", help="Seconds to wait before each test. [0]", default=0.0, panel=TESTS, metavar="SECONDS"
+    )
+    no_warmup: bool = option("--no-warmup", help="No repetition beforehand.", default=False, panel=TESTS)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchEngineOptions:
     """Settings that can be swept."""
 
-    batch_size: Annotated[
-        list[Any] | None,
-        _several(
-            "-b", "--batch-size", help=f"Most tokens in one step of the engine. [{_STEP}]", panel=ENGINE, parser=_sizes
-        ),
-    ] = None
-    ubatch_size: Annotated[
-        list[Any] | None,
-        _several(
-            "-ub", "--ubatch-size",
-            help="The same as in llama.cpp: a step has at most the smaller of both. [--batch-size]",
-            panel=ENGINE, parser=_sizes,
-        ),
-    ] = None  # fmt: skip
-    cache_type_k: Annotated[
-        list[Any] | None,
-        _several(
-            "-ctk", "--cache-type-k", help="What keys are kept as: auto, bf16, int8, fp8, … [auto]",
-            panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
-        ),
-    ] = None  # fmt: skip
-    cache_type_v: Annotated[
-        list[Any] | None,
-        _several(
-            "-ctv", "--cache-type-v", help="The same for values. [auto]",
-            panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
-        ),
-    ] = None  # fmt: skip
-    threads: Annotated[list[Any] | None, _several("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = (
-        None
+    batch_size: list[Any] | None = _several(
+        "-b", "--batch-size", help=f"Most tokens in one step of the engine. [{_STEP}]", panel=ENGINE, parser=_sizes
     )
+    ubatch_size: list[Any] | None = _several(
+        "-ub", "--ubatch-size",
+        help="The same as in llama.cpp: a step has at most the smaller of both. [--batch-size]",
+        panel=ENGINE, parser=_sizes,
+    )
+    cache_type_k: list[Any] | None = _several(
+        "-ctk", "--cache-type-k", help="What keys are kept as: auto, bf16, int8, fp8, … [auto]",
+        panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
+    )
+    cache_type_v: list[Any] | None = _several(
+        "-ctv", "--cache-type-v", help="The same for values. [auto]",
+        panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
+    )
+    threads: list[Any] | None = _several("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)
     deterministic: Deterministic = False
 
 
@@ -146,16 +119,15 @@ class BenchEngineOptions:
 class BenchOutputOptions:
     """What is said, and where."""
 
-    output: Annotated[
-        Format, option("-o", "--output", help="What results are printed as. [md]", panel=OUTPUT, envvar=None)
-    ] = "md"
-    output_err: Annotated[
-        Format | None,
-        option("-oe", "--output-err", help="The same on standard error as well. [nothing]", panel=OUTPUT, envvar=None),
-    ] = None
-    progress: Annotated[
-        bool, option("--progress", help="A line on standard error before each test.", panel=OUTPUT)
-    ] = False
+    output: Format = option(
+        "-o", "--output", help="What results are printed as. [md]", default="md", panel=OUTPUT, envvar=None
+    )
+    output_err: Format | None = option(
+        "-oe", "--output-err", help="The same on standard error as well. [nothing]", panel=OUTPUT, envvar=None
+    )
+    progress: bool = option(
+        "--progress", help="A line on standard error before each test.", default=False, panel=OUTPUT
+    )
     report: Report = None
     plot: Plot = False
     roofline: RooflineChoice = "cached"

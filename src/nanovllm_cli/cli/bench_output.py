@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from nanovllm_cli.cli.command import OUTPUT, option
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.command import OUTPUT, option, typer_option
+from nanovllm_cli.cli.files import WholeFile, write_whole
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import UsageError
 
@@ -18,27 +18,25 @@ if TYPE_CHECKING:
     from nanovllm_cli.bench.record import Result
 
 Report = Annotated[
-    str | None, option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
+    str | None, typer_option("--report", help="Writes an HTML report.", panel=OUTPUT, metavar="FILE", envvar=None)
 ]
-Plot = Annotated[bool, option("--plot", help="Charts, made of characters, below the table.", panel=OUTPUT)]
+Plot = Annotated[bool, typer_option("--plot", help="Charts, made of characters, below the table.", panel=OUTPUT)]
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryOutputOptions:
     """What is told."""
 
-    output: Annotated[
-        Literal["md", "json", "jsonl"],
-        option("-o", "--output", help="What results are printed as. [md]", panel=OUTPUT, envvar=None),
-    ] = "md"
-    percentiles: Annotated[
-        str,
-        option("--percentiles", help="Of each latency. [90,95,99]", panel=OUTPUT, metavar="P,…"),
-    ] = "90,95,99"
-    save: Annotated[
-        str | None,
-        option("--save", help="Writes results with every latency, for bench compare.", panel=OUTPUT, metavar="FILE", envvar=None),
-    ] = None  # fmt: skip
+    output: Literal["md", "json", "jsonl"] = option(
+        "-o", "--output", help="What results are printed as. [md]", default="md", panel=OUTPUT, envvar=None
+    )
+    percentiles: str = option(
+        "--percentiles", help="Of each latency. [90,95,99]", default="90,95,99", panel=OUTPUT, metavar="P,…"
+    )
+    save: str | None = option(
+        "--save", help="Writes results with every latency, for bench compare.",
+        panel=OUTPUT, metavar="FILE", envvar=None,
+    )
     report: Report = None
     plot: Plot = False
 
@@ -66,9 +64,7 @@ def write_results(results: Sequence[Result], output: SummaryOutputOptions, scree
     elif output.output == "jsonl":
         screen.answer("".join(json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in results))
     if output.save is not None:
-        with WholeFile(Path(output.save)) as file:
-            file.write(write_json(results))
-            file.commit()
+        write_whole(Path(output.save), write_json(results))
     draw_results(results, output.report, plot=output.plot, screen=screen)
     for line in results[0].machine.lines():
         screen.say(line, "dim")

@@ -8,16 +8,17 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, numbers, percentiles, write_results
 from nanovllm_cli.cli.command import OUTPUT, SERVER, expand, is_typed, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import RequestError, UsageError
 
@@ -35,98 +36,80 @@ _MOST_FAILURES_SHOWN = 5
 class ServerOptions:
     """Whom to ask."""
 
-    url: Annotated[
-        str,
-        option("--url", help="The server, with or without /v1. [http://127.0.0.1:8080]", panel=SERVER, metavar="URL"),
-    ] = "http://127.0.0.1:8080"
-    model: Annotated[
-        str | None,
-        option("-m", "--model", help="The model's name there. [the first that the server lists]", panel=SERVER, metavar="NAME"),
-    ] = None  # fmt: skip
-    endpoint: Annotated[
-        Literal["completions", "chat"],
-        option("--endpoint", help="Which of OpenAI's endpoints: prompts as they are, or as a chat. [completions]", panel=SERVER),
-    ] = "completions"  # fmt: skip
-    api_key: Annotated[
-        str | None,
-        option(
-            "--api-key", help="Never shown; other users see a command line, so rather set OPENAI_API_KEY.",
-            panel=SERVER, metavar="KEY",
-        ),
-    ] = None  # fmt: skip
-    ignore_eos: Annotated[
-        bool,
-        option("--ignore-eos", help="Answers go on to their full length. Not every server can do that.", panel=SERVER),
-    ] = False
-    extra_body: Annotated[
-        str | None,
-        option(
-            "--extra-body",
-            help='More fields of each request, such as \'{"top_k": 20}\', in place of ours; null takes one out. [greedy answers]',
-            panel=SERVER, metavar="JSON",
-        ),
-    ] = None  # fmt: skip
-    timeout: Annotated[
-        float,
-        option("--timeout", help=f"Most seconds for one request. [{TIMEOUT:g}]", panel=SERVER, metavar="SECONDS"),
-    ] = TIMEOUT
+    url: str = option(
+        "--url", help="The server, with or without /v1. [http://127.0.0.1:8080]",
+        default="http://127.0.0.1:8080", panel=SERVER, metavar="URL",
+    )
+    model: str | None = option(
+        "-m", "--model", help="The model's name there. [the first that the server lists]",
+        panel=SERVER, metavar="NAME",
+    )
+    endpoint: Literal["completions", "chat"] = option(
+        "--endpoint", help="Which of OpenAI's endpoints: prompts as they are, or as a chat. [completions]",
+        default="completions", panel=SERVER,
+    )
+    api_key: str | None = option(
+        "--api-key", help="Never shown; other users see a command line, so rather set OPENAI_API_KEY.",
+        panel=SERVER, metavar="KEY",
+    )
+    ignore_eos: bool = option(
+        "--ignore-eos", help="Answers go on to their full length. Not every server can do that.",
+        default=False, panel=SERVER,
+    )
+    extra_body: str | None = option(
+        "--extra-body",
+        help='More fields of each request, such as \'{"top_k": 20}\', in place of ours; null takes one out. [greedy answers]',
+        panel=SERVER, metavar="JSON",
+    )
+    timeout: float = option(
+        "--timeout", help=f"Most seconds for one request. [{TIMEOUT:g}]",
+        default=TIMEOUT, panel=SERVER, metavar="SECONDS",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How much is asked, and when."""
 
-    num_prompts: Annotated[
-        int, option("--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", panel=LOAD, metavar="N")
-    ] = NUM_PROMPTS
-    request_rate: Annotated[
-        str,
-        option(
-            "--request-rate",
-            help="Requests a second; inf sends all at once. Several between commas are a run each. [inf]",
-            panel=LOAD, metavar="R,…",
-        ),
-    ] = "inf"  # fmt: skip
-    burstiness: Annotated[
-        float,
-        option(
-            "--burstiness",
-            help="Shape of the gamma distribution of gaps: 1 is a Poisson process, less comes in bursts, more is even. [1]",
-            panel=LOAD, metavar="SHAPE",
-        ),
-    ] = 1.0  # fmt: skip
-    ramp_up: Annotated[
-        float,
-        option("--ramp-up", help="Seconds in which the rate grows from nothing. [0]", panel=LOAD, metavar="SECONDS"),
-    ] = 0.0
-    max_concurrency: Annotated[
-        str | None,
-        option(
-            "--max-concurrency",
-            help="Most requests at a time; others wait. Several between commas are a run each. [any number]",
-            panel=LOAD, metavar="N,…",
-        ),
-    ] = None  # fmt: skip
-    warmup: Annotated[
-        int, option("--warmup", help=f"Requests beforehand that do not count. [{WARMUP}]", panel=LOAD, metavar="N")
-    ] = WARMUP
-    seed: Annotated[
-        int, option("-s", "--seed", help="Of the made-up prompts and of the gaps. [0]", panel=LOAD, metavar="N")
-    ] = 0
+    num_prompts: int = option(
+        "--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", default=NUM_PROMPTS, panel=LOAD, metavar="N"
+    )
+    request_rate: str = option(
+        "--request-rate",
+        help="Requests a second; inf sends all at once. Several between commas are a run each. [inf]",
+        default="inf", panel=LOAD, metavar="R,…",
+    )
+    burstiness: float = option(
+        "--burstiness",
+        help="Shape of the gamma distribution of gaps: 1 is a Poisson process, less comes in bursts, more is even. [1]",
+        default=1.0, panel=LOAD, metavar="SHAPE",
+    )
+    ramp_up: float = option(
+        "--ramp-up", help="Seconds in which the rate grows from nothing. [0]",
+        default=0.0, panel=LOAD, metavar="SECONDS",
+    )
+    max_concurrency: str | None = option(
+        "--max-concurrency",
+        help="Most requests at a time; others wait. Several between commas are a run each. [any number]",
+        panel=LOAD, metavar="N,…",
+    )
+    warmup: int = option(
+        "--warmup", help=f"Requests beforehand that do not count. [{WARMUP}]", default=WARMUP, panel=LOAD, metavar="N"
+    )
+    seed: int = option(
+        "-s", "--seed", help="Of the made-up prompts and of the gaps. [0]", default=0, panel=LOAD, metavar="N"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOutputOptions(SummaryOutputOptions):
     """What is told."""
 
-    goodput: Annotated[
-        list[str] | None,
-        option(
-            "--goodput",
-            help="Goals in milliseconds that a good request keeps to: ttft:200,tpot:50,e2el:5000. Repeatable.",
-            panel=OUTPUT, metavar="NAME:MS",
-        ),
-    ] = None  # fmt: skip
+    goodput: list[str] | None = option(
+        "--goodput",
+        help="Goals in milliseconds that a good request keeps to: ttft:200,tpot:50,e2el:5000. Repeatable.",
+        panel=OUTPUT, metavar="NAME:MS",
+    )
 
 
 @expand
@@ -146,12 +129,10 @@ def bench_serve(
     whole answer (E2EL). A request's time begins before it connects; each has a connection of its own. Answers are greedy.
     Ctrl-C reports what is done until then. Exits with 1 where no request succeeded.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     with signals.insisting():
         from nanovllm_cli.bench import serve
         from nanovllm_cli.bench.machine import this_machine
-    signals.check()
     plans = _plans(load, output)
     if all(math.isinf(plan.request_rate) for plan in plans):
         if is_typed(ctx, "burstiness"):
@@ -226,7 +207,7 @@ def _plans(load: LoadOptions, output: ServeOutputOptions) -> list[Plan]:
     goals = goals_of(word for words in output.goodput or () for word in words.replace(",", " ").split())
     wanted = percentiles(output.percentiles)
     limits = [None] if load.max_concurrency is None else numbers("--max-concurrency", load.max_concurrency)
-    if any(limit is not None and limit != int(limit) for limit in limits):
+    if any(limit is not None and not limit.is_integer() for limit in limits):
         raise UsageError("--max-concurrency takes whole numbers")
     rates = numbers("--request-rate", load.request_rate)
     for rate in rates:

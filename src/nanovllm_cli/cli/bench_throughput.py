@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.bench_dataset import DatasetOptions
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
-from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option
+from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option, typer_option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, named_model
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, WeightsOptions
-from nanovllm_cli.cli.output import console
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.weights.shapes import RANDOM
-
-if TYPE_CHECKING:
-    from nanovllm_cli.bench.record import Summary
 
 EXAMPLE = "for example: nanovllm bench throughput tiny --num-prompts 32"
 LOAD = "Load"
 NUM_PROMPTS, MAX_NUM_SEQS = 100, 64
 Shape = Annotated[
     str | None,
-    option(
+    typer_option(
         "--random-weights",
         help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json.",
         panel=MODEL, metavar="SHAPE",
@@ -40,26 +35,24 @@ class ThroughputOptions:
     """How much is asked."""
 
     random_weights: Shape = None
-    num_prompts: Annotated[
-        int, option("--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", panel=LOAD, metavar="N")
-    ] = NUM_PROMPTS
-    warmup: Annotated[
-        int, option("--warmup", help="Requests beforehand that do not count. [1]", panel=LOAD, metavar="N")
-    ] = 1
-    seed: Annotated[int, option("-s", "--seed", help="Of the made-up prompts. [0]", panel=LOAD, metavar="N")] = 0
-    max_num_seqs: Annotated[
-        int,
-        option("--max-num-seqs", help=f"Most sequences in one step. [{MAX_NUM_SEQS}]", panel=ENGINE, metavar="N"),
-    ] = MAX_NUM_SEQS
+    num_prompts: int = option(
+        "--num-prompts", help=f"How many requests. [{NUM_PROMPTS}]", default=NUM_PROMPTS, panel=LOAD, metavar="N"
+    )
+    warmup: int = option(
+        "--warmup", help="Requests beforehand that do not count. [1]", default=1, panel=LOAD, metavar="N"
+    )
+    seed: int = option("-s", "--seed", help="Of the made-up prompts. [0]", default=0, panel=LOAD, metavar="N")
+    max_num_seqs: int = option(
+        "--max-num-seqs", help=f"Most sequences in one step. [{MAX_NUM_SEQS}]",
+        default=MAX_NUM_SEQS, panel=ENGINE, metavar="N",
+    )
 
 
 @expand
 def bench_throughput(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     model: WeightsOptions,
     options: ThroughputOptions,
     dataset: DatasetOptions,
@@ -72,8 +65,7 @@ def bench_throughput(
     All requests are there from the beginning. Figures are those of vLLM's own benchmark. Prompts are tokens before the clock
     starts; answers are greedy and have the length that was asked for.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if options.num_prompts < 1 or options.warmup < 0:
         raise UsageError("--num-prompts takes a number from 1 on, --warmup one from 0 on")
     dataset.refuse_seed(ctx)
@@ -81,8 +73,7 @@ def bench_throughput(
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
     config = engine.config(model, max_num_seqs=options.max_num_seqs)
-    loaded = load(name, model, config, screen)
-    with contextlib.closing(loaded.llm) as llm:
+    with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import measure_throughput
         from nanovllm_cli.bench.serve_report import run_table
@@ -93,9 +84,8 @@ def bench_throughput(
             vocab_size=llm.spec.vocab_size,
             tokens=lambda text: len(llm.tokenizer.encode(text)),
         )
-        summary: Summary = measure_throughput(
-            llm, workload, this_machine(), wanted, ProgressLine(screen), warm_up=options.warmup
-        )
+        progress = ProgressLine(screen)
+        summary = measure_throughput(llm, workload, this_machine(), wanted, progress, warm_up=options.warmup)
     if output.output == "md":
         screen.answer(run_table(summary, f"{name}, all at once"))
     write_results([summary], output, screen)
@@ -104,7 +94,7 @@ def bench_throughput(
 def chosen_model(settings: object, word: str | None, model: WeightsOptions, shape: str | None, example: str) -> str:
     """What is measured. Raises UsageError."""
     if shape is None:
-        return named_model(settings, word, model, example)
+        return named_model(settings, word or model.model, example)
     if word:
         raise UsageError(f"{word} and --random-weights {shape} are two models", "name one of them")
     return RANDOM + shape

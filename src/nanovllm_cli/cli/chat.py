@@ -13,14 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli import inputs, log
+from nanovllm_cli.cli import inputs
+from nanovllm_cli.cli.answer import shows_reasoning
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions, refuse_both
-from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.options import (
+    EngineOptions,
+    MessageOptions,
+    ModelOptions,
+    ModelWord,
+    SamplingOptions,
+    refuse_both,
+)
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
+from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.folders import state_folder
@@ -40,9 +50,7 @@ EXAMPLE = "for example: nanovllm chat tiny"
 def chat(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The first message.")] = None,
     model: ModelOptions,
     server: RemoteOptions,
@@ -60,8 +68,7 @@ def chat(
     A message that fails is told on stderr, the next one follows, and the exit code is that of the first failure.
     What is said is kept, unless --no-save; --continue goes on with it, and needs no MODEL.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     from nanovllm_cli.chat.session import Sessions
 
     saved = Sessions(state_folder() / "sessions")
@@ -105,14 +112,14 @@ class _Local:
 
     def name(self, resumed: str | None) -> str:
         """The model to begin with. resumed: the one that the session had."""
-        self._begun_with = self.named or resumed or named_model(self.settings, None, self.options, EXAMPLE)
+        self._begun_with = self.named or resumed or named_model(self.settings, self.options.model, EXAMPLE)
         return self._begun_with
 
     def _find(self, name: str) -> Callable[[], Loaded]:
         options = self.options
         if name != self._begun_with:  # what was said of the first is of it alone
-            options = dataclasses.replace(options, model=None, revision=None, chat_template=None)
-        return find(named_model(self.settings, name, options, EXAMPLE), options, self.config, self.screen)
+            options = dataclasses.replace(options, revision=None, chat_template=None)
+        return find(named_model(self.settings, name, EXAMPLE), options, self.config, self.screen)
 
 
 @dataclass(frozen=True)
@@ -246,7 +253,7 @@ def _surface(talk: ChatOptions, screen: Console) -> _Surface:
             "--markdown always needs a terminal, and standard output is none", "leave it out: text is as it is there"
         )
     plain = _Surface(
-        PlainDisplay(screen), lambda chat: PlainReader(screen), _shows_reasoning(talk, screen), edits=False
+        PlainDisplay(screen), lambda chat: PlainReader(screen), shows_reasoning(talk.reasoning, screen), edits=False
     )
     if not screen.out.moves_cursor or not (asks or talk.markdown == "always"):
         return plain
@@ -276,27 +283,15 @@ def _surface(talk: ChatOptions, screen: Console) -> _Surface:
     return _Surface(display, open_editor, shows_reasoning=True, edits=True)
 
 
-def _shows_reasoning(talk: ChatOptions, screen: Console) -> bool:
-    return talk.reasoning == "show" or (talk.reasoning == "auto" and screen.err.is_terminal and not screen.quiet)
-
-
 def _list(saved: Sessions, screen: Console) -> None:
     """One line a session, columns aligned."""
     entries = saved.entries()
     if not entries:
         screen.say("there are no sessions yet")
         return
-    rows = [
-        (
-            one_line(entry.name),
-            datetime.fromtimestamp(entry.updated).strftime("%Y-%m-%d %H:%M"),
-            f"{entry.turns:,}",
-            one_line(entry.model),
-            one_line(entry.title),
-        )
-        for entry in entries
-    ]
-    head = ("NAME", "LAST", "TURNS", "MODEL", "TITLE")
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        screen.answer("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+    rows = [("NAME", "LAST", "TURNS", "MODEL", "TITLE")]
+    for entry in entries:
+        updated = datetime.fromtimestamp(entry.updated).strftime("%Y-%m-%d %H:%M")
+        rows.append((one_line(entry.name), updated, f"{entry.turns:,}", one_line(entry.model), one_line(entry.title)))
+    for line in aligned(rows, left=range(5)):
+        screen.answer(line + "\n")

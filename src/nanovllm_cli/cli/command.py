@@ -13,7 +13,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -25,10 +25,17 @@ from nanovllm_cli.cli.settings import as_words, load_settings
 from nanovllm_cli.errors import UsageError
 
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
+_OPTION = "option"  # in a field's metadata
 
-def option(*flags: str, help: str, panel: str, **more: Any) -> Any:
-    """typer.Option whose environment variable is NANOVLLM_ and its longest flag. `panel`: the section of the help it
-    is in."""
+
+def option(*flags: str, help: str, panel: str, default: Any = None, **more: Any) -> Any:
+    """A field of a group of options. More is passed on to `typer_option`."""
+    return dataclasses.field(default=default, metadata={_OPTION: typer_option(*flags, help=help, panel=panel, **more)})
+
+
+def typer_option(*flags: str, help: str, panel: str, **more: Any) -> Any:
+    """typer.Option whose environment variable is NANOVLLM_ and its longest flag: for the type of fields that several groups have,
+    as in `Offline = Annotated[bool, typer_option("--offline", …)]`. panel: the section of the help it is in."""
     longest = max(flags, key=len).split("/")[0]
     variable = ENVIRONMENT_PREFIX + longest.lstrip("-").replace("-", "_").upper()
     settings: dict[str, Any] = {"envvar": variable, "show_envvar": False, "show_default": False} | more
@@ -48,10 +55,10 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
             expanded.append(plain.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         groups[name] = hint
-        hints = get_type_hints(hint, include_extras=True)
+        types = types_of(hint)
         for field in dataclasses.fields(hint):
             keyword = inspect.Parameter.KEYWORD_ONLY
-            expanded.append(inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name]))
+            expanded.append(inspect.Parameter(field.name, keyword, default=field.default, annotation=types[field.name]))
 
     def command(**values: Any) -> None:
         for name, group in groups.items():
@@ -62,6 +69,15 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in expanded}
     command.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
     return command
+
+
+def types_of(group: Any) -> dict[str, Any]:
+    """The types of a group's fields with their options, as Typer wants to see them."""
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        if _OPTION in field.metadata:
+            hints[field.name] = Annotated[hints[field.name], field.metadata[_OPTION]]
+    return hints
 
 
 class Command(TyperCommand):

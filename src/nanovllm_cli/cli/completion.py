@@ -8,7 +8,6 @@ import typer
 
 from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import console
 
 
 @expand
@@ -24,11 +23,10 @@ def completion(
     bash, put the first example's line into ~/.bashrc; for zsh, the second's into ~/.zshrc, after compinit; for fish, run the
     third once.
     """
-    from nanovllm_cli.cli import log
     from nanovllm_cli.cli.command_tree import page
     from nanovllm_cli.cli.completion_scripts import script
+    from nanovllm_cli.cli.log import screen_for
 
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = ctx.find_root()
     screen.answer(script(shell, page(root.command, str(root.info_name))))

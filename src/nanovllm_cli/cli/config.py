@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm_cli.cli import log
 from nanovllm_cli.cli.command import (
     OUTPUT,
     Command,
@@ -24,9 +23,10 @@ from nanovllm_cli.cli.command import (
     option,
 )
 from nanovllm_cli.cli.command_tree import Page, page
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
     Origin,
@@ -50,6 +50,7 @@ from nanovllm_cli.cli.settings_view import (
     unknown_variables,
     value_of,
 )
+from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.toml_text import TomlText
 from nanovllm_cli.errors import OutputError, UsageError
 
@@ -70,25 +71,21 @@ _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "of
 class ShowOptions:
     """What is shown, and how."""
 
-    model: Annotated[
-        str | None,
-        option("-m", "--model", help="With the settings of this model.", panel=OUTPUT, metavar="MODEL", envvar=None),
-    ] = None
-    all: Annotated[bool, option("--all", help="Defaults too.", panel=OUTPUT, envvar=None)] = False
-    json: Annotated[bool, option("--json", help="A JSON list instead of text.", panel=OUTPUT, envvar=None)] = False
+    model: str | None = option(
+        "-m", "--model", help="With the settings of this model.", panel=OUTPUT, metavar="MODEL", envvar=None
+    )
+    all: bool = option("--all", help="Defaults too.", default=False, panel=OUTPUT, envvar=None)
+    json: bool = option("--json", help="A JSON list instead of text.", default=False, panel=OUTPUT, envvar=None)
 
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
     """Which of the two files."""
 
-    project: Annotated[
-        bool,
-        option(
-            "--project", help=f"{PROJECT_FILE} of this project, in place of the user's own file.",
-            panel=FILES, envvar=None,
-        ),
-    ] = False  # fmt: skip
+    project: bool = option(
+        "--project", help=f"{PROJECT_FILE} of this project, in place of the user's own file.",
+        default=False, panel=FILES, envvar=None,
+    )
 
 
 KeyWord = Annotated[
@@ -126,8 +123,7 @@ def show(
     A flag wins over its environment variable, that over the project's file, that over the user's, and that over the default.
     Each line has a value, where it comes from, and the commands that get it.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = _root(ctx)
     assert isinstance(ctx.obj, Settings)
     found = list(rows(root, ctx.obj, ".".join(words or []), options.model, options.all))
@@ -148,12 +144,10 @@ def get(*, ctx: typer.Context, key: KeyWord, messages: MessageOptions) -> None:
 
     With a model's name in the key: what a command gets for that model.
     """
-    screen = console()
-    log.configure(messages, screen)
-    root = _root(ctx)
+    screen = screen_for(messages)
     assert isinstance(ctx.obj, Settings)
-    target = target_of(root, key)
-    origin = value_of(root, ctx.obj, target)
+    target = target_of(_root(ctx), key)
+    origin = value_of(ctx.obj, target)
     if origin is None:
         raise NotSet(f"{key} is not set", "nanovllm config shows what is")
     value = origin.value if isinstance(origin, Origin) else os.environ[origin]
@@ -172,8 +166,7 @@ def set_value(
     messages: MessageOptions,
 ) -> None:
     """Set a value in the user's file, or with --project in the project's. Other lines and comments stay as they are."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     root = _root(ctx)
     target = target_of(root, key)
     value = _checked_value(ctx, target, key, values)
@@ -186,8 +179,7 @@ def set_value(
 @expand
 def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: MessageOptions) -> None:
     """Take a value out of the user's file, or with --project out of the project's."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     target = target_of(_root(ctx), key)
     file = _file(files)
     if not file.exists() or target.key not in (there := SettingsFile(file)).table(target.table):
@@ -199,16 +191,14 @@ def unset(*, ctx: typer.Context, key: KeyWord, files: FileOptions, messages: Mes
 @expand
 def path(*, files: FileOptions, messages: MessageOptions) -> None:
     """Print where the user's file is, be it there or not; with --project the project's."""
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     screen.answer(f"{_file(files)}\n")
 
 
 @expand
 def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) -> None:
     """Open the file in $VISUAL or $EDITOR, and check what comes of it."""
-    screen = console()
-    log.configure(messages, screen)
+    screen_for(messages)
     file = _file(files)
     editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     if not file.exists():
@@ -277,9 +267,7 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise OutputError(f"cannot create {file.parent}: {failure.strerror}") from failure
-    with WholeFile(file) as whole:
-        whole.write(text)
-        whole.commit()
+    write_whole(file, text)
 
 
 def _print(found: list[Row], root: Page, screen: Console) -> None:
@@ -293,9 +281,8 @@ def _print(found: list[Row], root: Page, screen: Console) -> None:
         with_model = f", with {row.model}" if row.model else ""
         value = f"= {shown(row.value)}" if row.origin else f"({row.value})"
         cells.append((f"{row.key} {value}", place(row.origin), whom + with_model))
-    widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
-    for first, second, third in cells:
-        screen.answer(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}\n")
+    for line in aligned(cells, left=(0, 1, 2)):
+        screen.answer(line + "\n")
 
 
 def _root(ctx: typer.Context) -> Page:

@@ -9,10 +9,9 @@ _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^\n]*)")
 
 
 class CodeBlock(NamedTuple):
-    """language: the first word after the fence. closed: False where the answer ended inside the block."""
+    """closed: False where the answer ended inside the block."""
 
     text: str
-    language: str
     closed: bool
 
 
@@ -26,9 +25,9 @@ def first_code_block(answer: str) -> CodeBlock | None:
         block: list[str] = []
         for inner in lines[number + 1 :]:
             if _closes(inner, fence[2]):
-                return CodeBlock("".join(block), _language(fence[3]), True)
+                return CodeBlock("".join(block), True)
             block.append(_dedented(inner, len(fence[1])))
-        return CodeBlock("".join(block), _language(fence[3]), False)
+        return CodeBlock("".join(block), False)
     return None
 
 
@@ -40,7 +39,3 @@ def _closes(line: str, opening: str) -> bool:
 def _dedented(line: str, width: int) -> str:
     blank = len(line) - len(line.lstrip(" \t"))
     return line[min(width, blank) :]
-
-
-def _language(info: str) -> str:
-    return (info.split() or [""])[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -11,6 +13,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 from nanovllm_cli.errors import OutputError
+
+_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class WholeFile:
@@ -82,11 +86,36 @@ class WholeFile:
             self._temporary = None
 
 
+def write_whole(path: Path, text: str, mode: int | None = None) -> None:
+    """`text` as a file that appears whole. Raises OutputError."""
+    with WholeFile(path, mode) as file:
+        file.write(text)
+        file.commit()
+
+
+def lock(handle: int) -> bool:
+    """Locks an open file for as long as it is open; False where another process has it. Not every file system has locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def is_special(path: Path) -> bool:
     """Whether a name stands for a device, a FIFO or a descriptor (/dev/stdout), to be written and never replaced."""
     if path.is_dir():
         return False
     return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+
+
+def stem_of(source: str) -> str:
+    """What an output is named after: a repository's last word, a folder's name, a file's without its ending and the number of
+    its part."""
+    path = Path(os.path.abspath(source))  # `.` has a name, and a link keeps its own
+    return _PART_AT_END.sub("", path.stem if path.is_file() else path.name)
 
 
 def _umask() -> int:

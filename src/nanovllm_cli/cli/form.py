@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from nanovllm_cli.cli.command import FORM, option
 from nanovllm_cli.cli.inputs import checked, decode, read_file
@@ -20,39 +20,28 @@ FORM_KEYS = ("json_schema", "json_object", "regex", "choice", "grammar", "reason
 class FormOptions:
     """What the whole answer must be, behind its reasoning; at most one of them."""
 
-    json_schema: Annotated[
-        str | None,
-        option(
-            "-j", "--json-schema",
-            help="JSON of this schema. @FILE reads it; so does a name that ends in .json.",
-            panel=FORM, metavar="JSON|@FILE",
-        ),
-    ] = None  # fmt: skip
-    json_schema_file: Annotated[
-        str | None, option("-jf", "--json-schema-file", help="JSON of the schema in a file.", panel=FORM, metavar="FILE")
-    ] = None
-    json_object: Annotated[bool, option("--json-object", help="Any JSON object.", panel=FORM)] = False
-    regex: Annotated[
-        str | None, option("--regex", help="What this regular expression matches, whole.", panel=FORM, metavar="REGEX")
-    ] = None
-    choice: Annotated[
-        list[str] | None, option("--choice", help="One of these texts. Repeatable.", panel=FORM, metavar="TEXT")
-    ] = None
-    grammar: Annotated[
-        str | None,
-        option(
-            "--grammar",
-            help="What this grammar describes: llama.cpp's GBNF (root ::= …), or Lark (start: …). @FILE reads it.",
-            panel=FORM, metavar="TEXT|@FILE",
-        ),
-    ] = None  # fmt: skip
-    grammar_file: Annotated[
-        str | None, option("--grammar-file", help="The same, from a file.", panel=FORM, metavar="FILE")
-    ] = None
-    reasoning_budget: Annotated[
-        int | None,
-        option("--reasoning-budget", help="Most tokens of reasoning; 0 ends it at once. [-1: no limit]", panel=FORM),
-    ] = None
+    json_schema: str | None = option(
+        "-j", "--json-schema",
+        help="JSON of this schema. @FILE reads it; so does a name that ends in .json.",
+        panel=FORM, metavar="JSON|@FILE",
+    )
+    json_schema_file: str | None = option(
+        "-jf", "--json-schema-file", help="JSON of the schema in a file.", panel=FORM, metavar="FILE"
+    )
+    json_object: bool = option("--json-object", help="Any JSON object.", default=False, panel=FORM)
+    regex: str | None = option(
+        "--regex", help="What this regular expression matches, whole.", panel=FORM, metavar="REGEX"
+    )
+    choice: list[str] | None = option("--choice", help="One of these texts. Repeatable.", panel=FORM, metavar="TEXT")
+    grammar: str | None = option(
+        "--grammar",
+        help="What this grammar describes: llama.cpp's GBNF (root ::= …), or Lark (start: …). @FILE reads it.",
+        panel=FORM, metavar="TEXT|@FILE",
+    )
+    grammar_file: str | None = option("--grammar-file", help="The same, from a file.", panel=FORM, metavar="FILE")
+    reasoning_budget: int | None = option(
+        "--reasoning-budget", help="Most tokens of reasoning; 0 ends it at once. [-1: no limit]", panel=FORM
+    )
 
     def given(self) -> dict[str, Any]:
         """The "constraint" and the "reasoning_budget" that were asked for. Raises UsageError for what no model could follow."""

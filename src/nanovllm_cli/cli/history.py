@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm_cli.cli.files import WholeFile
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import OutputError, UsageError
 from nanovllm_cli.folders import state_folder
 
@@ -36,9 +36,7 @@ def save(run: LastRun) -> None:
     path = last_run_file()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with WholeFile(path, mode=0o600) as file:
-            file.write(json.dumps(asdict(run), ensure_ascii=False) + "\n")
-            file.commit()
+        write_whole(path, json.dumps(asdict(run), ensure_ascii=False) + "\n", mode=0o600)
     except (OSError, OutputError) as failure:
         log.info("this run cannot be continued later: %s", failure)
 

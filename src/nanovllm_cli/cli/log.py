@@ -6,6 +6,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
+from nanovllm_cli.cli import output
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.errors import OutputError
@@ -13,8 +14,9 @@ from nanovllm_cli.errors import OutputError
 PACKAGE = "nanovllm_cli"
 
 
-def configure(options: MessageOptions, console: Console) -> None:
-    """Sets up logging for this process. Raises OutputError for a log file that cannot be written."""
+def screen_for(options: MessageOptions) -> Console:
+    """The process's console, with logging as it was asked for. Raises OutputError for a log file that cannot be written."""
+    console = output.console()
     if options.quiet:
         console.status("")
     console.quiet = options.quiet
@@ -42,6 +44,7 @@ def configure(options: MessageOptions, console: Console) -> None:
     root.handlers = handlers
     logging.raiseExceptions = False  # a log that cannot be written is not worth a traceback
     logging.captureWarnings(True)
+    return console
 
 
 def hear(name: str, options: MessageOptions, console: Console) -> None:

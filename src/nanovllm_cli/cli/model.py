@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
 
 
-def named_model(settings: object, word: str | None, source: SourceOptions, example: str) -> str:
-    """The model of a command that takes one: MODEL, else what -m or the environment says. settings: those of the files, whose
-    aliases count. Raises UsageError."""
-    name = word or source.model
-    if not name:
+def named_models(settings: object, names: Sequence[str], example: str) -> list[str]:
+    """`names`, with what aliases of the settings files stand for. Raises UsageError where there are none."""
+    if not names:
         raise UsageError("no model was named", example)
-    return settings.resolve(name) if isinstance(settings, Settings) else name
+    return [settings.resolve(name) for name in names] if isinstance(settings, Settings) else list(names)
+
+
+def named_model(settings: object, name: str | None, example: str) -> str:
+    """The same for a command that takes one model."""
+    return named_models(settings, [name] if name else [], example)[0]
 
 
 def name_and_words(source: SourceOptions, first: str | None, rest: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -64,7 +67,6 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
-    signals.check()
     progress = ProgressLine(console)
     found = LLM.find(name, config=config, offline=options.offline, revision=options.revision, progress=progress)
     signals.check()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, Command, expand, group, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count, show
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
-from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.table import aligned
@@ -47,10 +48,11 @@ def build() -> typer.Typer:
 class ListOptions:
     """What is listed, and how."""
 
-    short_names: Annotated[
-        bool, option("--short-names", help="All short names and what they stand for, here or not.", panel=OUTPUT, envvar=None)
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+    short_names: bool = option(
+        "--short-names", help="All short names and what they stand for, here or not.",
+        default=False, panel=OUTPUT, envvar=None,
+    )
+    json: bool = option("--json", help="One JSON object.", default=False, panel=OUTPUT)
 
 
 class _Row(NamedTuple):
@@ -91,8 +93,7 @@ def list_models(*, ctx: typer.Context, options: ListOptions, messages: MessageOp
     For each: what its weights are stored as, the size of its files, the memory that it needs with a context of 4,096 tokens, when
     it was last used; and why, where it can't be run here.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     short = _short_names(ctx.obj)
     if options.short_names:
         _print_short_names(short, screen, as_json=options.json)
@@ -167,7 +168,7 @@ def _print_short_names(short: dict[str, str], screen: Console, *, as_json: bool)
 class PullOptions:
     """What is printed."""
 
-    json: Annotated[bool, option("--json", help="What was fetched as one JSON object.", panel=OUTPUT)] = False
+    json: bool = option("--json", help="What was fetched as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
@@ -178,9 +179,8 @@ def pull(
 
     The path to its files goes to stdout.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE.format("pull"))
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE.format("pull"))
     screen.announce(f"looking for {name}")
     with signals.insisting():
         from nanovllm_cli.weights.source import resolve
@@ -200,7 +200,7 @@ def pull(
 class RemoveOptions:
     """Whether to ask."""
 
-    yes: Annotated[bool, option("-y", "--yes", help="Don't ask.", panel=OUTPUT, envvar=None)] = False
+    yes: bool = option("-y", "--yes", help="Don't ask.", default=False, panel=OUTPUT, envvar=None)
 
 
 @expand
@@ -210,12 +210,8 @@ def remove(*, ctx: typer.Context, model_word: ModelWord = None, options: RemoveO
     It says what would go and how much that frees, and asks; in a script -y has to say yes. Files that another revision uses stay.
     Nothing outside of the cache is ever removed.
     """
-    screen = console()
-    log.configure(messages, screen)
-    if not model_word:
-        raise UsageError("no model was named", EXAMPLE.format("rm"))
-    name = ctx.obj.resolve(model_word) if isinstance(ctx.obj, Settings) else model_word
-    meant = hub_name(name)
+    screen = screen_for(messages)
+    meant = hub_name(named_model(ctx.obj, model_word, EXAMPLE.format("rm")))
     from nanovllm_cli.weights import hub_cache
 
     found = hub_cache.removal(meant)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
-from nanovllm_cli.cli.options import MessageOptions
-from nanovllm_cli.cli.output import Console, console, one_line
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import named_model
+from nanovllm_cli.cli.options import MessageOptions, ModelWord
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.errors import ModelNotFoundError, NanovllmError, UsageError
 
@@ -34,30 +35,23 @@ _LICENCE_BYTES = 64 << 10
 class ShowOptions:
     """Which of a model's revisions, and what of it."""
 
-    model: Annotated[
-        str | None,
-        option(
-            "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
-            panel=MODEL, metavar="MODEL",
-        ),
-    ] = None  # fmt: skip
-    revision: Annotated[
-        str | None, option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
-    ] = None
-    template: Annotated[
-        bool, option("--template", help="The chat template, whole, and nothing else.", panel=OUTPUT, envvar=None)
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+    model: str | None = option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
+        panel=MODEL, metavar="MODEL",
+    )
+    revision: str | None = option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
+    template: bool = option(
+        "--template", help="The chat template, whole, and nothing else.", default=False, panel=OUTPUT, envvar=None
+    )
+    json: bool = option("--json", help="One JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
 def show(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     options: ShowOptions,
     messages: MessageOptions,
 ) -> None:
@@ -65,19 +59,14 @@ def show(
 
     Only headers are read, of files that are on this machine; no weight is loaded and nothing is downloaded.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = model_word or options.model
-    if not name:
-        raise UsageError("no model was named", EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or options.model, EXAMPLE)
     if options.template and is_typed(ctx, "json"):
         raise UsageError("--template and --json cannot be used together", "--json has the template as well")
-    name = ctx.obj.resolve(name) if isinstance(ctx.obj, Settings) else name
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.planning.facts import facts_of
         from nanovllm_cli.weights.checkpoint import open_checkpoint
-    signals.check()
     found = here(name, options.revision, ProgressLine(screen))
     with open_checkpoint(found.path) as checkpoint:
         facts = facts_of(checkpoint)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from nanovllm_cli.cli import parsers
-from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option
-from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType, Policy
+from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
+from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_cli.cli.serve_options import ServedOptions
 
 Choice = Literal["on", "off"]
 
@@ -41,20 +44,24 @@ def _sampling(name: str, *flags: str, help: str, **more: Any) -> Any:
     )
 
 
+_A_MODEL = "A path, org/repo[:quant][@revision], or a short name; or -m."
+ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", help=_A_MODEL)]
+ModelWords = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=_A_MODEL)]
+
 Revision = Annotated[
-    str | None, option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
+    str | None, typer_option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
 ]
-Offline = Annotated[bool, option("--offline", help="Use only what is on this machine.", panel=MODEL)]
+Offline = Annotated[bool, typer_option("--offline", help="Use only what is on this machine.", panel=MODEL)]
 DType = Annotated[
-    DTypeName, option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
+    DTypeName, typer_option("--dtype", help=f"What it computes in. [{_default(EngineConfig, 'dtype')}]", panel=MODEL)
 ]
 Device = Annotated[
     str,
-    option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"),
+    typer_option("--device", help="auto, cpu, cuda, cuda:N. [auto]", panel=MODEL, parser=parsers.device, metavar="DEVICE"),
 ]
 ActivationsChoice = Annotated[
     Activations,
-    option(
+    typer_option(
         "--activations",
         help="What meets a quantized weight: rounded to 8 bits where its format says so, or exact. auto: rounded, but not "
         "in float32. [auto]",
@@ -63,7 +70,7 @@ ActivationsChoice = Annotated[
 ]
 Quant = Annotated[
     str | None,
-    option(
+    typer_option(
         "--quant",
         help="Round plain weights while loading: int8, fp8, int4[:group=N], nf4, q4_k, … [as they are stored]",
         panel=MODEL, metavar="FORMAT",
@@ -71,7 +78,7 @@ Quant = Annotated[
 ]  # fmt: skip
 RooflineChoice = Annotated[
     Literal["cached", "measure", "off"],
-    option(
+    typer_option(
         "--roofline",
         help="What this machine can do at most: as kept from an earlier run, measured anew, or nothing is said of it. [cached]",
         panel=OUTPUT,
@@ -79,20 +86,20 @@ RooflineChoice = Annotated[
 ]
 ChatTemplateChoice = Annotated[
     str | None,
-    option(
+    typer_option(
         "--chat-template",
         help="A built-in template's name, or a Jinja file, instead of the model's own.",
         panel=MODEL, metavar="NAME|FILE",
     ),
 ]  # fmt: skip
 Deterministic = Annotated[
-    bool, option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
+    bool, typer_option("--deterministic", help="An answer never depends on what else is computed with it.", panel=ENGINE)
 ]
 
 
 ModelNames = Annotated[
     list[str] | None,
-    option(
+    typer_option(
         "-m", "--model",
         help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
         panel=MODEL, metavar="MODEL",
@@ -100,31 +107,15 @@ ModelNames = Annotated[
 ]  # fmt: skip
 
 
-class Numbers(Protocol):
-    """The options that say what a model computes in."""
-
-    @property
-    def dtype(self) -> DTypeName: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def quant(self) -> str | None: ...
-    @property
-    def activations(self) -> Activations: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """Which model, from where."""
 
-    model: Annotated[
-        str | None,
-        option(
-            "-m", "--model",
-            help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
-            panel=MODEL, metavar="MODEL",
-        ),
-    ] = None  # fmt: skip
+    model: str | None = option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
+        panel=MODEL, metavar="MODEL",
+    )
     revision: Revision = None
     offline: Offline = False
 
@@ -150,65 +141,44 @@ class ModelOptions(WeightsOptions):
 class MemoryOptions:
     """How much memory, how many tokens at once."""
 
-    ctx_size: Annotated[
-        int | None,
-        option(
-            "-c", "--ctx-size",
-            help="Longest prompt plus answer in tokens, such as 25.6k or 32K. [what the model was made for]",
-            panel=ENGINE, metavar="SIZE", parser=parsers.count,
-        ),
-    ] = None  # fmt: skip
-    batch_size: Annotated[
-        int | None,
-        option(
-            "-b", "--batch-size",
-            help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
-            panel=ENGINE, metavar="SIZE", parser=parsers.count,
-        ),
-    ] = None  # fmt: skip
-    kv_cache: Annotated[
-        int | None,
-        option(
-            "--kv-cache",
-            help="Memory for the KV cache, such as 512M or 1.5G. [what fits, no more than needed]",
-            panel=ENGINE, metavar="SIZE", parser=parsers.memory,
-        ),
-    ] = None  # fmt: skip
-    kv_cache_dtype: Annotated[
-        str,
-        option(
-            "--kv-cache-dtype",
-            help="What the KV cache is kept as: auto (what it computes in), int8 (on a CPU) or fp8; both take half. [auto]",
-            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
-        ),
-    ] = EngineConfig().kv_cache_dtype  # fmt: skip
-    cache_type_k: Annotated[
-        str | None,
-        option(
-            "-ctk", "--cache-type-k", help="The same for keys alone. [--kv-cache-dtype]",
-            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
-        ),
-    ] = None  # fmt: skip
-    cache_type_v: Annotated[
-        str | None,
-        option(
-            "-ctv", "--cache-type-v", help="The same for values alone. [--kv-cache-dtype]",
-            panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
-        ),
-    ] = None  # fmt: skip
-    gpu_memory_utilization: Annotated[
-        float,
-        option(
-            "--gpu-memory-utilization",
-            help="Share of a GPU's memory for weights, KV cache and one step. "
-            f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
-            panel=ENGINE, metavar="SHARE",
-        ),
-    ] = EngineConfig().gpu_memory_utilization  # fmt: skip
-    threads: Annotated[int | None, option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)] = None
+    ctx_size: int | None = option(
+        "-c", "--ctx-size",
+        help="Longest prompt plus answer in tokens, such as 25.6k or 32K. [what the model was made for]",
+        panel=ENGINE, metavar="SIZE", parser=parsers.count,
+    )
+    batch_size: int | None = option(
+        "-b", "--batch-size",
+        help=f"Most tokens in one step of the engine. [{_default(EngineConfig, 'max_num_batched_tokens')}]",
+        panel=ENGINE, metavar="SIZE", parser=parsers.count,
+    )
+    kv_cache: int | None = option(
+        "--kv-cache",
+        help="Memory for the KV cache, such as 512M or 1.5G. [what fits, no more than needed]",
+        panel=ENGINE, metavar="SIZE", parser=parsers.memory,
+    )
+    kv_cache_dtype: str = option(
+        "--kv-cache-dtype",
+        help="What the KV cache is kept as: auto (what it computes in), int8 (on a CPU) or fp8; both take half. [auto]",
+        default=EngineConfig().kv_cache_dtype, panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+    )
+    cache_type_k: str | None = option(
+        "-ctk", "--cache-type-k", help="The same for keys alone. [--kv-cache-dtype]",
+        panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+    )
+    cache_type_v: str | None = option(
+        "-ctv", "--cache-type-v", help="The same for values alone. [--kv-cache-dtype]",
+        panel=ENGINE, metavar="TYPE", parser=parsers.cache_type,
+    )
+    gpu_memory_utilization: float = option(
+        "--gpu-memory-utilization",
+        help="Share of a GPU's memory for weights, KV cache and one step. "
+        f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
+        default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
+    )
+    threads: int | None = option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)
 
     @parsers.by_their_flags()
-    def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:
+    def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         given: dict[str, Any] = {
             "max_model_len": None if self.ctx_size in (0, -1) else self.ctx_size,
@@ -216,7 +186,6 @@ class MemoryOptions:
             "kv_cache_bytes": self.kv_cache,
             "threads": self.threads,
             "max_num_seqs": max_num_seqs,
-            "policy": policy,
         }
         return EngineConfig(
             dtype=model.dtype,
@@ -235,22 +204,20 @@ class MemoryOptions:
 class EngineOptions(MemoryOptions):
     """How much memory, how many tokens at once, and how steps are run."""
 
-    eager: Annotated[
-        bool, option("--eager", help="On a GPU: launch every kernel, record no step as a graph.", panel=ENGINE)
-    ] = False
-    programmatic_launch: Annotated[
-        bool,
-        option(
-            "--programmatic-launch/--no-programmatic-launch",
-            help="On a GPU from 9.0 up: start kernels before the one ahead ends. [on]", panel=ENGINE,
-        ),
-    ] = EngineConfig().programmatic_launch  # fmt: skip
+    eager: bool = option(
+        "--eager", help="On a GPU: launch every kernel, record no step as a graph.", default=False, panel=ENGINE
+    )
+    programmatic_launch: bool = option(
+        "--programmatic-launch/--no-programmatic-launch",
+        help="On a GPU from 9.0 up: start kernels before the one ahead ends. [on]",
+        default=EngineConfig().programmatic_launch, panel=ENGINE,
+    )
     deterministic: Deterministic = False
 
-    def config(self, model: Numbers, *, max_num_seqs: int | None = None, policy: Policy | None = None) -> EngineConfig:
+    def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         return dataclasses.replace(
-            MemoryOptions.config(self, model, max_num_seqs=max_num_seqs, policy=policy),
+            MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
         )  # fmt: skip
 
@@ -259,133 +226,77 @@ class EngineOptions(MemoryOptions):
 class SamplingOptions:
     """How tokens are chosen. Fields that say nothing here are the model's own, or SamplingParams' defaults."""
 
-    predict: Annotated[
-        int | None,
-        option(
-            "-n", "--predict", "--n-predict",
-            help="Most tokens of an answer; -1 until the context is full. [the model's own, or -1]",
-            panel=SAMPLING, envvar="NANOVLLM_PREDICT",
-        ),
-    ] = None  # fmt: skip
-    temperature: Annotated[
-        float | None, _sampling("temperature", "--temp", help="Temperature; 0 takes the likeliest token.")
-    ] = None
-    top_k: Annotated[int | None, _sampling("top_k", "--top-k", help="Only the k likeliest tokens; 0 takes all.")] = None
-    top_p: Annotated[float | None, _sampling("top_p", "--top-p", help="Only the likeliest tokens that make up p.")] = (
-        None
+    predict: int | None = option(
+        "-n", "--predict", "--n-predict",
+        help="Most tokens of an answer; -1 until the context is full. [the model's own, or -1]",
+        panel=SAMPLING, envvar="NANOVLLM_PREDICT",
     )
-    min_p: Annotated[
-        float | None, _sampling("min_p", "--min-p", help="Only tokens of at least this share of the likeliest one.")
-    ] = None
-    typical_p: Annotated[float | None, _sampling("typical_p", "--typical", help="Locally typical sampling.")] = None
-    seed: Annotated[
-        int | None, option("-s", "--seed", help="The same seed gives the same answer. [-1: a new one]", panel=SAMPLING)
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling("repetition_penalty", "--repeat-penalty", help="Divides the logits of tokens that occurred."),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _sampling("presence_penalty", "--presence-penalty", help="Subtracted once a token has occurred.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        _sampling("frequency_penalty", "--frequency-penalty", help="Subtracted for each time it occurred."),
-    ] = None
-    penalty_last_n: Annotated[
-        int | None,
-        _sampling("penalty_last_n", "--repeat-last-n", help="How far back penalties look; -1 is everything."),
-    ] = None
-    dry_multiplier: Annotated[
-        float | None, _sampling("dry_multiplier", "--dry-multiplier", help="DRY: strength; 0 is off.")
-    ] = None
-    dry_base: Annotated[
-        float | None, _sampling("dry_base", "--dry-base", help="DRY: growth with the repeated length.")
-    ] = None
-    dry_allowed_length: Annotated[
-        int | None,
-        _sampling("dry_allowed_length", "--dry-allowed-length", help="DRY: repeats up to this length are free."),
-    ] = None
-    dry_penalty_last_n: Annotated[
-        int | None, _sampling("dry_penalty_last_n", "--dry-penalty-last-n", help="DRY: how far back; -1 is everything.")
-    ] = None
-    dry_sequence_breaker: Annotated[
-        list[str] | None,
-        option(
-            "--dry-sequence-breaker",
-            help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
-            panel=SAMPLING,
-            metavar="TEXT",
-        ),
-    ] = None
-    xtc_probability: Annotated[
-        float | None, _sampling("xtc_probability", "--xtc-probability", help="XTC: how often; 0 is off.")
-    ] = None
-    xtc_threshold: Annotated[
-        float | None, _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
-    ] = None
-    logit_bias: Annotated[
-        list[Any] | None,
-        option(
-            "-l", "--logit-bias",
-            help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
-            panel=SAMPLING, metavar="ID+BIAS", parser=parsers.logit_bias,
-        ),
-    ] = None  # fmt: skip
-    ignore_eos: Annotated[bool, option("--ignore-eos", help="Go on past the model's own end.", panel=SAMPLING)] = False
-    stop: Annotated[
-        list[str] | None,
-        option(
-            "--stop",
-            help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
-            panel=SAMPLING,
-            metavar="TEXT",
-        ),
-    ] = None
-    bad_word: Annotated[
-        list[str] | None, option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
-    ] = None
-    min_tokens: Annotated[
-        int | None, _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
-    ] = None
-    num_answers: Annotated[int | None, _sampling("n", "-N", "--num-answers", help="How many answers.")] = None
-    logprobs: Annotated[
-        int | None,
-        option(
-            "--logprobs",
-            help="Log-probabilities of the likeliest k at each token; for --json, --jsonl, --batch.",
-            panel=SAMPLING,
-        ),
-    ] = None
+    temperature: float | None = _sampling("temperature", "--temp", help="Temperature; 0 takes the likeliest token.")
+    top_k: int | None = _sampling("top_k", "--top-k", help="Only the k likeliest tokens; 0 takes all.")
+    top_p: float | None = _sampling("top_p", "--top-p", help="Only the likeliest tokens that make up p.")
+    min_p: float | None = _sampling("min_p", "--min-p", help="Only tokens of at least this share of the likeliest one.")
+    typical_p: float | None = _sampling("typical_p", "--typical", help="Locally typical sampling.")
+    seed: int | None = option(
+        "-s", "--seed", help="The same seed gives the same answer. [-1: a new one]", panel=SAMPLING
+    )
+    repetition_penalty: float | None = _sampling(
+        "repetition_penalty", "--repeat-penalty", help="Divides the logits of tokens that occurred."
+    )
+    presence_penalty: float | None = _sampling(
+        "presence_penalty", "--presence-penalty", help="Subtracted once a token has occurred."
+    )
+    frequency_penalty: float | None = _sampling(
+        "frequency_penalty", "--frequency-penalty", help="Subtracted for each time it occurred."
+    )
+    penalty_last_n: int | None = _sampling(
+        "penalty_last_n", "--repeat-last-n", help="How far back penalties look; -1 is everything."
+    )
+    dry_multiplier: float | None = _sampling("dry_multiplier", "--dry-multiplier", help="DRY: strength; 0 is off.")
+    dry_base: float | None = _sampling("dry_base", "--dry-base", help="DRY: growth with the repeated length.")
+    dry_allowed_length: int | None = _sampling(
+        "dry_allowed_length", "--dry-allowed-length", help="DRY: repeats up to this length are free."
+    )
+    dry_penalty_last_n: int | None = _sampling(
+        "dry_penalty_last_n", "--dry-penalty-last-n", help="DRY: how far back; -1 is everything."
+    )
+    dry_sequence_breaker: list[str] | None = option(
+        "--dry-sequence-breaker",
+        help=r"""DRY: ends a repeat. Repeatable; 'none' for none. [\n : " *]""",
+        panel=SAMPLING,
+        metavar="TEXT",
+    )
+    xtc_probability: float | None = _sampling("xtc_probability", "--xtc-probability", help="XTC: how often; 0 is off.")
+    xtc_threshold: float | None = _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
+    logit_bias: list[Any] | None = option(
+        "-l", "--logit-bias",
+        help="Adds to a token's logit: 15043+1, 15043-1.5. Repeatable.",
+        panel=SAMPLING, metavar="ID+BIAS", parser=parsers.logit_bias,
+    )
+    ignore_eos: bool = option("--ignore-eos", help="Go on past the model's own end.", default=False, panel=SAMPLING)
+    stop: list[str] | None = option(
+        "--stop",
+        help=r"Ends the answer before this text; \n and \t are understood. Repeatable.",
+        panel=SAMPLING,
+        metavar="TEXT",
+    )
+    bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
+    min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
+    num_answers: int | None = _sampling("n", "-N", "--num-answers", help="How many answers.")
+    logprobs: int | None = option(
+        "--logprobs",
+        help="Log-probabilities of the likeliest k at each token; for --json, --jsonl, --batch.",
+        panel=SAMPLING,
+    )
 
     @parsers.by_their_flags()
     def given(self) -> dict[str, Any]:
         """Fields of SamplingParams that were asked for, and nothing else. Raises UsageError for what no model could
         do."""
-        same = [
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "penalty_last_n",
-            "dry_multiplier",
-            "dry_base",
-            "dry_allowed_length",
-            "dry_penalty_last_n",
-            "xtc_probability",
-            "xtc_threshold",
-            "min_tokens",
-            "logprobs",
-        ]
+        others = ("ignore_eos", "logit_bias", "stop")  # of the same name, in another form
+        same = [each.name for each in dataclasses.fields(SamplingParams) if hasattr(self, each.name) and each.name not in others]
         fields = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.predict is not None:
             fields["max_tokens"] = None if self.predict in (-1, -2) else self.predict
-        if self.seed is not None:
-            fields["seed"] = self.seed
         if self.num_answers is not None:
             fields["n"] = self.num_answers
         if self.ignore_eos:
@@ -407,26 +318,22 @@ class SamplingOptions:
 class MessageOptions:
     """What is said on stderr and in logs."""
 
-    quiet: Annotated[bool, option("-q", "--quiet", help="Only errors on stderr.", panel=MESSAGES)] = False
-    verbose: Annotated[
-        int, option("-v", "--verbose", help="More on stderr; -vv for everything.", panel=MESSAGES, count=True)
-    ] = 0
-    log_file: Annotated[
-        str | None, option("--log-file", help="Appends the log to this file.", panel=MESSAGES, metavar="FILE")
-    ] = None
-    log_json: Annotated[bool, option("--log-json", help="One JSON object a line in the log.", panel=MESSAGES)] = False
-    debug: Annotated[bool, option("--debug", help="Tracebacks with errors.", panel=MESSAGES)] = False
-    version: Annotated[
-        bool,
-        option(
-            "--version",
-            help="The version, and nothing else.",
-            panel=MESSAGES,
-            envvar=None,
-            is_eager=True,
-            callback=print_version,
-        ),
-    ] = False
+    quiet: bool = option("-q", "--quiet", help="Only errors on stderr.", default=False, panel=MESSAGES)
+    verbose: int = option(
+        "-v", "--verbose", help="More on stderr; -vv for everything.", default=0, panel=MESSAGES, count=True
+    )
+    log_file: str | None = option("--log-file", help="Appends the log to this file.", panel=MESSAGES, metavar="FILE")
+    log_json: bool = option("--log-json", help="One JSON object a line in the log.", default=False, panel=MESSAGES)
+    debug: bool = option("--debug", help="Tracebacks with errors.", default=False, panel=MESSAGES)
+    version: bool = option(
+        "--version",
+        help="The version, and nothing else.",
+        default=False,
+        panel=MESSAGES,
+        envvar=None,
+        is_eager=True,
+        callback=print_version,
+    )
 
 
 def refuse_both(**flags: bool) -> None:

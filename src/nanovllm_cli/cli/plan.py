@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli import log, parsers, signals
+from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.models_show import count
-from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, RooflineChoice, WeightsOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelWord, RooflineChoice, WeightsOptions
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.cli.table import aligned
@@ -37,47 +38,36 @@ EXAMPLE = "for example: nanovllm plan qwen3:8b"
 class PlannedWeights(WeightsOptions):
     """Which model, in which numbers."""
 
-    quant: Annotated[
-        str | None,
-        option(
-            "--quant", help="Weights rounded to this while loading: int8, fp8, int4[:group=N], … [as stored, and the usual ones]",
-            panel=MODEL, metavar="FORMAT",
-        ),
-    ] = None  # fmt: skip
+    quant: str | None = option(
+        "--quant", help="Weights rounded to this while loading: int8, fp8, int4[:group=N], … [as stored, and the usual ones]",
+        panel=MODEL, metavar="FORMAT",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory(MemoryOptions):
     """How it would be run."""
 
-    ctx_size: Annotated[
-        int | None,
-        option(
-            "-c", "--ctx-size", help="A context to plan for, in tokens, such as 16K. [4,096, 8,192, 32,768, the model's own]",
-            panel=ENGINE, metavar="SIZE", parser=parsers.count,
-        ),
-    ] = None  # fmt: skip
-    parallel: Annotated[
-        int | None,
-        option(
-            "-np", "--parallel", "--max-num-seqs", help="Answers at once to plan for, each with that context. [1]",
-            panel=ENGINE, envvar="NANOVLLM_PARALLEL",
-        ),
-    ] = None  # fmt: skip
+    ctx_size: int | None = option(
+        "-c", "--ctx-size", help="A context to plan for, in tokens, such as 16K. [4,096, 8,192, 32,768, the model's own]",
+        panel=ENGINE, metavar="SIZE", parser=parsers.count,
+    )
+    parallel: int | None = option(
+        "-np", "--parallel", "--max-num-seqs", help="Answers at once to plan for, each with that context. [1]",
+        panel=ENGINE, envvar="NANOVLLM_PARALLEL",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """What is said of it."""
 
-    check: Annotated[
-        bool,
-        option(
-            "--check", help="Load the model (download it first), measure the machine anew, compare.", panel=OUTPUT, envvar=None
-        ),
-    ] = False
+    check: bool = option(
+        "--check", help="Load the model (download it first), measure the machine anew, compare.",
+        default=False, panel=OUTPUT, envvar=None,
+    )
     roofline: RooflineChoice = "cached"
-    json: Annotated[bool, option("--json", help="One JSON object.", panel=OUTPUT)] = False
+    json: bool = option("--json", help="One JSON object.", default=False, panel=OUTPUT)
 
 
 class _Planned(NamedTuple):
@@ -92,9 +82,7 @@ class _Planned(NamedTuple):
 def plan(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     source: PlannedWeights,
     memory: PlannedMemory,
     options: PlanOptions,
@@ -106,9 +94,8 @@ def plan(
     the KV cache by context and batch, what fits into the memory that is free now. Speed: the most that this machine's memory and
     processor allow, which are measured once; real models of some size come close, tiny ones do not.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     if options.check and options.roofline == "cached" and is_typed(ctx, "roofline"):
         raise UsageError("--roofline cached has no meaning with --check", "the machine is measured anew, to compare with")
     config = memory.config(source, max_num_seqs=memory.parallel)

@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import MessageOptions, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, duration, size
+from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "for example: nanovllm quantize tiny --to int8"
 QUANTIZATION = "Quantization"
-_PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE_AT_END = re.compile(r"[-.](?:bf16|f16|f32)$", re.IGNORECASE)
 
 
@@ -37,102 +40,75 @@ _TYPE_AT_END = re.compile(r"[-.](?:bf16|f16|f32)$", re.IGNORECASE)
 class QuantizeOptions:
     """Into what, how, and where."""
 
-    to: Annotated[
-        str | None,
-        option(
-            "--to",
-            help="int8, int8-weight-only, fp8[:block=128], int4[:group=N][:zeros] make a folder for vLLM, transformers and this "
-            "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
-            panel=QUANTIZATION, metavar="FORMAT", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    algorithm: Annotated[
-        Literal["rtn", "gptq", "awq"],
-        option(
-            "--algorithm",
-            help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
-            panel=QUANTIZATION,
-        ),
-    ] = "rtn"
-    calibration: Annotated[
-        str | None,
-        option(
-            "--calibration",
-            help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
-            panel=QUANTIZATION, metavar="FILE",
-        ),
-    ] = None  # fmt: skip
-    num_samples: Annotated[
-        int | None,
-        option(
-            "--num-samples",
-            help="Most pieces of 512 tokens to calibrate with. [128]",
-            panel=QUANTIZATION,
-            min=1,
-            max=100_000,
-        ),
-    ] = None
-    tensor_type: Annotated[
-        list[str] | None,
-        option(
-            "--tensor-type",
-            help="Another format, or 'keep', for weights whose name the regular expression is found in. Repeatable; the first "
-            "counts.",
-            panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    target_bpw: Annotated[
-        float | None,
-        option(
-            "--target-bpw",
-            help="Bits a weight on average, over all matrices: formats of the layers are chosen by what they cost.",
-            panel=QUANTIZATION, metavar="BITS", min=1.0, max=16.0,
-        ),
-    ] = None  # fmt: skip
-    head: Annotated[
-        str | None,
-        option("--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"),
-    ] = None
-    embedding: Annotated[
-        str | None,
-        option(
-            "--embedding", help="Format of the embedding, or keep. [keep; GGUF: as the mix has it]",
-            panel=QUANTIZATION, metavar="FORMAT",
-        ),
-    ] = None  # fmt: skip
-    allow_requantize: Annotated[
-        bool,
-        option(
-            "--allow-requantize", help="Take a model that is quantized already; both losses add up.", panel=QUANTIZATION
-        ),
-    ] = False
-    output: Annotated[
-        str | None,
-        option(
-            "-o", "--output",
-            help="The folder, or GGUF file, that is written, whole or not at all. [in this folder, named after the model]",
-            panel=OUTPUT, metavar="PATH", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    force: Annotated[bool, option("--force", help="Replace the output where it exists.", panel=OUTPUT, envvar=None)] = (
-        False
+    to: str | None = option(
+        "--to",
+        help="int8, int8-weight-only, fp8[:block=128], int4[:group=N][:zeros] make a folder for vLLM, transformers and this "
+        "program; q8_0, q4_0, q4_k_m, q5_k_m, q6_k and the like a GGUF file.",
+        panel=QUANTIZATION, metavar="FORMAT", envvar=None,
     )
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", help="Say what every weight would become, and write nothing.", panel=OUTPUT, envvar=None),
-    ] = False
-    no_verify: Annotated[
-        bool,
-        option("--no-verify", help="Leave out the quality card, which takes two passes over a text.", panel=OUTPUT),
-    ] = False
-    verify_text: Annotated[
-        str | None,
-        option("--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"),
-    ] = None
-    verify_tokens: Annotated[
-        int, option("--verify-tokens", help="Most tokens of it. [4096]", panel=OUTPUT, min=2, max=10_000_000)
-    ] = 4096
-    json: Annotated[bool, option("--json", help="What was done as one JSON object.", panel=OUTPUT)] = False
+    algorithm: Literal["rtn", "gptq", "awq"] = option(
+        "--algorithm",
+        help="rtn rounds to nearest; gptq and awq look at what the layers see, and lose less. [rtn]",
+        default="rtn",
+        panel=QUANTIZATION,
+    )
+    calibration: str | None = option(
+        "--calibration",
+        help="What gptq, awq and --target-bpw let the model read: a text, or .jsonl with text, prompt or messages. [bundled]",
+        panel=QUANTIZATION, metavar="FILE",
+    )
+    num_samples: int | None = option(
+        "--num-samples",
+        help="Most pieces of 512 tokens to calibrate with. [128]",
+        panel=QUANTIZATION,
+        min=1,
+        max=100_000,
+    )
+    tensor_type: list[str] | None = option(
+        "--tensor-type",
+        help="Another format, or 'keep', for weights whose name the regular expression is found in. Repeatable; the first "
+        "counts.",
+        panel=QUANTIZATION, metavar="REGEX=FORMAT", envvar=None,
+    )
+    target_bpw: float | None = option(
+        "--target-bpw",
+        help="Bits a weight on average, over all matrices: formats of the layers are chosen by what they cost.",
+        panel=QUANTIZATION, metavar="BITS", min=1.0, max=16.0,
+    )
+    head: str | None = option(
+        "--head", help="Format of the head, or keep. [keep; GGUF: q6_k]", panel=QUANTIZATION, metavar="FORMAT"
+    )
+    embedding: str | None = option(
+        "--embedding", help="Format of the embedding, or keep. [keep; GGUF: as the mix has it]",
+        panel=QUANTIZATION, metavar="FORMAT",
+    )
+    allow_requantize: bool = option(
+        "--allow-requantize", help="Take a model that is quantized already; both losses add up.",
+        default=False, panel=QUANTIZATION,
+    )
+    output: str | None = option(
+        "-o", "--output",
+        help="The folder, or GGUF file, that is written, whole or not at all. [in this folder, named after the model]",
+        panel=OUTPUT, metavar="PATH", envvar=None,
+    )
+    force: bool = option(
+        "--force", help="Replace the output where it exists.", default=False, panel=OUTPUT, envvar=None
+    )
+    dry_run: bool = option(
+        "--dry-run", help="Say what every weight would become, and write nothing.",
+        default=False, panel=OUTPUT, envvar=None,
+    )
+    no_verify: bool = option(
+        "--no-verify", help="Leave out the quality card, which takes two passes over a text.",
+        default=False, panel=OUTPUT,
+    )
+    verify_text: str | None = option(
+        "--verify-text", help="The text of the quality card. [bundled]", panel=OUTPUT, metavar="FILE"
+    )
+    verify_tokens: int = option(
+        "--verify-tokens", help="Most tokens of it. [4096]", default=4096, panel=OUTPUT, min=2, max=10_000_000
+    )
+    json: bool = option("--json", help="What was done as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
@@ -152,9 +128,8 @@ def quantize(
     calibration; it is kept beside the weights. The input is never changed, and the output appears whole or not at all. A run
     that was interrupted goes on from where it was when the same command is given again. The output's path goes to stdout.
     """
-    screen = console()
-    log.configure(messages, screen)
-    name = named_model(ctx.obj, model_word, source, EXAMPLE)
+    screen = screen_for(messages)
+    name = named_model(ctx.obj, model_word or source.model, EXAMPLE)
     if options.to is None:
         raise UsageError("--to is missing", EXAMPLE)
     began = time.monotonic()
@@ -164,7 +139,6 @@ def quantize(
         from nanovllm_cli.quantization.original import open_original
         from nanovllm_cli.quantization.plan import Choices, make_plan
         from nanovllm_cli.weights.source import resolve
-    signals.check()
     tensor_types = tuple(_tensor_type(text) for text in options.tensor_type or [])
     choices = Choices(options.to, tensor_types, options.head, options.embedding, options.allow_requantize)
     kind = choices.kind  # refuses what means nothing before anything is downloaded
@@ -211,13 +185,11 @@ def quantize(
 def _check_together(ctx: typer.Context, options: QuantizeOptions, kind: str) -> None:
     """UsageError for options that don't go with each other."""
     if options.algorithm == "rtn" and options.target_bpw is None:
-        for flag, name in (("--calibration", "calibration"), ("--num-samples", "num_samples")):
-            if is_typed(ctx, name):
-                hint = "add --algorithm gptq or awq, or leave it away"
-                raise UsageError(f"{flag} is given, and nothing is calibrated", hint)
-    for flag, name in (("--verify-text", "verify_text"), ("--verify-tokens", "verify_tokens")):
-        if options.no_verify and is_typed(ctx, name):
-            raise UsageError(f"{flag} is given, and --no-verify leaves the quality card out", "leave one of them away")
+        hint = "add --algorithm gptq or awq, or leave it away"
+        refuse_typed(ctx, ["calibration", "num_samples"], "is given, and nothing is calibrated", hint)
+    if options.no_verify:
+        why = "is given, and --no-verify leaves the quality card out"
+        refuse_typed(ctx, ["verify_text", "verify_tokens"], why, "leave one of them away")
     if kind == "hf" and options.output is not None and options.output.lower().endswith(".gguf"):
         raise UsageError(
             f"{options.to} makes a folder, and {options.output} is called like a GGUF file",
@@ -244,9 +216,7 @@ def _text(path: str | None, split: Literal["calibration", "verification"]) -> Na
 
 def _default_name(source: str, to: str, kind: str) -> str:
     """Named after the repository, the folder or the file: tiny-int4-g32, tiny-Q4_K_M.gguf."""
-    path = Path(source)
-    stem = path.stem if path.is_file() else path.name
-    stem = _TYPE_AT_END.sub("", _PART_AT_END.sub("", stem)) or "model"
+    stem = _TYPE_AT_END.sub("", stem_of(source)) or "model"
     if kind == "gguf":
         return f"{stem}-{to.upper()}.gguf"
     return f"{stem}-{to.lower().replace(':group=', '-g').replace(':block=', '-b').replace(':', '-')}"
@@ -282,7 +252,5 @@ def _print_card(card: Card, screen: Console) -> None:
 
 def _print_columns(lines: Sequence[tuple[str, ...]], screen: Console) -> None:
     """The first column is words, the others are numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        screen.say("  ".join(cells))
+    for line in aligned(lines, left=(0,)):
+        screen.say(line)

@@ -7,10 +7,11 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm_cli.cli.command import SERVER, flag_of, is_typed, option
+from nanovllm_cli.cli.command import SERVER, option
 from nanovllm_cli.cli.options import EngineOptions, ModelOptions
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,37 +24,31 @@ PATIENCE = 600.0
 class RemoteOptions:
     """A server that answers, in place of a model in this process."""
 
-    url: Annotated[
-        str | None,
-        option(
-            "--url",
-            help="Ask this OpenAI-compatible server: http://HOST:PORT with or without /v1, or unix:///SOCKET. MODEL is one of "
-            "its models, and may be left out where it has one.",
-            panel=SERVER, metavar="URL",
-        ),
-    ] = None  # fmt: skip
-    api_key: Annotated[
-        str | None,
-        option(
-            "--api-key",
-            help="Its key. Other users see a command line, so rather set NANOVLLM_API_KEY; OPENAI_API_KEY counts after it.",
-            panel=SERVER, metavar="KEY",
-        ),
-    ] = None  # fmt: skip
-    timeout: Annotated[
-        float,
-        option("--timeout", help=f"Most seconds in which it says nothing. [{PATIENCE:g}]", panel=SERVER, metavar="SECONDS"),
-    ] = PATIENCE
+    url: str | None = option(
+        "--url",
+        help="Ask this OpenAI-compatible server: http://HOST:PORT with or without /v1, or unix:///SOCKET. MODEL is one of "
+        "its models, and may be left out where it has one.",
+        panel=SERVER, metavar="URL",
+    )
+    api_key: str | None = option(
+        "--api-key",
+        help="Its key. Other users see a command line, so rather set NANOVLLM_API_KEY; OPENAI_API_KEY counts after it.",
+        panel=SERVER, metavar="KEY",
+    )
+    timeout: float = option(
+        "--timeout", help=f"Most seconds in which it says nothing. [{PATIENCE:g}]",
+        default=PATIENCE, panel=SERVER, metavar="SECONDS",
+    )
 
     def endpoint(self, ctx: Any, *more_local: str) -> Endpoint | None:
         """The server that is to be asked, if one is. more_local: options of this command that need a model in this process.
         Raises UsageError, also for options that have no meaning with a server, or none without one."""
         if not self.url:
-            _refuse(ctx, ["api_key", "timeout"], "has no meaning without --url")
+            refuse_typed(ctx, ["api_key", "timeout"], "has no meaning without --url")
             return None
         local = [each.name for group in (ModelOptions, EngineOptions) for each in dataclasses.fields(group)]
         local.remove("model")
-        _refuse(ctx, [*local, *more_local], "has no meaning with --url: it is the server's business")
+        refuse_typed(ctx, [*local, *more_local], "has no meaning with --url: it is the server's business")
         from nanovllm_cli.client.endpoint import Endpoint, checked_key
         from nanovllm_cli.client.http import Server
 
@@ -61,13 +56,6 @@ class RemoteOptions:
             raise UsageError(f"--timeout of {self.timeout:g} seconds")
         key = self.api_key or os.environ.get("OPENAI_API_KEY") or None
         return Endpoint(Server.at(self.url), checked_key(key), self.timeout)
-
-
-def _refuse(ctx: Any, names: Sequence[str], why: str) -> None:
-    """Raises UsageError for the first of these options that the command line has."""
-    for param in ctx.command.params:
-        if param.name in names and is_typed(ctx, param.name):
-            raise UsageError(f"{flag_of(ctx, param.name)} {why}")
 
 
 def named_by_word(served: Sequence[ServedModel], words: Sequence[str]) -> tuple[str | None, list[str]]:

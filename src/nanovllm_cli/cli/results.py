@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections import defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanovllm_cli.cli.files import WholeFile, is_special
+from nanovllm_cli.cli.files import WholeFile, is_special, lock
 from nanovllm_cli.errors import OutputError, UsageError
 
 
@@ -135,13 +134,9 @@ def _open_journal(path: Path) -> int:
         journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as failure:
         raise OutputError(f"cannot write {path}: {failure.strerror}") from failure
-    try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as failure:
+    if not lock(journal):
         os.close(journal)
-        raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o") from failure
-    except OSError:
-        pass  # a file system without locks
+        raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o")
     data = path.read_bytes()
     os.ftruncate(journal, data.rfind(b"\n") + 1)
     return journal

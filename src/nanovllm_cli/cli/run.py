@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import answer as answers
-from nanovllm_cli.cli import history, inputs, log, signals
+from nanovllm_cli.cli import history, inputs, signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
     MessageOptions,
     ModelOptions,
+    ModelWord,
     SamplingOptions,
     refuse_both,
 )
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
@@ -49,9 +51,7 @@ logger = logging.getLogger(__name__)
 def run(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt; standard input, if any, goes before it.")
     ] = None,
@@ -70,8 +70,7 @@ def run(
     Sizes take k (thousands) and K (times 1024). Any option can be set by NANOVLLM_ and its name, by nanovllm.toml in
     the project, and by config.toml in ~/.config/nanovllm.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     given = sampling.given() | form.given()
     _refuse_contradictions(prompt, output, sampling)
     if prompt.raw and is_typed(ctx, "chat_template"):
@@ -84,7 +83,7 @@ def run(
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
-        name = named_model(ctx.obj, name, model, EXAMPLE)
+        name = named_model(ctx.obj, name, EXAMPLE)
         config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
         def answerer() -> Answerer:
@@ -169,13 +168,11 @@ def _run_batch(
     screen: Console,
 ) -> None:
     from nanovllm_cli.cli import batch
+    from nanovllm_cli.cli.results import Results
 
     if asked.words or prompt.file:
         raise UsageError("--batch has its prompts in its file", "leave the prompt out, or run it by itself")
     options = batch.BatchOptions(
-        source=source,
-        output=asked.path,
-        overwrite=output.overwrite,
         keeps_reasoning=output.reasoning != "hide",
         stats=output.stats,
         given=asked.given,
@@ -183,7 +180,8 @@ def _run_batch(
         settings=settings,
     )
     lines = batch.read_lines(source, screen)
-    with batch.open_results(options, lines, screen) as results, contextlib.closing(asked.answerer()) as answerer:
+    opened = Results(asked.path, output.overwrite, len(lines), screen.answer)  # before anything slow happens
+    with opened as results, contextlib.closing(asked.answerer()) as answerer:
         batch.run_batch(answerer, options, lines, results, screen)
 
 

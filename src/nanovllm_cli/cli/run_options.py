@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, option
@@ -14,96 +13,72 @@ from nanovllm_cli.cli.options import Choice
 class PromptOptions:
     """What is asked."""
 
-    prompt: Annotated[
-        str | None,
-        option(
-            "-p",
-            "--prompt",
-            help="The prompt, as the arguments after MODEL.",
-            panel=PROMPT,
-            metavar="TEXT",
-            envvar=None,
-        ),
-    ] = None
-    file: Annotated[
-        list[str] | None,
-        option(
-            "-f", "--file", help="Text from a file, before the arguments; - is standard input. Repeatable.",
-            panel=PROMPT, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    system_prompt: Annotated[
-        str | None,
-        option("-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"),
-    ] = None
-    continue_last: Annotated[
-        bool,
-        option(
-            "--continue",
-            help="Go on from the last run: with a new prompt as its next turn, without one with its answer.",
-            panel=PROMPT, envvar=None,
-        ),
-    ] = False  # fmt: skip
-    raw: Annotated[bool, option("--raw", help="The prompt as it is, without the chat template.", panel=PROMPT)] = False
-    think: Annotated[
-        Choice | None,
-        option("--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT),
-    ] = None
-    chat_template_kwargs: Annotated[
-        str | None,
-        option("--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"),
-    ] = None
-    batch: Annotated[
-        str | None,
-        option(
-            "--batch",
-            help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
-            panel=PROMPT, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
+    prompt: str | None = option(
+        "-p",
+        "--prompt",
+        help="The prompt, as the arguments after MODEL.",
+        panel=PROMPT,
+        metavar="TEXT",
+        envvar=None,
+    )
+    file: list[str] | None = option(
+        "-f", "--file", help="Text from a file, before the arguments; - is standard input. Repeatable.",
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
+    system_prompt: str | None = option(
+        "-sys", "--system-prompt", help="What the model is told first.", panel=PROMPT, metavar="TEXT"
+    )
+    continue_last: bool = option(
+        "--continue",
+        help="Go on from the last run: with a new prompt as its next turn, without one with its answer.",
+        default=False, panel=PROMPT, envvar=None,
+    )
+    raw: bool = option("--raw", help="The prompt as it is, without the chat template.", default=False, panel=PROMPT)
+    think: Choice | None = option(
+        "--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT
+    )
+    chat_template_kwargs: str | None = option(
+        "--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"
+    )
+    batch: str | None = option(
+        "--batch",
+        help='A file of JSON lines, {"prompt": …} or {"messages": […]}, all at once; JSON lines come out.',
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """What is said, and where."""
 
-    output: Annotated[
-        str | None,
-        option(
-            "-o",
-            "--output",
-            help="Write the answer to a file, whole or not at all.",
-            panel=OUTPUT,
-            metavar="FILE",
-            envvar=None,
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool,
-        option(
-            "--overwrite",
-            help="Let --batch replace results of other prompts or settings in -o.",
-            panel=OUTPUT,
-            envvar=None,
-        ),
-    ] = False
-    json: Annotated[bool, option("--json", help="One JSON object instead of text.", panel=OUTPUT)] = False
-    jsonl: Annotated[
-        bool, option("--jsonl", help="A JSON line for each step, then one with statistics.", panel=OUTPUT)
-    ] = False
-    extract: Annotated[
-        bool, option("-x", "--extract", help="Only the first code block of the answer.", panel=OUTPUT)
-    ] = False
-    reasoning: Annotated[
-        ReasoningChoice,
-        option("--reasoning", help="A model's reasoning on stderr; auto: on a terminal. [auto]", panel=OUTPUT),
-    ] = "auto"
-    stats: Annotated[
-        bool | None,
-        option(
-            "--stats/--no-stats",
-            help="A line of statistics on stderr. [unless --quiet, --json or --jsonl]",
-            panel=OUTPUT,
-        ),
-    ] = None
-    no_save: Annotated[bool, option("--no-save", help="Keep nothing for --continue.", panel=OUTPUT)] = False
+    output: str | None = option(
+        "-o",
+        "--output",
+        help="Write the answer to a file, whole or not at all.",
+        panel=OUTPUT,
+        metavar="FILE",
+        envvar=None,
+    )
+    overwrite: bool = option(
+        "--overwrite",
+        help="Let --batch replace results of other prompts or settings in -o.",
+        default=False,
+        panel=OUTPUT,
+        envvar=None,
+    )
+    json: bool = option("--json", help="One JSON object instead of text.", default=False, panel=OUTPUT)
+    jsonl: bool = option(
+        "--jsonl", help="A JSON line for each step, then one with statistics.", default=False, panel=OUTPUT
+    )
+    extract: bool = option(
+        "-x", "--extract", help="Only the first code block of the answer.", default=False, panel=OUTPUT
+    )
+    reasoning: ReasoningChoice = option(
+        "--reasoning", help="A model's reasoning on stderr; auto: on a terminal. [auto]", default="auto", panel=OUTPUT
+    )
+    stats: bool | None = option(
+        "--stats/--no-stats",
+        help="A line of statistics on stderr. [unless --quiet, --json or --jsonl]",
+        panel=OUTPUT,
+    )
+    no_save: bool = option("--no-save", help="Keep nothing for --continue.", default=False, panel=OUTPUT)

@@ -6,19 +6,21 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nanovllm_cli.cli import log, signals
-from nanovllm_cli.cli.command import expand, flag_of, is_typed
-from nanovllm_cli.cli.model import chat_template
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, SamplingOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli import signals
+from nanovllm_cli.cli.command import expand, is_typed
+from nanovllm_cli.cli.log import hear, screen_for
+from nanovllm_cli.cli.model import chat_template, named_models
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.serve_options import MAX_BODY, AccessOptions, AddressOptions, LimitOptions, ServedOptions
-from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,10 +36,7 @@ EXAMPLE = "for example: nanovllm serve tiny"
 def serve(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m."),
-    ] = None,
+    model_word: ModelWords = None,
     model: ServedOptions,
     address: AddressOptions,
     access: AccessOptions,
@@ -52,15 +51,10 @@ def serve(
     it does at /status and /metrics. Ctrl-C or SIGTERM lets running answers finish; a second one does not.
     Sampling options are what requests get that ask for nothing else.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     if limits.access_log:
-        log.hear("nanovllm_cli.server.logs", messages, screen)
-    names = [*(model_word or []), *(model.model or [])]
-    if not names:
-        raise UsageError("no model was named", EXAMPLE)
-    if isinstance(ctx.obj, Settings):
-        names = [ctx.obj.resolve(name) for name in names]
+        hear("nanovllm_cli.server.logs", messages, screen)
+    names = named_models(ctx.obj, [*(model_word or []), *(model.model or [])], EXAMPLE)
     if model.max_models is not None and model.max_models < 1:
         raise UsageError("--max-models must be at least 1")
     if model.sleep_idle is not None and not model.sleep_idle > 0:
@@ -73,13 +67,12 @@ def serve(
         raise UsageError("--ssl-key-password-file has no meaning without --ssl-key-file")
     if messages.quiet and is_typed(ctx, "access_log") and limits.access_log:
         raise UsageError("--access-log has no meaning with --quiet", "leave one of them away")
-    for name in ("host", "port", "allowed_host"):
-        if address.unix_socket is not None and is_typed(ctx, name):
-            raise UsageError(f"{flag_of(ctx, name)} has no meaning with --unix-socket", "leave one of them away")
+    if address.unix_socket is not None:
+        refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
     given = sampling.given()
-    config = engine.config(model, max_num_seqs=limits.parallel, policy=limits.scheduling_policy)
+    config = replace(engine.config(model, max_num_seqs=limits.parallel), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")
@@ -196,17 +189,17 @@ def _id(name: str) -> str:
 def _teller(screen: Console) -> Callable[[str, Loading], None]:
     """Loading as the progress line shows it, though it happens in another process."""
     progress = ProgressLine(screen)
-    stage, done = "", 0
+    at, done = ("", ""), 0
 
     def tell(name: str, loading: Loading) -> None:
-        nonlocal stage, done
+        nonlocal at, done
         if loading.note:
             progress.note(f"{name}: {loading.note}")
             return
-        if loading.stage != stage:
-            stage, done = loading.stage, 0
+        if at != (name, loading.stage):
+            at, done = (name, loading.stage), 0
             unit: Any = loading.unit or "tokens"
-            progress.stage(f"{name}: {stage}", loading.total or None, unit)
+            progress.stage(f"{name}: {loading.stage}", loading.total or None, unit)
         progress.advance(loading.done - done)
         done = loading.done
 

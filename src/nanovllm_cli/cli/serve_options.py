@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import MESSAGES, MODEL, option
@@ -26,8 +26,10 @@ MAX_REQUESTS, MAX_BODY = 512, 16 << 20
 DRAIN_SECONDS, IDLE_SECONDS, PING_SECONDS, SWAP_SECONDS = 30.0, 30.0, 15.0, 60.0
 
 
-def _seconds(flag: str, help: str, default: str, panel: str = LIMITS) -> Any:
-    return option(flag, help=f"{help} [{default}]", panel=panel, metavar="SECONDS")
+def _seconds(flag: str, help: str, default: float | None, without: str = "", panel: str = LIMITS) -> Any:
+    """without: what it means that there is no default."""
+    shown = without if default is None else f"{default:g}"
+    return option(flag, help=f"{help} [{shown}]", default=default, panel=panel, metavar="SECONDS")
 
 
 def _file(flag: str, help: str, panel: str = ADDRESS, metavar: str = "FILE") -> Any:
@@ -39,50 +41,33 @@ class ServedOptions:
     """Which models, by which names, in which numbers."""
 
     model: ModelNames = None
-    alias: Annotated[
-        list[str] | None,
-        option(
-            "-a", "--alias", "--served-model-name",
-            help="What clients call the model, in place of its name; of several models, each one's in turn. Repeatable.",
-            panel=MODEL, metavar="NAME", envvar="NANOVLLM_ALIAS",
-        ),
-    ] = None  # fmt: skip
-    max_models: Annotated[
-        int | None,
-        option(
-            "--max-models",
-            help="Most models in memory; the one that was not asked for longest makes room. [all of them]",
-            panel=MODEL,
-        ),
-    ] = None
-    sleep_idle: Annotated[
-        float | None,
-        _seconds(
-            "--sleep-idle",
-            "Takes a model out of memory when nobody asked it for so long; the next request loads it.", "never", MODEL,
-        ),
-    ] = None  # fmt: skip
-    swap_timeout: Annotated[
-        float,
-        _seconds(
-            "--swap-timeout",
-            "With --max-models: how long a request waits until others that are in use make room for its model.",
-            f"{SWAP_SECONDS:g}", MODEL,
-        ),
-    ] = SWAP_SECONDS  # fmt: skip
-    tool_call_parser: Annotated[
-        str | None,
-        option(
-            "--tool-call-parser", help="How the model writes tool calls. [what its template says]",
-            panel=MODEL, metavar="NAME",
-        ),
-    ] = None  # fmt: skip
-    reasoning_parser: Annotated[
-        str | None,
-        option(
-            "--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"
-        ),
-    ] = None
+    alias: list[str] | None = option(
+        "-a", "--alias", "--served-model-name",
+        help="What clients call the model, in place of its name; of several models, each one's in turn. Repeatable.",
+        panel=MODEL, metavar="NAME", envvar="NANOVLLM_ALIAS",
+    )
+    max_models: int | None = option(
+        "--max-models",
+        help="Most models in memory; the one that was not asked for longest makes room. [all of them]",
+        panel=MODEL,
+    )
+    sleep_idle: float | None = _seconds(
+        "--sleep-idle",
+        "Takes a model out of memory when nobody asked it for so long; the next request loads it.",
+        None, "never", panel=MODEL,
+    )
+    swap_timeout: float = _seconds(
+        "--swap-timeout",
+        "With --max-models: how long a request waits until others that are in use make room for its model.",
+        SWAP_SECONDS, panel=MODEL,
+    )
+    tool_call_parser: str | None = option(
+        "--tool-call-parser", help="How the model writes tool calls. [what its template says]",
+        panel=MODEL, metavar="NAME",
+    )
+    reasoning_parser: str | None = option(
+        "--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"
+    )
     revision: Revision = None
     offline: Offline = False
     dtype: DType = EngineConfig().dtype
@@ -115,105 +100,76 @@ class ServedOptions:
 class AddressOptions:
     """Where it listens."""
 
-    host: Annotated[
-        str,
-        option("--host", help=f"The address; beyond this machine only with --api-key. [{HOST}]", panel=ADDRESS),
-    ] = HOST
-    port: Annotated[int, option("--port", help=f"The port; 0 takes any that is free. [{PORT}]", panel=ADDRESS)] = PORT
-    unix_socket: Annotated[
-        str | None, _file("--unix-socket", "A socket file instead, for its owner alone.", metavar="PATH")
-    ] = None
-    ssl_cert_file: Annotated[
-        str | None, _file("--ssl-cert-file", "HTTPS: the certificate, PEM; one that is renewed counts at once.")
-    ] = None
-    ssl_key_file: Annotated[str | None, _file("--ssl-key-file", "HTTPS: its key, PEM.")] = None
-    ssl_key_password_file: Annotated[str | None, _file("--ssl-key-password-file", "HTTPS: the key's password.")] = None
+    host: str = option(
+        "--host", help=f"The address; beyond this machine only with --api-key. [{HOST}]", default=HOST, panel=ADDRESS
+    )
+    port: int = option("--port", help=f"The port; 0 takes any that is free. [{PORT}]", default=PORT, panel=ADDRESS)
+    unix_socket: str | None = _file("--unix-socket", "A socket file instead, for its owner alone.", metavar="PATH")
+    ssl_cert_file: str | None = _file(
+        "--ssl-cert-file", "HTTPS: the certificate, PEM; one that is renewed counts at once."
+    )
+    ssl_key_file: str | None = _file("--ssl-key-file", "HTTPS: its key, PEM.")
+    ssl_key_password_file: str | None = _file("--ssl-key-password-file", "HTTPS: the key's password.")
 
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
     """Who gets in."""
 
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "--api-key",
-            help="A key that requests must carry; other users of this machine see it, unlike a file or the environment. "
-            "Repeatable.",
-            panel=ACCESS, metavar="TEXT",
-        ),
-    ] = None  # fmt: skip
-    api_key_file: Annotated[
-        str | None, _file("--api-key-file", "Keys, one a line; what changes in it counts at once.", ACCESS)
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        option(
-            "--allowed-host",
-            help="A name that requests may call this machine; * is any. Repeatable. [localhost and addresses; "
-            "any with keys]",
-            panel=ACCESS, metavar="NAME",
-        ),
-    ] = None  # fmt: skip
-    cors_origin: Annotated[
-        list[str] | None,
-        option(
-            "--cors-origin",
-            help="Pages from here may use the server, such as https://example.org; * is any. Repeatable. [none]",
-            panel=ACCESS, metavar="ORIGIN",
-        ),
-    ] = None  # fmt: skip
+    api_key: list[str] | None = option(
+        "--api-key",
+        help="A key that requests must carry; other users of this machine see it, unlike a file or the environment. "
+        "Repeatable.",
+        panel=ACCESS, metavar="TEXT",
+    )
+    api_key_file: str | None = _file("--api-key-file", "Keys, one a line; what changes in it counts at once.", ACCESS)
+    allowed_host: list[str] | None = option(
+        "--allowed-host",
+        help="A name that requests may call this machine; * is any. Repeatable. [localhost and addresses; "
+        "any with keys]",
+        panel=ACCESS, metavar="NAME",
+    )
+    cors_origin: list[str] | None = option(
+        "--cors-origin",
+        help="Pages from here may use the server, such as https://example.org; * is any. Repeatable. [none]",
+        panel=ACCESS, metavar="ORIGIN",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
     """How much it takes on, and what it tells."""
 
-    parallel: Annotated[
-        int | None,
-        option(
-            "-np", "--parallel", "--max-num-seqs",
-            help=f"Most answers that a model works on at once. [{EngineConfig().max_num_seqs}]",
-            panel=LIMITS, envvar="NANOVLLM_PARALLEL",
-        ),
-    ] = None  # fmt: skip
-    scheduling_policy: Annotated[
-        Policy,
-        option(
-            "--scheduling-policy",
-            help="Who is worked on first: who came first, or whose request says the lowest `priority`; waiting counts, too. "
-            f"[{EngineConfig().policy}]",
-            panel=LIMITS,
-        ),
-    ] = EngineConfig().policy
-    max_requests: Annotated[
-        int,
-        option("--max-requests", help=f"Most requests under way; more are told to come back. [{MAX_REQUESTS}]", panel=LIMITS),
-    ] = MAX_REQUESTS
-    max_body: Annotated[
-        int | None,
-        option(
-            "--max-body", help="Largest request. [16M]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
-        ),
-    ] = None  # fmt: skip
-    timeout: Annotated[float | None, _seconds("--timeout", "Longest time for one request.", "no limit")] = None
-    idle_timeout: Annotated[
-        float, _seconds("--idle-timeout", "How long a connection may lie idle.", f"{IDLE_SECONDS:g}")
-    ] = IDLE_SECONDS
-    drain_timeout: Annotated[
-        float,
-        _seconds("--drain-timeout", "How long answers may go on after SIGTERM or Ctrl-C.", f"{DRAIN_SECONDS:g}"),
-    ] = DRAIN_SECONDS
-    ping_interval: Annotated[
-        float, _seconds("--ping-interval", "How long a stream is silent before it is pinged.", f"{PING_SECONDS:g}")
-    ] = PING_SECONDS
-    access_log: Annotated[
-        bool, option("--access-log/--no-access-log", help="A line for each request on stderr. [on]", panel=MESSAGES)
-    ] = True
-    otlp_endpoint: Annotated[
-        str | None,
-        option(
-            "--otlp-endpoint", help="Sends OpenTelemetry spans to this collector; needs the extra otel.",
-            panel=MESSAGES, metavar="URL",
-        ),
-    ] = None  # fmt: skip
+    parallel: int | None = option(
+        "-np", "--parallel", "--max-num-seqs",
+        help=f"Most answers that a model works on at once. [{EngineConfig().max_num_seqs}]",
+        panel=LIMITS, envvar="NANOVLLM_PARALLEL",
+    )
+    scheduling_policy: Policy = option(
+        "--scheduling-policy",
+        help="Who is worked on first: who came first, or whose request says the lowest `priority`; waiting counts, too. "
+        f"[{EngineConfig().policy}]",
+        default=EngineConfig().policy, panel=LIMITS,
+    )
+    max_requests: int = option(
+        "--max-requests", help=f"Most requests under way; more are told to come back. [{MAX_REQUESTS}]",
+        default=MAX_REQUESTS, panel=LIMITS,
+    )
+    max_body: int | None = option(
+        "--max-body", help="Largest request. [16M]", panel=LIMITS, metavar="SIZE", parser=parsers.memory,
+    )
+    timeout: float | None = _seconds("--timeout", "Longest time for one request.", None, "no limit")
+    idle_timeout: float = _seconds("--idle-timeout", "How long a connection may lie idle.", IDLE_SECONDS)
+    drain_timeout: float = _seconds(
+        "--drain-timeout", "How long answers may go on after SIGTERM or Ctrl-C.", DRAIN_SECONDS
+    )
+    ping_interval: float = _seconds(
+        "--ping-interval", "How long a stream is silent before it is pinged.", PING_SECONDS
+    )
+    access_log: bool = option(
+        "--access-log/--no-access-log", help="A line for each request on stderr. [on]", default=True, panel=MESSAGES
+    )
+    otlp_endpoint: str | None = option(
+        "--otlp-endpoint", help="Sends OpenTelemetry spans to this collector; needs the extra otel.",
+        panel=MESSAGES, metavar="URL",
+    )

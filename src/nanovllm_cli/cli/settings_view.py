@@ -70,7 +70,7 @@ def rows(root: Page, settings: Settings, only: str, model: str | None, with_defa
         yield from (Row(name, origin.value, origin, []) for name, origin in settings.aliases().items())
 
 
-def value_of(root: Page, settings: Settings, target: Target) -> Origin | str | None:
+def value_of(settings: Settings, target: Target) -> Origin | str | None:
     """Where the value of a key comes from: the name of a variable, or a place in a file."""
     if target.parameter is None or target.command is None:
         return settings.aliases().get(target.key)

@@ -55,13 +55,19 @@ def sampling_notes(ctx: Any, params: SamplingParams, known: Collection[str] | No
     return [line(names, why) for names, why in notes() if names]
 
 
+def refuse_typed(ctx: Any, names: Collection[str], why: str, hint: str | None = None) -> None:
+    """Raises UsageError for the first of these parameters that was typed: `--flag why`."""
+    for param in ctx.command.params:
+        if param.name in names and is_typed(ctx, param.name):
+            raise UsageError(f"{flag_of(ctx, param.name)} {why}", hint)
+
+
 def refuse_beside(ctx: Any, flag: str, allowed: type, *more: str) -> None:
     """Raises UsageError for a parameter that was typed beside `flag`, which does all there is to do. allowed: a group of options
     that may be; more: other names of parameters."""
     names = {*(field.name for field in dataclasses.fields(allowed)), *more}
-    for param in ctx.command.params:
-        if param.name not in names and is_typed(ctx, param.name):
-            raise UsageError(f"{flag_of(ctx, param.name)} has no meaning with {flag}", "leave one of them away")
+    others = [param.name for param in ctx.command.params if param.name not in names]
+    refuse_typed(ctx, others, f"has no meaning with {flag}", "leave one of them away")
 
 
 def refuse_two_switches(ctx: Any, kwargs: Mapping[str, Any]) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanovllm_cli.cli import log, signals
+from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.inputs import STANDARD_INPUT, decode, read_file, read_standard_input
-from nanovllm_cli.cli.options import MessageOptions, SourceOptions
-from nanovllm_cli.cli.output import Console, console
+from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.model import named_models
+from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.config import DTypeName
 from nanovllm_cli.errors import DifferenceError, UsageError
 
@@ -30,47 +31,36 @@ COMPARISON = "Comparison"
 class VerifyOptions:
     """What is compared with what."""
 
-    against: Annotated[
-        Literal["model", "float32", "transformers"] | None,
-        option(
-            "--against",
-            help="The other side: model is the second argument; float32 is MODEL itself in float32 on the CPU; transformers is "
-            "MODEL there, in float32. [model, or float32 without one]",
-            panel=COMPARISON, envvar=None,
-        ),
-    ] = None  # fmt: skip
-    dtype: Annotated[DTypeName, option("--dtype", help="What MODEL computes in. [auto]", panel=COMPARISON)] = "auto"
-    dtype_b: Annotated[
-        DTypeName, option("--dtype-b", help="What OTHER computes in. [auto]", panel=COMPARISON, envvar=None)
-    ] = "auto"
-    text: Annotated[
-        str | None,
-        option(
-            "--text", help="What both read; - is standard input. [bundled]",
-            panel=COMPARISON, metavar="FILE", envvar=None,
-        ),
-    ] = None  # fmt: skip
-    tokens: Annotated[
-        int, option("--tokens", help="How much of it. [256]", panel=COMPARISON, min=2, max=512, envvar=None)
-    ] = 256
-    tolerance: Annotated[
-        float | None,
-        option(
-            "--tolerance",
-            help="Relative error of a token at a layer that still counts as equal. [0.05; 0.001 where both are float32]",
-            panel=COMPARISON, min=0.0, metavar="SHARE",
-        ),
-    ] = None  # fmt: skip
-    json: Annotated[bool, option("--json", help="The result as one JSON object.", panel=OUTPUT)] = False
+    against: Literal["model", "float32", "transformers"] | None = option(
+        "--against",
+        help="The other side: model is the second argument; float32 is MODEL itself in float32 on the CPU; transformers is "
+        "MODEL there, in float32. [model, or float32 without one]",
+        panel=COMPARISON, envvar=None,
+    )
+    dtype: DTypeName = option("--dtype", help="What MODEL computes in. [auto]", default="auto", panel=COMPARISON)
+    dtype_b: DTypeName = option(
+        "--dtype-b", help="What OTHER computes in. [auto]", default="auto", panel=COMPARISON, envvar=None
+    )
+    text: str | None = option(
+        "--text", help="What both read; - is standard input. [bundled]",
+        panel=COMPARISON, metavar="FILE", envvar=None,
+    )
+    tokens: int = option(
+        "--tokens", help="How much of it. [256]", default=256, panel=COMPARISON, min=2, max=512, envvar=None
+    )
+    tolerance: float | None = option(
+        "--tolerance",
+        help="Relative error of a token at a layer that still counts as equal. [0.05; 0.001 where both are float32]",
+        panel=COMPARISON, min=0.0, metavar="SHARE",
+    )
+    json: bool = option("--json", help="The result as one JSON object.", default=False, panel=OUTPUT)
 
 
 @expand
 def verify(
     *,
     ctx: typer.Context,
-    model_word: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A path, org/repo[:quant][@revision], or a short name; or -m.")
-    ] = None,
+    model_word: ModelWord = None,
     other_word: Annotated[
         str | None,
         typer.Argument(metavar="OTHER", help="Another form of the same model: quantized, converted, a copy."),
@@ -85,11 +75,9 @@ def verify(
     above the tolerance; then the first token after which the two choose otherwise, and whether tokenizers and templates
     agree. Exit code 0: equal within the tolerance; 7: different; any other: they could not be compared.
     """
-    screen = console()
-    log.configure(messages, screen)
+    screen = screen_for(messages)
     names = [word for word in (source.model, model_word, other_word) if word]
-    if not names:
-        raise UsageError("no model was named", EXAMPLE)
+    names = named_models(ctx.obj, names, EXAMPLE)
     if len(names) > 2:
         raise UsageError("more than two models were named", EXAMPLE)
     against = options.against or ("model" if len(names) == 2 else "float32")
@@ -97,14 +85,11 @@ def verify(
         raise UsageError(f"--against {against} and {len(names)} models contradict each other", EXAMPLE)
     if against != "model" and is_typed(ctx, "dtype_b"):
         raise UsageError("--dtype-b has no meaning without OTHER", f"{against} computes in float32; OTHER may be MODEL again")
-    if isinstance(ctx.obj, Settings):
-        names = [ctx.obj.resolve(name) for name in names]
     screen.announce(f"opening {names[0]}")
     with signals.insisting():
         from nanovllm_cli.quantization import verify as verification
         from nanovllm_cli.quantization.verify_text import OurWords, TransformersWords, differences
         from nanovllm_cli.weights.source import resolve
-    signals.check()
     progress = ProgressLine(screen)
     paths = [resolve(name, offline=source.offline, revision=source.revision, progress=progress).path for name in names]
     words = OurWords(paths[0])

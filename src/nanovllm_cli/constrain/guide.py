@@ -175,7 +175,7 @@ class Guide:
         return place._replace(num_followed=place.num_followed + 1)
 
     def _after_opening(self, place: _Place, token_id: int, reasoning: ReasoningPhase) -> _Place:
-        tag, text = reasoning.open.encode(), place.text + self._vocabulary.tokens[token_id]
+        tag, text = reasoning.open.encode(), place.text + self._vocabulary.bytes_of(token_id)
         if self.matcher is None:
             text = text.lstrip()
         elif place.follows and self.matcher.try_accept(token_id):
@@ -193,7 +193,7 @@ class Guide:
         return _Place("answer", num_followed=place.num_followed)
 
     def _after_inside(self, place: _Place, token_id: int, reasoning: ReasoningPhase) -> _Place:
-        tag, text = reasoning.close.encode(), place.text + self._vocabulary.tokens[token_id]
+        tag, text = reasoning.close.encode(), place.text + self._vocabulary.bytes_of(token_id)
         _, found, rest = text.partition(tag)
         if found or len(place.forced) == 1:
             return self._answer(rest.lstrip())

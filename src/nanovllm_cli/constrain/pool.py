@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanovllm_cli.children import child_environment
 from nanovllm_cli.constrain.checker import TOO_INVOLVED
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import BusyError, UsageError
@@ -107,7 +108,7 @@ class _Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "nanovllm_cli.constrain.checker", str(math.ceil(seconds)),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True, env=child_environment(),
         )  # fmt: skip
         child = cls(process)
         try:

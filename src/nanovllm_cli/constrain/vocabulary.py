@@ -49,6 +49,10 @@ class Vocabulary:
     def _tokenizer(self) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Wrapped(self)))
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of what a model may draw: its embedding can have more rows than there are tokens, and those have none."""
+        return self.tokens[token_id] if token_id < len(self.tokens) else b""
+
     def ids_of(self, text: str) -> list[int]:
         """The tokens of a tag: the token that is called so, or else its text's."""
         name = text.encode()

@@ -141,7 +141,7 @@ class CudaPlatform:
             recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
             decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
             drawn = decode.drawn_tokens
-        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn)
+        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn, sampler.guide)
         if decode is not None:
             if on_device.knows_vocabulary:
                 on_device.buffers.rows = decode.sampling_rows

@@ -1,19 +1,20 @@
 """Plans on a GPU. A step of decodes is a `DecodeStep`, recorded and replayed; any other step runs launch by launch. In both some
-sequences may draw on the host, from their rows of the logits.
+sequences may draw on the device behind the others, when their masks are there, and some on the host, from their logits.
 
 `submit` returns before the device is done, so that the next step can be planned and started meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.runner import pooled_of, prompt_logprobs_of
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
@@ -43,6 +44,7 @@ class CudaRunner:
         self.decode = decode
         self.block_size = block_size
         self._rows_before: dict[int, int] = {}
+        self._last_read: Read = list
 
     def run(self, plan: Plan) -> StepOutput:
         """See PlanRunner.run."""
@@ -69,29 +71,32 @@ class CudaRunner:
         return self._step(plan.scheduled)
 
     def _decode(self, decode: DecodeStep, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
-        there = [share for share in scheduled if share.seq_id in self.on_device]
-        here = [share for share in scheduled if share.seq_id not in self.on_device]
-        seq_ids, others = [share.seq_id for share in there], [share.seq_id for share in here]
+        by_id = {share.seq_id: share for share in scheduled}
+        free, guided, others = self._by_place(list(by_id))
+        there = free + guided
         self.sampler.start_masks(others)
-        logits = decode.run(there + here, self._rows_before, self.on_device.seat(seq_ids), self.on_device)
+        slots = self.on_device.seat(there)[: len(free)]
+        order = [by_id[seq_id] for seq_id in there + others]
+        logits = decode.run(order, self._rows_before, slots, self.on_device)
         self._rows_before = {}
-        read = self._read(seq_ids)
-        drawn = self.sampler.sample(others, logits[len(there) : len(scheduled)]) if others else []
+        if guided:
+            if by_id[guided[0]].token_ids == [DRAWN_BEFORE]:
+                self._last_read()
+            self.on_device.draw_guided(guided, logits[len(free) : len(there)], len(free))
+        read = self._read(there)
+        drawn = self.sampler.sample(others, logits[len(there) : len(order)]) if others else []
         return lambda: StepOutput(drawn + read(), {})
 
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
-        draws = [
-            (seq_id, first + len(share.wanted_rows) - 1) for share, first in owners for seq_id in share.draws
-        ]
-        here = [draw for draw in draws if draw[0] not in self.on_device]
-        there = [draw for draw in draws if draw[0] in self.on_device]
+        row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
+        free, guided, here = self._by_place(list(row_of))
         # One part, but where a prompt has more answers than there are seats.
-        most = self.on_device.max_rows
+        there, most = free + guided, self.on_device.max_rows
         parts = [there[first : first + most] for first in range(0, len(there), most)]
         if parts:
             self._seat(parts[0])  # its copies wait for the device, which has nothing to do yet
-        self.sampler.start_masks([seq_id for seq_id, _ in here])
+        self.sampler.start_masks(here)
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {
             share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
@@ -99,7 +104,7 @@ class CudaRunner:
             if share.prompt_logprobs is not None
         }
         pooled = pooled_of(self.model, hidden, owners)
-        logits = self._logits(hidden, here) if here else None  # if there is no room for them, nothing has been drawn
+        logits = self._logits(hidden, row_of, here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
         drawn: list[Drawn] = []
         read: Read = list
@@ -107,25 +112,37 @@ class CudaRunner:
             if part is not parts[0]:
                 drawn += read()
                 self._seat(part)
-            seq_ids = [seq_id for seq_id, _ in part]
-            self.on_device.draw(self._logits(hidden, part), *self.on_device.needs(seq_ids))
-            read = self._read(seq_ids)
+            rows = self._logits(hidden, row_of, part)
+            free, guided, _ = self._by_place(part)
+            if free:
+                self.on_device.draw(rows[: len(free)], *self.on_device.needs(free))
+            if guided:
+                self.on_device.draw_guided(guided, rows[len(free) :], len(free))
+            read = self._read(part)
         if logits is not None:
-            drawn += self.sampler.sample([seq_id for seq_id, _ in here], logits)
+            drawn += self.sampler.sample(here, logits)
         return lambda: StepOutput(drawn + read(), prompt_logprobs, pooled)
 
-    def _logits(self, hidden: Hidden, draws: list[tuple[int, int]]) -> torch.Tensor:
-        return self.model.logits(take_rows(hidden, [row for _, row in draws]))
+    def _by_place(self, seq_ids: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Those that draw on the device, on the device under a mask, and on the host."""
+        places: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for seq_id in seq_ids:
+            places[2 if seq_id not in self.on_device else self.on_device.is_guided(seq_id)].append(seq_id)
+        return places
 
-    def _seat(self, draws: list[tuple[int, int]]) -> None:
-        slots = torch.tensor(self.on_device.seat([seq_id for seq_id, _ in draws]), dtype=torch.int32)
-        self.on_device.buffers.rows[: len(draws)].copy_(slots)
+    def _logits(self, hidden: Hidden, row_of: dict[int, int], seq_ids: list[int]) -> torch.Tensor:
+        return self.model.logits(take_rows(hidden, [row_of[seq_id] for seq_id in seq_ids]))
+
+    def _seat(self, seq_ids: list[int]) -> None:
+        slots = torch.tensor(self.on_device.seat(seq_ids), dtype=torch.int32)
+        self.on_device.buffers.rows[: len(slots)].copy_(slots)
 
     def _read(self, seq_ids: list[int]) -> Read:
         if not seq_ids:
             return list
         self._rows_before = {seq_id: row for row, seq_id in enumerate(seq_ids)}
-        return self.on_device.read(seq_ids, self.on_device.needs(seq_ids)[1])
+        self._last_read = cache(self.on_device.read(seq_ids, self.on_device.needs(seq_ids)[1]))
+        return self._last_read
 
 
 def _is_plain_decode(share: Scheduled) -> bool:

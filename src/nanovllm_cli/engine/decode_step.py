@@ -17,8 +17,9 @@ import torch
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.engine.device_sampler import STEPS_IN_FLIGHT, DeviceSampler
+from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
+from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device, Graph
 from nanovllm_cli.models.decoder import Decoder, StepInputs
 
@@ -56,8 +57,8 @@ class DecodeStep:
         self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=where)
         self._logit_rows = torch.arange(max_rows, dtype=torch.int64, device=where)
-        self._uploads = _Uploads(device, NUM_LINES * max_rows, torch.int64)
-        self._table_uploads = _Uploads(device, max_rows * table_width, torch.int32)
+        self._uploads = Uploads(device, NUM_LINES * max_rows, torch.int64)
+        self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
         self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
@@ -172,22 +173,3 @@ class DecodeStep:
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())
-
-
-class _Uploads:
-    """Host memory by turns, for one step after another. Steps whose tokens nobody reads, as those that were interrupted, are not
-    waited for elsewhere: here it is made sure that what is written anew has been copied."""
-
-    def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
-        self._turns = [(device.host_buffer(numel, dtype), device.event()) for _ in range(STEPS_IN_FLIGHT)]
-
-    def take(self) -> torch.Tensor:
-        self._turns.append(self._turns.pop(0))
-        buffer, copied = self._turns[-1]
-        copied.synchronize()
-        return buffer
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """From what was taken last."""
-        target.copy_(source, non_blocking=True)
-        self._turns[-1][1].record()

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.engine.device_guides import DeviceMasks, Guided
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
+from nanovllm_cli.engine.sampler import failed_draw
+from nanovllm_cli.engine.uploads import STEPS_IN_FLIGHT
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.sampling import sample
@@ -27,18 +31,19 @@ from nanovllm_cli.kernels.sampling_table import (
 )
 from nanovllm_cli.sampling_params import SamplingParams
 
+GuideOf = Callable[[NewSequence], Guide | None]
 _MESSAGES = {NOT_FINITE: "the model's logits are not finite: NaN or infinity"}
 _NOTHING_LEFT = "no token is left to draw: every one is banned"
-STEPS_IN_FLIGHT = 2
 
 
 class _State:
     """A sequence that draws here. slot: None until it draws, and again when somebody else needed it."""
 
-    __slots__ = ("drawn", "new", "slot")
+    __slots__ = ("drawn", "guided", "new", "slot")
 
-    def __init__(self, new: NewSequence) -> None:
+    def __init__(self, new: NewSequence, guided: Guided | None) -> None:
         self.new = new
+        self.guided = guided
         self.drawn: list[int] = []
         self.slot: int | None = None
 
@@ -55,9 +60,10 @@ class _Readout(NamedTuple):
 
 
 class DeviceSampler:
-    """max_rows: most rows a step draws. tokens [max_rows] int64: where what was drawn is left, by row, for the next step."""
+    """max_rows: most rows a step draws. tokens [max_rows] int64: where what was drawn is left, by row, for the next step.
+    guide_of: the constraint of a sequence that has one, at its beginning."""
 
-    def __init__(self, device: Device, vocab_size: int, max_rows: int, tokens: torch.Tensor) -> None:
+    def __init__(self, device: Device, vocab_size: int, max_rows: int, tokens: torch.Tensor, guide_of: GuideOf) -> None:
         self._device = device
         self._launcher = device.launcher
         self._states: dict[int, _State] = {}
@@ -69,6 +75,8 @@ class DeviceSampler:
         self.table = SamplingTable(self._launcher.device, max_rows, vocab_size)
         self.buffers = SamplingBuffers(self._launcher.device, max_rows, vocab_size)
         self.buffers.token_ids = tokens
+        self._guide_of = guide_of
+        self._masks = DeviceMasks(device, self.table, max_rows)
         self._readouts = [self._readout(max_rows) for _ in range(STEPS_IN_FLIGHT)]
 
     def takes(self, params: SamplingParams, stop_ids: Sequence[int]) -> bool:
@@ -77,7 +85,8 @@ class DeviceSampler:
     def add(self, new: NewSequence) -> None:
         """Register a sequence; again, from its start, where a step that failed is repeated."""
         self.remove(new.seq_id)
-        self._states[new.seq_id] = _State(new)
+        guided = Guided(lambda: self._guide_of(new)) if new.params.is_guided else None
+        self._states[new.seq_id] = _State(new, guided)
 
     def remove(self, seq_id: int) -> None:
         state = self._states.pop(seq_id, None)
@@ -86,6 +95,10 @@ class DeviceSampler:
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._states
+
+    def is_guided(self, seq_id: int) -> bool:
+        """Whether its draws wait for a mask: `draw_guided` makes them, not `draw`."""
+        return self._states[seq_id].guided is not None
 
     def seat(self, seq_ids: Sequence[int]) -> list[int]:
         """The slot of each, written where it is new. Whoever is not among them may lose theirs."""
@@ -108,6 +121,16 @@ class DeviceSampler:
             self._launcher, logits, self.table, self.buffers, only_greedy=only_greedy, has_logprobs=has_logprobs
         )
 
+    def draw_guided(self, seq_ids: Sequence[int], logits: torch.Tensor, first: int) -> None:
+        """From logits [B, V] for these, which are seated, as rows first, first + 1, … What they drew before has been read. Their
+        masks are computed here, while the device is busy with the logits."""
+        states = [self._states[seq_id] for seq_id in seq_ids]
+        slots = [state.slot for state in states if state.slot is not None]
+        rows = self._masks.put([state.guided for state in states if state.guided is not None], slots)
+        only_greedy, has_logprobs = self.needs(seq_ids)
+        buffers = self.buffers.part(first, rows)
+        sample(self._launcher, logits, self.table, buffers, only_greedy=only_greedy, has_logprobs=has_logprobs)
+
     def read(self, seq_ids: Sequence[int], has_logprobs: bool) -> Callable[[], list[Drawn]]:
         """Starts copying what rows 0 … drew for these; the result waits for it. Call both in the order of the steps."""
         count, readout = len(seq_ids), self._readouts[0]
@@ -129,19 +152,27 @@ class DeviceSampler:
 
     def _drawn(self, seq_ids: Sequence[int], readout: _Readout) -> list[Drawn]:
         ids, status = readout.ids[: len(seq_ids)].tolist(), readout.status[: len(seq_ids)].tolist()
-        drawn: list[Drawn] = []
-        for row, (seq_id, token_id, found) in enumerate(zip(seq_ids, ids, status, strict=True)):
-            if found != FINE:
-                drawn.append(Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT), unmeetable=found == NOTHING_LEFT))
-                continue
-            state = self._states.get(seq_id)
-            if state is None:  # it ended meanwhile
-                drawn.append(Drawn(seq_id, [token_id]))
-                continue
-            state.drawn.append(token_id)
-            num = state.new.params.logprobs
-            drawn.append(Drawn(seq_id, [token_id], None if num is None else [_logprobs(readout, row, token_id, num)]))
-        return drawn
+        rows = enumerate(zip(seq_ids, ids, status, strict=True))
+        return [self._taken(seq_id, token_id, found, readout, row) for row, (seq_id, token_id, found) in rows]
+
+    def _taken(self, seq_id: int, token_id: int, found: int, readout: _Readout, row: int) -> Drawn:
+        """Moves a sequence on by what its row drew."""
+        state = self._states.get(seq_id)
+        guided = None if state is None else state.guided
+        if guided is not None and not guided.is_open:
+            return _closed(seq_id, guided)
+        if found != FINE:
+            return Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT), unmeetable=found == NOTHING_LEFT)
+        if state is None:  # it ended meanwhile
+            return Drawn(seq_id, [token_id])
+        state.drawn.append(token_id)
+        if guided is not None:
+            guided.accept(token_id)
+            if guided.error is not None:
+                return _closed(seq_id, guided)
+        num = state.new.params.logprobs
+        logprobs = None if num is None else [_logprobs(readout, row, token_id, num)]
+        return Drawn(seq_id, [token_id], logprobs, ends=guided is not None and guided.ends)
 
     def _evict(self, wanted: Collection[int]) -> int:
         for seq_id, state in self._states.items():
@@ -156,6 +187,11 @@ class DeviceSampler:
             buffer(rows, torch.int64), buffer(rows, torch.int32), buffer(rows, torch.float32), buffer(rows, torch.int32),
             buffer(rows * MAX_LOGPROBS, torch.int32).view(rows, -1), buffer(rows * MAX_LOGPROBS, torch.float32).view(rows, -1),
         )  # fmt: skip
+
+
+def _closed(seq_id: int, guided: Guided) -> Drawn:
+    """Of a constraint that lets nothing be drawn any more."""
+    return Drawn(seq_id, [], ends=True) if guided.error is None else failed_draw(seq_id, guided.error)
 
 
 def _logprobs(readout: _Readout, row: int, token_id: int, num: int) -> TokenLogprobs:

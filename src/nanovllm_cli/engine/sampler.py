@@ -44,6 +44,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_cli.constrain.compiler import Compiler
+from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.masks import MaskThreads
 from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
@@ -141,12 +142,15 @@ class Sampler:
                 raise UsageError("dry_multiplier needs a tokenizer, and this engine runs without one")
             else:
                 dry_breakers = no_breakers(vocab_size)
-        guide = None
-        if params.is_guided:
-            if self._compiler is None:
-                raise UsageError("a constraint needs a tokenizer, and this engine runs without one")
-            guide = self._compiler.guide(params, new.stop_ids)
-        return SequenceState(new, vocab_size, bad_words, dry_breakers, guide)
+        return SequenceState(new, vocab_size, bad_words, dry_breakers, self.guide(new))
+
+    def guide(self, new: NewSequence) -> Guide | None:
+        """A sequence's way through its constraint, at its beginning; None without one."""
+        if not new.params.is_guided:
+            return None
+        if self._compiler is None:
+            raise UsageError("a constraint needs a tokenizer, and this engine runs without one")
+        return self._compiler.guide(new.params, new.stop_ids)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; one that was never registered is no matter."""
@@ -193,7 +197,7 @@ class Sampler:
             self._draw(draws, logits, DRAW_TOKEN)
         self._put_logprobs(draws, logits)
         drawn = {draw.seq_id: draw.taken() for draw in draws}
-        return [drawn.get(seq_id) or _failed(seq_id, self._refused[seq_id]) for seq_id in seq_ids]
+        return [drawn.get(seq_id) or failed_draw(seq_id, self._refused[seq_id]) for seq_id in seq_ids]
 
     def _put_masks(self, draws: Sequence[_Draw]) -> None:
         """What constraints allow. Whoever draws nothing, being at its end or in error, is settled."""
@@ -345,14 +349,15 @@ class _Draw:
             except NanovllmError as error:
                 self.error = error
         if self.error is not None:
-            return _failed(self.seq_id, self.error)
+            return failed_draw(self.seq_id, self.error)
         if self.ends:
             return Drawn(self.seq_id, [], ends=True)
         guide = self.state.guide
         return Drawn(self.seq_id, [self.token_id], self.logprobs, ends=guide is not None and guide.is_complete)
 
 
-def _failed(seq_id: int, error: Exception) -> Drawn:
+def failed_draw(seq_id: int, error: Exception) -> Drawn:
+    """What is said of a sequence that this ends."""
     if isinstance(error, NanovllmError):
         return Drawn(seq_id, [], error=error.message, unmeetable=isinstance(error, UsageError))
     return Drawn(seq_id, [], error=f"sampling failed: {type(error).__name__}: {error}")

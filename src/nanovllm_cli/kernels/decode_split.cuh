@@ -11,7 +11,8 @@
 // row's bits depend on its own tokens and on how they are split.
 //
 // Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them. Nor does the kernel
-// ahead, the projection or what belongs to it, write to the cache: all of that may be read while it still runs.
+// ahead, the projection or what belongs to it, write to the cache: all of that may be read while it still runs. But past the
+// L1: until a kernel has waited, nothing promises that an L1 no longer holds the lengths and tables of the step before.
 #pragma once
 #include "heads.cuh"
 
@@ -45,7 +46,7 @@ DEVICE void find_heads(Split& split, int kv_heads, int group) {
 // tokens. Else splits of least_split tokens, or of twice as many (four times, ...) where there would be more than fixed_splits,
 // whatever the grid.
 DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_split, int fixed_splits) {
-  const int kv_len = kv_lens[blockIdx.z];
+  const int kv_len = __ldcg(kv_lens + blockIdx.z);
   if (kv_len == 0) return false;
   const int first = window > 0 ? max(0, kv_len - window) : 0, most = gridDim.x;
   int size = least_split, origin = first / GRAIN * GRAIN;
@@ -75,7 +76,7 @@ DEVICE int block_of(const int* table, int token) {
 #ifdef BUG_PAGE
   token += BLOCK_SIZE;
 #endif
-  return table[token / BLOCK_SIZE];
+  return __ldcg(table + token / BLOCK_SIZE);
 }
 
 // A token of the split itself, to load instead of one beyond it: always there to be read, and finite.

@@ -234,7 +234,7 @@ packed_wgmma(const DTYPE* x, const uint8_t* codes, const SCALE* scales, const ui
   for (int unit = begin; unit < end; ++unit) {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      wgmma_fence();
+      wgmma_fence(numbers[part]);
 #pragma unroll
       for (int step = 0; step < 2; ++step)
         wgmma<TOKENS, IS_BF16>(sums, numbers[part][step], tokens.descriptor(stage, part * 2 + step));

@@ -4,20 +4,22 @@ A sequence has a slot in the table from its first draw to its last. The host wri
 position and its token counts by themselves, so that a replayed graph goes on without the host. What a step says anew is `rows`:
 the slot of each row of logits. Addresses never change.
 
-Not here: typical_p, XTC, DRY, bad_words, penalties over a window, more than 20 logprobs and constraints, which the CPU's sampler
-does (`on_device` tells).
+Not here: typical_p, XTC, DRY, bad_words, penalties over a window, more than 20 logprobs, and random draws under a constraint that
+no filter narrows, which the CPU's sampler does (`on_device` tells).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nanovllm_cli.kernels.cpu_sampling import draw_settings, is_filtered
 from nanovllm_cli.kernels.kernel import Launcher, widest
 from nanovllm_cli.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
@@ -58,7 +60,9 @@ _SLICE_STEP = 128  # slices begin at whole words of a mask and whole cache lines
 def on_device(params: SamplingParams, stop_ids: Sequence[int]) -> bool:
     """Whether the kernels know everything that this request asks for."""
     has_window = params.has_penalties and params.penalty_last_n >= 0
-    others = params.typical_p < 1.0 or params.has_xtc or params.has_dry or params.bad_words or has_window or params.is_guided
+    # The CPU's sampler makes these before it asks their constraint, with a second random number where that says no.
+    asks_later = params.constraint is not None and not params.is_greedy and not is_filtered(draw_settings(params))
+    others = params.typical_p < 1.0 or params.has_xtc or params.has_dry or params.bad_words or has_window or asks_later
     too_many = (params.logprobs or 0) > MAX_LOGPROBS or (params.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS)
     return not others and not too_many
 
@@ -87,7 +91,7 @@ class SamplingTable:
         self.biases = zeros(slots, MAX_LOGIT_BIASES, dtype=torch.float32)
         self.counts = zeros(slots, vocab_size, dtype=torch.int16)
         self.prompt_bits = zeros(slots, words, dtype=torch.int32)
-        self._allowed: dict[int, torch.Tensor] = {}
+        self._allowed: dict[int, NDArray[np.uint32]] = {}
 
     def write(
         self,
@@ -97,11 +101,9 @@ class SamplingTable:
         stop_ids: Sequence[int],
         prompt_ids: Sequence[int],
         output_ids: Sequence[int] = (),
-        *,
-        is_constrained: bool = False,
     ) -> None:
-        """Give the slot to a sequence. is_constrained: `set_mask` comes before every draw. Its ids lie in the vocabulary, but
-        for stop ids. Only what the request uses is copied."""
+        """Give the slot to a sequence. Where it is guided, `put_masks` comes before every draw. Its ids lie in the vocabulary,
+        but for stop ids. Only what the request uses is copied."""
         assert on_device(params, stop_ids)
         stops = [token_id for token_id in stop_ids if token_id < self.vocab_size] if params.min_tokens else []
         row = np.zeros(1, _PARAMS)
@@ -113,7 +115,7 @@ class SamplingTable:
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
         row["top_k"] = params.top_k if params.top_k < self.vocab_size else 0
-        row["uses_mask"] = is_constrained or params.allowed_token_ids is not None
+        row["uses_mask"] = params.is_guided or params.allowed_token_ids is not None
         row["uses_counts"] = params.has_penalties
         row["num_biases"] = len(params.logit_bias or ())
         row["num_stops"] = len(stops)
@@ -133,15 +135,15 @@ class SamplingTable:
         if params.allowed_token_ids is not None:
             allowed = _packed(params.allowed_token_ids, self.vocab_size)
             _fill(self.masks[slot], allowed)
-            self._allowed[slot] = torch.from_numpy(allowed)
+            self._allowed[slot] = allowed.view(np.uint32)
 
-    def set_mask(self, slot: int, words: torch.Tensor) -> None:
-        """What a constraint allows in the next draw, int32 [<= W] on the CPU; past its end nothing is. allowed_token_ids stay."""
-        mask = torch.zeros(self.masks.shape[1], dtype=torch.int32)
-        mask[: len(words)] = words[: len(mask)]
-        if slot in self._allowed:
-            mask &= self._allowed[slot]
-        self.masks[slot].copy_(mask)
+    def allowed(self, slot: int) -> NDArray[np.uint32] | None:
+        """The sequence's allowed_token_ids, as words [W] of a mask; None for all. A constraint's masks are to keep to them."""
+        return self._allowed.get(slot)
+
+    def put_masks(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
+        """What constraints allow in the next draw: int32 [B, W] for slots [B] int32, both on the device."""
+        self.masks.index_copy_(0, slots.long(), masks)
 
 
 class SamplingBuffers:
@@ -162,6 +164,14 @@ class SamplingBuffers:
         self.ranks = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.top_ids = torch.zeros(max_rows, MAX_LOGPROBS, dtype=torch.int32, device=device)
         self.top_values = torch.zeros(max_rows, MAX_LOGPROBS, dtype=torch.float32, device=device)
+
+    def part(self, first: int, rows: torch.Tensor) -> SamplingBuffers:
+        """Those from row `first` on, for as many rows of logits as there are `rows`, which take the place of this part's."""
+        part = copy(self)
+        for name, buffer in vars(self).items():
+            setattr(part, name, buffer[first : first + len(rows)])
+        part.rows = rows
+        return part
 
 
 class Slices(NamedTuple):

@@ -1,7 +1,7 @@
 // Hopper's matrix products of a warpgroup (wgmma, sm_90a): four neighbouring warps, of which the first one's index is a multiple
 // of four. They run by themselves while the threads go on:
 //
-//   wgmma_fence      what the threads have written to registers is seen by the products that follow
+//   wgmma_fence      these registers of A, as the threads have written them, are seen by the products that follow
 //   wgmma            a product begins; until it is waited for, its registers and its shared memory are its own
 //   wgmma_commit     products since the last one are a group
 //   wgmma_wait       until at most so many groups are under way
@@ -37,7 +37,24 @@ struct RowsOf128Bytes {
 
 #ifndef EMULATION
 
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// A value that stays in its registers: it is not made again from what it was made of.
+DEVICE void keep(int& value) { asm volatile("" : "+r"(value)); }
+DEVICE void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+template <class T>
+DEVICE void keep(T*& value) {
+  asm volatile("" : "+l"(value));
+}
+
+// What makes the registers stays ahead of the fence, where the PTX ISA wants it. Left alone, the compiler moves some of that
+// between fence and product, and ptxas then ends the group there and fences again.
+template <int COUNT>
+DEVICE void wgmma_fence(uint32_t (&a)[COUNT][4]) {
+#ifndef BUG_LATE_NUMBERS
+#pragma unroll
+  for (int i = 0; i < COUNT * 4; ++i) keep(a[i / 4][i % 4]);
+#endif
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 DEVICE void wgmma_wait() {
@@ -80,14 +97,6 @@ DEVICE void wgmma(float* d, const uint32_t* a, uint64_t b) {
   } else {
     WGMMA_OF("f16")
   }
-}
-
-// A value that stays in its registers: it is not made again from what it was made of.
-DEVICE void keep(int& value) { asm volatile("" : "+r"(value)); }
-DEVICE void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
-template <class T>
-DEVICE void keep(T*& value) {
-  asm volatile("" : "+l"(value));
 }
 
 // The compiler may not read these earlier than here.

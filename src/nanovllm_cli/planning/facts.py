@@ -6,7 +6,8 @@ The same for a model on this machine and for one of which only the headers are h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,18 +98,18 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     return found
 
 
-def _classes(weights: Iterator[tuple[str, int, int, str]] | list[tuple[str, int, int, str]]) -> list[TensorClass]:
+def _classes(weights: Iterable[tuple[str, int, int, str]]) -> list[TensorClass]:
     """Of (name, numbers, bytes, type), in the order of CLASSES."""
     rows: dict[str, list[tuple[int, int, str]]] = {name: [] for name in CLASSES}
     for name, numbers, num_bytes, kind in weights:
         rows[class_of(name)].append((numbers, num_bytes, kind))
     found = []
     for name, entries in rows.items():
-        types: dict[str, int] = {}
+        types: Counter[str] = Counter()
         for numbers, _, kind in entries:
-            types[kind] = types.get(kind, 0) + numbers
+            types[kind] += numbers
         if entries:
-            by_size = dict(sorted(types.items(), key=lambda item: -item[1]))
+            by_size = dict(types.most_common())
             found.append(TensorClass(name, len(entries), sum(e[0] for e in entries), sum(e[1] for e in entries), by_size))
     return found
 
@@ -124,10 +125,9 @@ def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if checkpoint.format == "hf" and isinstance(settings, Mapping):
         return str(settings.get("quant_method") or "quantized")[:40]
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for each in classes:
-        for kind, numbers in each.types.items():
-            totals[kind] = totals.get(kind, 0) + numbers
+        totals.update(each.types)
     return max(totals, key=lambda kind: totals[kind], default="")
 
 
@@ -147,5 +147,3 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What generation_config.json says about sampling, in its own names."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
     return {name: config[name] for name in names if isinstance(config.get(name), int | float)}
-
-

@@ -18,7 +18,17 @@ import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatMessage, ChatTurns
 from nanovllm_cli.server.function_tools import Tool, function_tool
-from nanovllm_cli.server.reading import described, invalid, json_text, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.server.reading import (
+    described,
+    invalid,
+    json_text,
+    kind_of,
+    listed,
+    object_schema,
+    read,
+    shown,
+    unsupported,
+)
 from nanovllm_cli.server.schemas_common import MAX_MESSAGES
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
@@ -55,16 +65,10 @@ class _ToolResult(msgspec.Struct):
 
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_BLOCKS, "items": described({"text": _Text})}]}
-_RESULT = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "tool_result"},
-        "tool_use_id": {"type": "string", "minLength": 1, "maxLength": 128},
-        "content": {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
-        "is_error": {"type": ["boolean", "null"]},
-    },
-    "required": ["type", "tool_use_id"],
-}
+_RESULT = object_schema(
+    {"type": {"const": "tool_result"}, "tool_use_id": {"type": "string", "minLength": 1, "maxLength": 128}},
+    {"content": {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]}, "is_error": {"type": ["boolean", "null"]}},
+)
 
 
 class _Redacted(msgspec.Struct):
@@ -73,7 +77,7 @@ class _Redacted(msgspec.Struct):
 
 def _turn_schema(role: str, blocks: Sequence[Any]) -> dict[str, Any]:
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": blocks}}]}
-    return {"type": "object", "properties": {"role": {"const": role}, "content": content}, "required": ["role", "content"]}
+    return object_schema({"role": {"const": role}, "content": content})
 
 
 _SAID = {"text": _Text, "thinking": _Thinking, "redacted_thinking": _Redacted, "tool_use": _ToolUse}

@@ -82,22 +82,22 @@ class MessageBuilder:
         if self._block is not None and self._block["type"] == kind:
             return []
         block = {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
-        return [*self._close(), self._open(block)]
+        return self._open(block)
 
     def _call(self, call: ToolCallDelta) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         if self._block is None or self._block["type"] != "tool_use" or call.index != self._call_index:
-            events += self._close()
             self._call_index = call.index
-            events.append(self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}))
+            events += self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
         if call.arguments:
             self._text.append(call.arguments)
             events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return events
 
-    def _open(self, block: dict[str, Any]) -> StreamEvent:
+    def _open(self, block: dict[str, Any]) -> list[StreamEvent]:
+        events = self._close()
         self._block = block
-        return {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
+        return [*events, {"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
 
     def _close(self) -> list[StreamEvent]:
         block = self._block

@@ -3,7 +3,14 @@ the route's; texts are ours, never a library's or the system's."""
 
 from __future__ import annotations
 
-from nanovllm_cli.errors import BusyError, NanovllmError, PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.errors import (
+    BusyError,
+    NanovllmError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedError,
+    UsageError,
+)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -49,6 +56,11 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     @property
+    def label(self) -> str:
+        """As logs and spans name it."""
+        return self.code or self.type
+
+    @property
     def retries(self) -> bool:
         return self.status in (408, 429, 503)
 
@@ -61,9 +73,20 @@ class ApiError(Exception):
             code = "unsupported" if isinstance(error, UnsupportedError) else None
             message = error.message if error.hint is None else f"{error.message}; {error.hint}"
             return cls(400, message, code=code, param=param)
+        if isinstance(error, TemplateError):
+            return cls(400, error.message, param=param or "messages")
         if isinstance(error, BusyError):
             return cls(503, error.message, retry_after=1.0)
         return cls(500, error.message)
+
+
+def invalid_value(message: str, param: str | None) -> ApiError:
+    """A field whose value is none, by itself or beside the others."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def draining() -> ApiError:
+    return ApiError(503, "the server is about to end", code="draining", retry_after=5)
 
 
 def too_long(num_tokens: int, limit: int, param: str, *, at_least: bool = False) -> ApiError:

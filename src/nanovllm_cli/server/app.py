@@ -92,7 +92,7 @@ async def build_routes(app: FastAPI) -> None:
 async def _tell(request: Request, failure: Exception) -> Response:
     exchange: Exchange = request.scope[SCOPE_KEY]
     error = as_api_error(failure)
-    exchange.error = error.code or error.type
+    exchange.error = error.label
     response = error_response(error, request.scope["path"], exchange.request_id)
     if error.status == 405:
         response.headers["allow"] = ", ".join(_methods(request))

@@ -23,23 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.metrics import Metrics
 from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.ports import Generates, Models
+from nanovllm_cli.server.ports import ConstraintPool, Generates, Models
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.server.sse import EventStream, Frames, openai_error_frames
-
-
-class ConstraintPool(Protocol):
-    """Where constraints are tried out, outside the engine, before a request is taken."""
-
-    async def check(self, constraint: Constraint) -> None:
-        """Raises UsageError or UnsupportedError for what is no valid schema, grammar or expression, or takes too much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import signal
 import socket
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import cast
 
 from nanovllm_cli import errors
+from nanovllm_cli.children import child_environment
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
@@ -186,7 +185,7 @@ class EngineClient:
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    env=_environment(),
+                    env=child_environment(),
                 )
             ours.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
@@ -340,13 +339,6 @@ class _Link(asyncio.Protocol):
         self._transport = None
         if not self.closed.done():
             self.closed.set_result(None)
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with this very package in front, wherever it was imported from."""
-    root = str(Path(errors.__file__).resolve().parents[1])
-    others = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": root if not others else f"{root}{os.pathsep}{others}"}
 
 
 def _error(kind: str, message: str, hint: str | None) -> NanovllmError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from msgspec.structs import replace
+
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.messages import Output, Piece
 
@@ -71,28 +73,10 @@ def joined(first: Output, second: Output) -> Output:
     for piece in second.pieces:
         before = pieces.get(piece.index)
         pieces[piece.index] = piece if before is None else _joined(before, piece)
-    return Output(
-        second.request_id,
-        list(pieces.values()),
-        second.finished,
-        second.num_cached_tokens,
-        second.num_preemptions,
-        second.times,
-        second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
-    )
+    told = second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
+    return replace(second, pieces=list(pieces.values()), prompt_logprobs=told)
 
 
 def _joined(first: Piece, second: Piece) -> Piece:
-    logprobs = second.logprobs
-    if first.logprobs is not None:
-        logprobs = first.logprobs + (second.logprobs or [])
-    return Piece(
-        first.index,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        logprobs,
-        second.finish_reason,
-        second.stop_reason,
-        second.error,
-        second.unmeetable,
-    )
+    logprobs = second.logprobs if first.logprobs is None else first.logprobs + (second.logprobs or [])
+    return replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs)

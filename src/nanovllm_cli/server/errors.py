@@ -1,13 +1,13 @@
 """How a failure is written: one place for every route, limit and door.
 
-OpenAI's form: {"error": {"message", "type", "param", "code"}}. Other forms belong to path prefixes (`FORMS`). Texts of
-libraries, paths and addresses never get in: what is no typed error is "internal error" and the request's id.
+OpenAI's form: {"error": {"message", "type", "param", "code"}}; under /v1/messages Anthropic's. Texts of libraries, paths and
+addresses never get in: what is no typed error is "internal error" and the request's id.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,10 +17,7 @@ from starlette.responses import Response
 
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.anthropic_errors import anthropic_form
-from nanovllm_cli.server.api_error import ApiError
-
-ErrorForm = Callable[[ApiError, str], Mapping[str, Any]]
-"""The body of an error: of the error, and the request's id."""
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 
 _LONGEST_MESSAGE = 200
 
@@ -34,20 +31,15 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def openai_form(error: ApiError, request_id: str) -> Mapping[str, Any]:
+def openai_form(error: ApiError) -> Mapping[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-FORMS: dict[str, ErrorForm] = {"/v1/messages": anthropic_form}
-"""Prefixes of paths whose errors have another form."""
-
-
 def error_body(error: ApiError, path: str, request_id: str) -> Mapping[str, Any]:
-    """The error as this path's clients expect it; also for an event in mid-stream."""
-    for prefix, form in FORMS.items():
-        if path == prefix or path.startswith(prefix + "/"):
-            return form(error, request_id)
-    return openai_form(error, request_id)
+    """The error as this path's clients expect it."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return anthropic_form(error, request_id)
+    return openai_form(error)
 
 
 def error_response(error: ApiError, path: str, request_id: str) -> JsonResponse:
@@ -88,7 +80,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     texts = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ") for problem in same)
     text = ", or ".join(texts)
     message = f"{param}: {text}" if param else text
-    return ApiError(400, message[:_LONGEST_MESSAGE], code="invalid_value", param=param and param[:_LONGEST_MESSAGE])
+    return invalid_value(message[:_LONGEST_MESSAGE], param and param[:_LONGEST_MESSAGE])
 
 
 def _param(problem: Mapping[str, Any], body: Any) -> str | None:

@@ -15,12 +15,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
-from nanovllm_cli.constraint import Constraint, ReasoningPhase
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -28,6 +28,7 @@ from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
     Caller,
     ChatAsked,
+    ConstraintPool,
     Event,
     FinishReason,
     Models,
@@ -50,16 +51,10 @@ _MOST_SHORTENED = 4
 T = TypeVar("T")
 
 
-class Checks(Protocol):
-    """See context.ConstraintPool."""
-
-    async def check(self, constraint: Constraint) -> None: ...
-
-
 class Generator:
     """See ports.Generates."""
 
-    def __init__(self, models: Models, checks: Checks, observer: Observer | None = None) -> None:
+    def __init__(self, models: Models, checks: ConstraintPool, observer: Observer | None = None) -> None:
         self._models = models
         self._checks = checks
         self._observer = observer or Observer()
@@ -70,12 +65,15 @@ class Generator:
             prompt_ids = await self._in_thread(partial(chat_ids, work.model, asked))
             tail = prompt_tail(work.model.tokenizer, prompt_ids)
             tools = tools_of(asked.tools) if asked.tool_choice != "none" else ()
-            asked = await self._with_lark(asked, tools)
-            constraint = _constraint(work.model, asked, tools)
-            phase = _reasoning(work.model, asked, constraint, tail)
-            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase)
             known = work.model.format
             assert known is not None, "a model that chats has a format"
+            form = await self._form(asked, tools)
+            constraint = known.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=form)
+            phase = None
+            if known.reasoning is not None:
+                to_content = constraint is not None and constraint is form
+                phase = known.reasoning.phase(tail, asked.reasoning_budget, to_content=to_content)
+            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase)
             parser = partial(
                 known.parser,
                 tail,
@@ -116,13 +114,13 @@ class Generator:
                     watch.end(told)
             if told is not None:
                 raise told
-            return await self._in_thread(lambda: [_unit(task.result()) for task in tasks]), sum(map(len, each))
+            return await self._in_thread(lambda: [unit(task.result()) for task in tasks]), sum(map(len, each))
 
-    async def _with_lark(self, asked: ChatAsked, tools: Sequence[Tool]) -> ChatAsked:
+    async def _form(self, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
         """Beside calls a grammar is a part of a greater one, which is Lark."""
         if asked.form is None or asked.form.kind != "gbnf" or not tools or asked.tool_choice != "auto":
-            return asked
-        return dataclasses.replace(asked, form=Constraint("lark", await self._in_thread(partial(lark_of_gbnf, asked.form.text))))
+            return asked.form
+        return Constraint("lark", await self._in_thread(partial(lark_of_gbnf, asked.form.text)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
@@ -294,7 +292,7 @@ class _Plain:
 
 
 def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
-    """The prompt of a conversation. Raises UsageError, and ApiError where the template refuses the messages."""
+    """The prompt of a conversation. Raises UsageError, TemplateError and ApiError."""
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
     kwargs = template_variables(asked.template_kwargs)
@@ -315,8 +313,6 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             most_tokens=model.facts.context_len,
             variables=kwargs,
         )
-    except TemplateError as error:
-        raise ApiError(400, error.message, param="messages") from error
     except PromptTooLongError as error:
         raise too_long(error.prompt_len, error.limit, "messages", at_least=True) from error
 
@@ -350,20 +346,7 @@ def _check_fits(ids: Sequence[int], model: ServedModel, param: str) -> None:
         raise too_long(len(ids), limit, param)
 
 
-def _constraint(model: ServedModel, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
-    """What the answer's form must be: the one asked for, or that of the tools that must or may be called. Where a tool must be
-    called there is no content that the form could be of."""
-    assert model.format is not None, "a model that chats has a format"
-    return model.format.constraint(tools, asked.tool_choice, parallel=asked.parallel, form=asked.form)
-
-
-def _reasoning(model: ServedModel, asked: ChatAsked, constraint: Constraint | None, tail: str) -> ReasoningPhase | None:
-    known = model.format.reasoning if model.format is not None else None
-    is_form = constraint is not None and constraint is asked.form
-    return None if known is None else known.phase(tail, asked.reasoning_budget, to_content=is_form)
-
-
-def _unit(vector: Sequence[float]) -> list[float]:
+def unit(vector: Sequence[float]) -> list[float]:
     """The same direction, of length 1."""
     length = math.sqrt(math.fsum(number * number for number in vector))
     return [number / length for number in vector] if length else list(vector)

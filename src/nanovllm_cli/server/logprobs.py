@@ -30,14 +30,14 @@ LOWEST = -9999.0
 
 class TextTokens:
     """The drawn tokens of one answer, handed out with the text that they belong to: a stop string that may be about to come
-    holds both back."""
+    holds both back. offset: where in the text those begin that were handed out last, in characters."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._waiting: list[tuple[int, TokenLogprobs]] = []  # where in the text each begins, in characters
-        self._drawn_chars = self._shown_chars = 0
+        self._drawn_chars = self._shown_chars = self.offset = 0
 
     def take(self, event: Event) -> list[TokenLogprobs]:
         """The tokens whose text this event completes or begins."""
@@ -53,6 +53,7 @@ class TextTokens:
 
     def _pop(self, count: int) -> list[TokenLogprobs]:
         ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        self.offset = ready[0][0] if ready else self.offset
         return [entry for _, entry in ready]
 
 

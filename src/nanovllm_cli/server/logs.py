@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm_cli.server.exchange import Exchange
 
-WATCHING = {"/health", "/metrics", "/status.json"}
+WATCHING = {"/health", "/v1/health", "/metrics", "/status.json"}
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.errors import as_api_error, error_response
 from nanovllm_cli.server.exchange import SCOPE_KEY, Exchange
 from nanovllm_cli.server.gate import Gate, Turnstile
@@ -78,8 +78,7 @@ class Exchanges:
                 await self._app(scope, receive, watched)
         except asyncio.CancelledError:  # the server ends, and did not wait any longer
             if exchange.status is None:
-                error = ApiError(503, "the server is about to end", code="draining", retry_after=5)
-                await error_response(error, scope["path"], exchange.request_id)(scope, receive, watched)
+                await error_response(draining(), scope["path"], exchange.request_id)(scope, receive, watched)
             raise
         except ClientDisconnect:
             exchange.status = exchange.status or CLIENT_LEFT
@@ -101,7 +100,7 @@ class Exchanges:
             exchange.error = "timeout"
             return ApiError(503, f"not answered within {self._settings.request_seconds:g} seconds", code="timeout")
         error = as_api_error(failure)
-        exchange.error = error.code or error.type
+        exchange.error = error.label
         if error.status >= 500 and not isinstance(failure, ApiError):
             logger.error("request %s failed: %s", exchange.request_id, type(failure).__name__, exc_info=failure)
         return error
@@ -124,7 +123,7 @@ class Doors:
         try:
             counts = self._admit(scope, exchange)
         except ApiError as error:
-            exchange.error = error.code or error.type
+            exchange.error = error.label
             if error.status in (429, 503):
                 self._observer.refused(None, error)
             await error_response(error, scope["path"], exchange.request_id)(scope, receive, send)
@@ -145,7 +144,7 @@ class Doors:
         if scope["path"] in UNCOUNTED:
             return False
         if self._gate.draining:
-            raise ApiError(503, "the server is about to end", code="draining", retry_after=5)
+            raise draining()
         if self._gate.in_flight >= self._settings.max_requests:
             raise ApiError(429, "too many requests are under way", code="too_many_requests", retry_after=1)
         return True

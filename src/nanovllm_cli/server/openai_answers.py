@@ -22,7 +22,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.logprobs import TextTokens, chat_form, prompt_form
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, Usage
 from nanovllm_cli.server.sse import DONE
-from nanovllm_cli.text.tool_calls import ToolCallDelta
+from nanovllm_cli.text.tool_calls import ToolCallDelta, joined_calls
 
 encode = msgspec.json.Encoder().encode
 
@@ -184,7 +184,7 @@ class Answer:
     text: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     entries: list[TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -195,9 +195,7 @@ class Answer:
         self.content.append(event.content)
         self.reasoning.append(event.reasoning)
         self.token_ids += event.token_ids
-        for call in event.calls:
-            entry = self.calls.setdefault(call.index, {"id": call.id, "name": call.name, "arguments": []})
-            entry["arguments"].append(call.arguments)
+        self.calls += event.calls
         if self.tokens is not None:
             self.entries += self.tokens.take(event)
         if event.finish_reason is not None:
@@ -251,12 +249,8 @@ def _chat_choice(head: Head, style: ChatStyle, index: int, answer: Answer) -> di
     if answer.calls:
         message["content"] = content or None
         message["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
-            }
-            for _, call in sorted(answer.calls.items())
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in joined_calls(answer.calls)
         ]
     logprobs = None
     if style.params.logprobs is not None:

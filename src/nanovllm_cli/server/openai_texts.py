@@ -4,7 +4,7 @@ other, and a choice's index is counted through."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec import Raw
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.logprobs import TextTokens, prompt_form, text_form
 from nanovllm_cli.server.openai_answers import Answer, Head, Style, end_fields
-from nanovllm_cli.server.ports import Event, Generation
+from nanovllm_cli.server.ports import Event, FinishReason, Generation
 
 encode = msgspec.json.Encoder().encode
 
@@ -57,33 +57,27 @@ class TextFrames:
         self._start = head.frame_start()
         self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
         self._tokens: dict[int, TextTokens] = {}
-        self._num_chars: dict[int, int] = {}
         self._counts: dict[int, int] = {}
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
-        for event in events:
-            if event.index not in self._num_chars:
-                self._num_chars[event.index] = len(self._echoed)
-                if self._style.echo or self._style.token_ids:
-                    out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
+        for event in events if self._style.draws else map(_without_token, events):
+            if event.index not in self._counts and (self._style.echo or self._style.token_ids):
+                out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
             self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
-            text = event.text if self._style.draws else ""
-            logprobs = self._logprobs(event) if self._style.draws else None
-            shows_ids = self._style.token_ids and self._style.draws and event.token_ids
-            if text or logprobs is not None or shows_ids or event.finish_reason is not None:
-                out.append(self._frame(event.index, text, logprobs, event))
-            self._num_chars[event.index] += len(text)
+            logprobs = self._logprobs(event)
+            shows_ids = self._style.token_ids and event.token_ids
+            if event.text or logprobs is not None or shows_ids or event.finish_reason is not None:
+                out.append(self._frame(event.index, event.text, logprobs, event))
         return b"".join(out)
 
     def _frame(self, index: int, text: str, logprobs: Any, event: Event | None) -> bytes:
         reason = None if event is None else event.finish_reason
         more = b""
         if event is not None and reason is not None:
-            more = end_fields(event.stop_reason, self._counts[index] if self._style.draws else 0)
+            more = end_fields(event.stop_reason, self._counts[index])
         if self._style.token_ids:
-            drawn = event.token_ids if event is not None and self._style.draws else []
-            more += b',"token_ids":' + encode(drawn)
+            more += b',"token_ids":' + encode([] if event is None else event.token_ids)
             more += b"" if event is not None else b',"prompt_token_ids":' + encode(list(self._generation.prompt_ids))
         parts = (b',"text":', encode(text), b',"logprobs":', encode(logprobs), b',"finish_reason":', encode(reason), more)
         return b"".join((self._start, b"%d" % (self._base + index), *parts, b"}]", self._style.tail(self._generation)))
@@ -98,34 +92,41 @@ class TextFrames:
         params, tokenizer = self._style.params, self._head.model.tokenizer
         if params.logprobs is None:
             return None
-        entries = self._tokens.setdefault(event.index, TextTokens(tokenizer, params)).take(event)
+        tokens = self._tokens.setdefault(event.index, TextTokens(tokenizer, params))
+        entries = tokens.take(event)
         if not entries:
             return None
         ids = [entry.token_id for entry in entries]
-        return text_form(tokenizer, entries, ids, params.logprobs, self._num_chars[event.index])
+        return text_form(tokenizer, entries, ids, params.logprobs, len(self._echoed) + tokens.offset)
 
 
 def text_choice(
     head: Head, style: TextStyle, echo: Echo, index: int, answer: Answer, generation: Generation
 ) -> dict[str, Any]:
     """One choice of a whole answer."""
+    if not style.draws:
+        answer = Answer(None, finish_reason="length")
     logprobs = None
     if style.params.logprobs is not None:
-        drawn = answer.entries if style.draws else []
-        ids = [*echo.token_ids, *(entry.token_id for entry in drawn)]
-        logprobs = text_form(head.model.tokenizer, [*echo.entries, *drawn], ids, style.params.logprobs, 0)
-    drawn_ids = answer.token_ids if style.draws else []
+        ids = [*echo.token_ids, *(entry.token_id for entry in answer.entries)]
+        logprobs = text_form(head.model.tokenizer, [*echo.entries, *answer.entries], ids, style.params.logprobs, 0)
     choice = {
         "index": index,
-        "text": echo.text + ("".join(answer.text) if style.draws else ""),
+        "text": echo.text + "".join(answer.text),
         "logprobs": logprobs,
-        "finish_reason": answer.finish_reason if style.draws else "length",
+        "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "completion_tokens": len(drawn_ids),
+        "completion_tokens": len(answer.token_ids),
     }
     if style.token_ids:
-        choice |= {"token_ids": drawn_ids, "prompt_token_ids": list(generation.prompt_ids)}
+        choice |= {"token_ids": answer.token_ids, "prompt_token_ids": list(generation.prompt_ids)}
     return choice
+
+
+def _without_token(event: Event) -> Event:
+    """An event of the token that is drawn where none was asked for: it may end the answer, and no other way than by its limit."""
+    reason: FinishReason | None = None if event.finish_reason is None else "length"
+    return replace(event, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
 
 def with_prompt_logprobs(choice: dict[str, Any], generation: Generation) -> dict[str, Any]:

@@ -217,6 +217,13 @@ class Generation(Protocol):
     async def aclose(self) -> None: ...
 
 
+class ConstraintPool(Protocol):
+    """Where constraints are tried out, outside the engine, before a request is taken."""
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises UsageError or UnsupportedError for what is no valid schema, grammar or expression, or takes too much."""
+
+
 class Generates(Protocol):
     """What routes ask for (generation.Generator). All raise ApiError, before anything has been sent."""
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.routing import ApiRequest
+from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.routing import ApiRequest, inlined
 from nanovllm_cli.text.chat_template import check_variables
 
 T = TypeVar("T")
@@ -43,31 +45,23 @@ def kind_of(value: Any, path: str, default: str | None = None) -> str:
     return kind
 
 
-def described(kinds: Mapping[str, type], default: str | None = None, without: Collection[str] = ()) -> dict[str, Any]:
+def described(kinds: Mapping[str, type], default: str | None = None, without: Collection[type] = ()) -> dict[str, Any]:
     """For /openapi.json: what `kind_of` and `read` take, as one JSON schema. default: the kind that needs no `type`. without:
     kinds within that are read only to be refused by name."""
     _, parts = msgspec.json.schema_components(kinds.values(), ref_template="{name}")
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in value if not _is_kind(parts, item, without)]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inline(parts[value["$ref"]])
-        return {key: inline(item) for key, item in value.items() if key not in ("title", "discriminator", "default")}
-
+    for struct in without:
+        del parts[struct.__name__]
     branches = []
     for kind, struct in kinds.items():
-        schema = inline(parts[struct.__name__])
+        schema = inlined(parts[struct.__name__], parts, ("title", "discriminator", "default"))
         required = [*([] if kind == default else ["type"]), *schema["required"]]
         branches.append({**schema, "properties": {"type": {"const": kind}, **schema["properties"]}, "required": required})
     return {"anyOf": branches}
 
 
-def _is_kind(parts: Mapping[str, Any], value: Any, names: Collection[str]) -> bool:
-    part = parts.get(value.get("$ref", "")) if isinstance(value, dict) else None
-    return part is not None and part["properties"].get("type", {}).get("enum", [""])[0] in names
+def object_schema(required: Mapping[str, Any], optional: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """For /openapi.json: an object that has these members, with their schemas, and may have those."""
+    return {"type": "object", "properties": {**required, **optional}, "required": list(required)}
 
 
 def listed(value: Any, path: str, most: int) -> list[Any]:
@@ -81,6 +75,14 @@ def listed(value: Any, path: str, most: int) -> list[Any]:
 def json_text(value: Any) -> str:
     """JSON of a value that came as JSON."""
     return msgspec.json.encode(value).decode()
+
+
+def schema_form(schema: Any, path: str) -> Constraint:
+    """An answer of this JSON schema. Raises ApiError 400."""
+    try:
+        return Constraint("json_schema", json_text(schema))
+    except UsageError as error:
+        raise ApiError.of(error, path) from None
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
@@ -101,7 +103,7 @@ def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def invalid(path: str, what: str) -> ApiError:
-    return ApiError(400, f"{path}: {what}", code="invalid_value", param=path)
+    return invalid_value(f"{path}: {what}", path)
 
 
 def unsupported(path: str, what: str) -> ApiError:

@@ -24,7 +24,6 @@ Item = dict[str, Any]
 
 MAX_ITEMS = 16384
 PREFIX = "nanovllm:"
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _MAX_PARTS = 4096
 _ID = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _NAME = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -109,25 +108,6 @@ class _Reference(msgspec.Struct):
     id: _ID
 
 
-_STRUCTS: dict[str, type] = {
-    "message": _Message,
-    "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
-    "reasoning": _Reasoning,
-    "item_reference": _Reference,
-}
-INPUT_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "maxItems": MAX_ITEMS,
-            "items": described(_STRUCTS, default="message", without=("input_image", "input_file", "input_audio")),
-        },
-    ]
-}
-
-
 def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:
     """The `input` of a request. find: a stored item by its id. Raises ApiError 400."""
     if isinstance(value, str):
@@ -135,17 +115,12 @@ def read_items(value: Any, find: Callable[[str], Item | None]) -> list[Item]:
     if not isinstance(value, list):
         raise invalid("input", "must be a string or a list of items")
     token = secrets.token_hex(20)
-    items = []
-    for place, given in enumerate(listed(value, "input", MAX_ITEMS)):
-        item = _read_item(given, f"input[{place}]", find)
-        if item["id"] is None:
-            item["id"] = f"{_PREFIXES[item['type']]}_{token}{place:08x}"
-        items.append(item)
-    return items
+    given = enumerate(listed(value, "input", MAX_ITEMS))
+    return [_read_item(each, f"input[{place}]", f"{token}{place:08x}", find) for place, each in given]
 
 
-def _read_item(value: Any, path: str, find: Callable[[str], Item | None]) -> Item:
-    """Its id may be None."""
+def _read_item(value: Any, path: str, token: str, find: Callable[[str], Item | None]) -> Item:
+    """token: for the id of one that has none."""
     kind = kind_of(value, path, default="message" if isinstance(value, Mapping) and "role" in value else None)
     if kind == "item_reference":
         found = find(read(_Reference, value, path).id)
@@ -154,61 +129,53 @@ def _read_item(value: Any, path: str, find: Callable[[str], Item | None]) -> Ite
         return found
     if kind not in _KINDS:
         raise unsupported(f"{path}.type", f"items of type {shown(kind)} are not supported")
-    return _KINDS[kind](value, path)
+    prefix, struct, fields_of = _KINDS[kind]
+    given = read(struct, value, path)
+    own_id = f"{prefix}_{token}" if given.id is None else given.id
+    return {"id": own_id, "type": kind, **fields_of(given, path), "status": "completed"}
 
 
-def _message(value: Any, path: str) -> Item:
-    given = read(_Message, value, path)
+def _message(given: _Message, path: str) -> Item:
     parts = _text_parts(given.content, f"{path}.content")
     if given.role == "assistant":
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in parts]
     else:
         content = [{"type": "input_text", "text": text} for text in parts]
-    return {"id": given.id, "type": "message", "role": given.role, "content": content, "status": "completed"}
+    return {"role": given.role, "content": content}
 
 
-def _function_call(value: Any, path: str) -> Item:
-    given = read(_FunctionCall, value, path)
-    return {
-        "id": given.id,
-        "type": "function_call",
-        "call_id": given.call_id,
-        "name": given.name,
-        "arguments": given.arguments,
-        "status": "completed",
-    }
+def _function_call(given: _FunctionCall, path: str) -> Item:
+    return {"call_id": given.call_id, "name": given.name, "arguments": given.arguments}
 
 
-def _function_call_output(value: Any, path: str) -> Item:
-    given = read(_FunctionCallOutput, value, path)
-    return {
-        "id": given.id,
-        "type": "function_call_output",
-        "call_id": given.call_id,
-        "output": "\n".join(_text_parts(given.output, f"{path}.output")),
-        "status": "completed",
-    }
+def _function_call_output(given: _FunctionCallOutput, path: str) -> Item:
+    return {"call_id": given.call_id, "output": "\n".join(_text_parts(given.output, f"{path}.output"))}
 
 
-def _reasoning(value: Any, path: str) -> Item:
-    given = read(_Reasoning, value, path)
+def _reasoning(given: _Reasoning, path: str) -> Item:
     texts = [part.text for part in given.content or ()]
     if not texts and given.encrypted_content is not None:
         texts = opened(given.encrypted_content)
     return {
-        "id": given.id,
-        "type": "reasoning",
         "summary": [{"type": "summary_text", "text": part.text} for part in given.summary],
         "content": [{"type": "reasoning_text", "text": text} for text in texts],
-        "status": "completed",
     }
 
 
-_KINDS: dict[str, Callable[[Any, str], Item]] = {
-    "message": _message,
-    "function_call": _function_call,
-    "function_call_output": _function_call_output,
-    "reasoning": _reasoning,
+# By type: what ids begin with, how it comes, and what is kept of it.
+_KINDS: dict[str, tuple[str, type[Any], Callable[[Any, str], Item]]] = {
+    "message": ("msg", _Message, _message),
+    "function_call": ("fc", _FunctionCall, _function_call),
+    "function_call_output": ("fco", _FunctionCallOutput, _function_call_output),
+    "reasoning": ("rs", _Reasoning, _reasoning),
+}
+_ITEM_SCHEMA = described(
+    {kind: struct for kind, (_, struct, _) in _KINDS.items()} | {"item_reference": _Reference},
+    default="message",
+    without=(_InputImage, _InputFile, _InputAudio),
+)
+INPUT_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "maxItems": MAX_ITEMS, "items": _ITEM_SCHEMA}]
 }
 
 

@@ -57,7 +57,10 @@ class ResponseBuilder:
             events.append(self._inside("response.reasoning_text.delta", content_index=0, delta=event.reasoning))
         if event.content:
             events += self._into("message")
-            events.append(self._content(event.content, list(logprobs)))
+            self._text.append(event.content)
+            found = list(logprobs)
+            self._logprobs += found
+            events.append(self._inside("response.output_text.delta", content_index=0, delta=event.content, logprobs=found))
         for call in event.calls:
             events += self._call(call)
         return events
@@ -86,34 +89,27 @@ class ResponseBuilder:
         """Opens an item of this kind, unless one is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
-        events = self._close("completed")
-        if kind == "reasoning":
-            self._item = {"id": new_id("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
-        else:
-            self._item = {
-                "id": new_id("msg"), "type": kind, "status": "in_progress", "role": "assistant", "content": []
-            }  # fmt: skip
-        return [*events, self._added(), self._part("response.content_part.added")]
-
-    def _content(self, text: str, logprobs: list[Raw]) -> StreamEvent:
-        self._text.append(text)
-        self._logprobs += logprobs
-        return self._inside("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        own: Item = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        return [*self._open("rs" if kind == "reasoning" else "msg", kind, **own, content=[]), self._part("added")]
 
     def _call(self, call: ToolCallDelta) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         if self._item is None or self._item["type"] != "function_call" or call.index != self._call_index:
-            events += self._close("completed")
             self._call_index = call.index
-            self._item = {
-                "id": new_id("fc"), "type": "function_call", "status": "in_progress",
-                "call_id": call.id or new_id("call"), "name": call.name or "", "arguments": "",
-            }  # fmt: skip
-            events.append(self._added())
+            events += self._open(
+                "fc", "function_call", call_id=call.id or new_id("call"), name=call.name or "", arguments=""
+            )
         if call.arguments:
             self._text.append(call.arguments)
             events.append(self._inside("response.function_call_arguments.delta", delta=call.arguments))
         return events
+
+    def _open(self, prefix: str, kind: str, **fields: Any) -> list[StreamEvent]:
+        """Begins an item, behind the end of the one before it."""
+        events = self._close("completed")
+        self._item = {"id": new_id(prefix), "type": kind, "status": "in_progress", **fields}
+        added = self._event("response.output_item.added", output_index=len(self.output), item=dict(self._item))
+        return [*events, added]
 
     def _close(self, status: str) -> list[StreamEvent]:
         """Ends the open item."""
@@ -124,21 +120,15 @@ class ResponseBuilder:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            done = self._inside("response.function_call_arguments.done", name=item["name"], arguments=text)
-            events = [done]
+            events = [self._inside("response.function_call_arguments.done", name=item["name"], arguments=text)]
         elif item["type"] == "reasoning":
-            events = [
-                self._inside("response.reasoning_text.done", content_index=0, text=text),
-                self._part("response.content_part.done"),
-            ]
+            events = [self._inside("response.reasoning_text.done", content_index=0, text=text), self._part("done")]
             item["content"] = [self._part_of(item)]
             if self._seals_reasoning:
                 item["encrypted_content"] = sealed(text)
         else:
-            events = [
-                self._inside("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs),
-                self._part("response.content_part.done"),
-            ]
+            done = self._inside("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+            events = [done, self._part("done")]
             item["content"] = [self._part_of(item)]
         events.append(self._event("response.output_item.done", output_index=len(self.output), item=item))
         self.output.append(item)
@@ -161,18 +151,14 @@ class ResponseBuilder:
         """Of the response as it is now."""
         return self._event(kind, response={**self.response, "output": list(self.output)})
 
-    def _added(self) -> StreamEvent:
-        assert self._item is not None
-        return self._event("response.output_item.added", output_index=len(self.output), item=dict(self._item))
-
     def _inside(self, kind: str, **fields: Any) -> StreamEvent:
         """Of the open item."""
         assert self._item is not None
         return self._event(kind, item_id=self._item["id"], output_index=len(self.output), **fields)
 
-    def _part(self, kind: str) -> StreamEvent:
+    def _part(self, what: str) -> StreamEvent:
         assert self._item is not None
-        return self._inside(kind, content_index=0, part=self._part_of(self._item))
+        return self._inside(f"response.content_part.{what}", content_index=0, part=self._part_of(self._item))
 
     def _end(self, status: str, usage: Usage) -> None:
         self.response["status"] = status

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.anthropic_errors import AnthropicErrorAnswer, anthropic_form
 from nanovllm_cli.server.anthropic_messages import chat_messages, chat_tools
@@ -24,7 +23,7 @@ from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import checked_tools
 from nanovllm_cli.server.ports import ChatAsked, ServedModel, ToolChoice
-from nanovllm_cli.server.reading import invalid, json_text, kind_of, off_loop, read, shown, unsupported
+from nanovllm_cli.server.reading import invalid, kind_of, off_loop, read, schema_form, shown, unsupported
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_anthropic import (
     CountAnswer,
@@ -201,11 +200,7 @@ def _form(body: CountTokensRequest) -> Constraint | None:
         return None
     if kind_of(asked, path) != "json_schema":
         raise unsupported(f"{path}.type", "json_schema is the only one")
-    schema = read(_JsonFormat, asked, path).schema
-    try:
-        return Constraint("json_schema", json_text(schema))
-    except UsageError as error:
-        raise ApiError.of(error, f"{path}.schema") from None
+    return schema_form(read(_JsonFormat, asked, path).schema, f"{path}.schema")
 
 
 def _check_edits(body: CountTokensRequest) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
@@ -70,7 +70,7 @@ async def _generation(
 async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:
     """What a request means with this model. Raises ApiError and UsageError."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
+        raise invalid_value("top_logprobs needs logprobs: true", "top_logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
     tools, choice = _tools(body)
@@ -114,9 +114,9 @@ def _continues(body: ChatRequest) -> bool:
     last_is_answer = body.messages[-1]["role"] == "assistant"
     if body.continue_final_message:
         if body.add_generation_prompt:
-            raise _bad("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+            raise invalid_value("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
         if not last_is_answer:
-            raise _bad("the last message is not the assistant's", "continue_final_message")
+            raise invalid_value("the last message is not the assistant's", "continue_final_message")
         return True
     if body.add_generation_prompt is False:
         message = "a chat without a generation prompt is not supported"
@@ -139,7 +139,7 @@ def shown_by(body: StreamFields) -> dict[str, bool]:
 
 def check_streaming(body: StreamFields) -> None:
     if body.stream_options is not None and not body.stream:
-        raise _bad("stream_options is only allowed with stream: true", "stream_options")
+        raise invalid_value("stream_options is only allowed with stream: true", "stream_options")
 
 
 async def checked_form(body: SamplingFields, context: ServerContext) -> Constraint | None:
@@ -151,7 +151,3 @@ async def checked_form(body: SamplingFields, context: ServerContext) -> Constrai
     if form is not None:
         await context.check(form, param)
     return form
-
-
-def _bad(message: str, param: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param=param)

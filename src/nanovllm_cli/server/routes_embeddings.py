@@ -18,12 +18,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import Pooling
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
+from nanovllm_cli.server.generation import unit
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import EmbeddingRequest, RerankRequest
+from nanovllm_cli.server.schemas_openai import EmbeddingRequest, RerankRequest, several_texts
 from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, RerankAnswer
 from nanovllm_cli.server.sse import while_connected
 
@@ -53,10 +54,9 @@ def router(context: ServerContext) -> APIRouter:
 async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Exchange) -> Response:
     async with context.models.use(body.model) as model:
         if body.dimensions is not None and body.dimensions > model.facts.hidden_size:
-            message = f"this model's vectors have {model.facts.hidden_size} dimensions"
-            raise ApiError(400, message, code="invalid_value", param="dimensions")
+            raise invalid_value(f"this model's vectors have {model.facts.hidden_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
-            body.model, _texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
+            body.model, several_texts(body.input), body.pooling or DEFAULT_POOLING, priority=body.priority or 0
         )
         exchange.count(model.id, num_tokens)
         return JsonResponse(
@@ -102,18 +102,9 @@ async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchang
         )
 
 
-def _texts(given: Any) -> Sequence[str | Sequence[int]]:
-    """One text or several, told apart by what is inside."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-
-
 def _first(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     """So many numbers of it, of length 1 again (what models trained for it expect)."""
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    kept = list(vector[:dimensions])
-    length = math.sqrt(math.fsum(value * value for value in kept))
-    return [value / length for value in kept] if length > 0 else kept
+    return vector if dimensions is None or dimensions == len(vector) else unit(vector[:dimensions])
 
 
 def _base64(vector: Sequence[float]) -> str:

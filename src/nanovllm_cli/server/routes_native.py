@@ -22,6 +22,7 @@ from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ContinueRequest, InfillRequest, NativeRequest
 from nanovllm_cli.server.schemas_openai_answers import NativeAnswer
+from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.server.sse import data_frame, while_connected
 
 
@@ -71,7 +72,7 @@ async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchang
 @contextlib.asynccontextmanager
 async def _generation(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncIterator[Generation]:
     async with context.models.use(body.model) as model:
-        params = body.sampling(model.default_params, max_tokens=body.max_tokens if body.n_predict is None else body.n_predict)
+        params = body.sampling(model.default_params, max_tokens=first_given(body.n_predict, body.max_tokens))
         prompt = await _prompt(model, body)
         form = await checked_form(body, context)
         asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)

@@ -17,7 +17,7 @@ from nanovllm_cli import __version__
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.errors import JsonResponse, error_body
+from nanovllm_cli.server.errors import JsonResponse, openai_form
 from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
@@ -35,6 +35,7 @@ from nanovllm_cli.server.schemas_own import (
     Unhealthy,
     VersionAnswer,
 )
+from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 _UNHEALTHY = {
@@ -66,7 +67,7 @@ def router(context: ServerContext) -> APIRouter:
         if status == "ok":
             return JsonResponse({"status": status})
         error = ApiError(503, _UNHEALTHY[status], code=status)
-        return JsonResponse({"status": status, **error_body(error, "/health", "")}, 503, {"retry-after": "1"})
+        return JsonResponse({"status": status, **openai_form(error)}, 503, {"retry-after": "1"})
 
     @routes.get("/version", responses=answers(VersionAnswer))
     async def version() -> Response:
@@ -139,7 +140,7 @@ async def _token_ids(context: ServerContext, served: ServedModel, body: Tokenize
     if len(text) > limit:
         param = "content" if body.content is not None else "prompt"
         raise ApiError(400, f"{param}: has more than {limit} characters: give it in pieces", code="too_long", param=param)
-    special = next((flag for flag in (body.add_special, body.add_special_tokens) if flag is not None), None)
+    special = first_given(body.add_special, body.add_special_tokens)
     return await asyncio.to_thread(
         served.tokenizer.encode,
         text,

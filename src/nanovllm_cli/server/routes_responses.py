@@ -229,7 +229,7 @@ def _chat_asked(
     params: SamplingParams,
     model: ServedModel,
 ) -> ChatAsked:
-    style = style_of(body, model)
+    thinking, variables = style_of(body, model)
     return ChatAsked(
         messages_of(items, body.instructions),
         params,
@@ -238,8 +238,8 @@ def _chat_asked(
         parallel=body.parallel_tool_calls is not False,
         whole_calls=isinstance(body, ResponsesRequest) and not body.stream,
         form=form,
-        template_kwargs=style.variables,
-        thinking=style.thinking,
+        template_kwargs=variables,
+        thinking=thinking,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -152,7 +152,8 @@ def _closes_within(body: bytes, max_depth: int) -> bool:
 def _event(*brings: type[BaseModel]) -> dict[str, Any]:
     """One event, as OpenAPI 3.1 has no words for a stream of them."""
     json = {"type": "string", "contentMediaType": "application/json"}
-    data = [{**json, "contentSchema": {"anyOf": [inline_schema(model.model_json_schema()) for model in brings]}}]
+    schemas = [model.model_json_schema() for model in brings]
+    data = [{**json, "contentSchema": {"anyOf": [inlined(schema, schema.get("$defs", {})) for schema in schemas]}}]
     return {
         "description": "An event of a stream; comments between them are signs of life",
         "type": "object",
@@ -161,22 +162,21 @@ def _event(*brings: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def inline_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema that refers to no other place: FastAPI makes no components of what it does not know. No part may contain
-    itself."""
-    parts = schema.get("$defs", {})
+def inlined(value: Any, parts: Mapping[str, Any], without: Collection[str] = ("$defs", "title")) -> Any:
+    """A JSON schema that refers to no other place: FastAPI makes no components of what it does not know. Branches that are none
+    of the parts are left out, and so are keywords in `without`. No part may contain itself."""
+    if isinstance(value, list):
+        known = [item for item in value if not isinstance(item, dict) or "$ref" not in item or _part(item) in parts]
+        return [inlined(item, parts, without) for item in known]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return inlined(parts[_part(value)], parts, without)
+    return {key: inlined(item, parts, without) for key, item in value.items() if key not in without}
 
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inline(parts[value["$ref"].rpartition("/")[2]])
-        return {key: inline(item) for key, item in value.items() if key not in ("$defs", "title")}
 
-    inlined: dict[str, Any] = inline(schema)
-    return inlined
+def _part(reference: Mapping[str, str]) -> str:
+    return reference["$ref"].rpartition("/")[2]
 
 
 def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

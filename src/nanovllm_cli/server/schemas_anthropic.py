@@ -14,53 +14,31 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA
 from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
-_TOOLS: dict[str, Any] = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"enum": [None, "custom"]},
-            "name": {"type": "string", "pattern": f"^{NAME}$"},
-            "input_schema": {"type": "object"},
-            "description": {"type": ["string", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-            "input_examples": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
-        },
-        "required": ["name", "input_schema"],
+_TOOL = object_schema(
+    {"name": {"type": "string", "pattern": f"^{NAME}$"}, "input_schema": {"type": "object"}},
+    {
+        "type": {"enum": [None, "custom"]},
+        "description": {"type": ["string", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+        "input_examples": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
     },
-}
-_DISPLAY = {"enum": ["summarized", "omitted", None]}
+)
+_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}
+_DISPLAY = {"display": {"enum": ["summarized", "omitted", None]}}
+_BUDGET = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _THINKING: dict[str, Any] = {
     "anyOf": [
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "enabled"},
-                "budget_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-                "display": _DISPLAY,
-            },
-            "required": ["type", "budget_tokens"],
-        },
-        {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["disabled", "adaptive"]},
-                "budget_tokens": {"type": ["integer", "null"]},
-                "display": _DISPLAY,
-            },
-            "required": ["type"],
-        },
+        object_schema({"type": {"const": "enabled"}, "budget_tokens": _BUDGET}, _DISPLAY),
+        object_schema(
+            {"type": {"enum": ["disabled", "adaptive"]}}, {"budget_tokens": {"type": ["integer", "null"]}, **_DISPLAY}
+        ),
     ]
 }
-_FORMAT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
-    "required": ["type", "schema"],
-}
+_FORMAT = object_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}})
 
 
 class ToolChoice(StrictModel):

@@ -5,9 +5,9 @@ Only shapes and bounds; what the fields mean is the routes' and `schemas_samplin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Required
+from typing import Annotated, Any, Literal, Required
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
 from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
@@ -41,33 +41,29 @@ TokenLimit = Annotated[
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
 
+@with_config(OPEN)
 class ContentPart(TypedDict, total=False):
     """Of a message. Which kinds can be read is said by text/messages.py."""
-
-    __pydantic_config__ = OPEN  # type: ignore[misc]
 
     type: Required[ShortText]
     text: str
 
 
+@with_config(OPEN)
 class FunctionCall(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     name: Required[ShortText]
     arguments: str | JsonObject | None
 
 
+@with_config(OPEN)
 class ToolCall(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     id: ShortText | None
     type: Literal["function"]
     function: Required[FunctionCall]
 
 
+@with_config(OPEN)
 class ChatMessage(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None
     name: ShortText | None
@@ -76,18 +72,16 @@ class ChatMessage(TypedDict, total=False):
     reasoning_content: str | None
 
 
+@with_config(OPEN)
 class FunctionDefinition(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     name: Required[Annotated[str, StringConstraints(pattern=f"^{NAME}$")]]
     description: str | None
     parameters: JsonObject | None
     strict: bool | None
 
 
+@with_config(OPEN)
 class Tool(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     type: Required[Literal["function"]]
     function: Required[FunctionDefinition]
 
@@ -195,9 +189,13 @@ class CompletionRequest(StreamFields, SamplingFields):
     prompt_embeds: Unsupported = None
 
 
-class InputFile(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+def several_texts(given: Any) -> list[str | list[int]]:
+    """One text or several, told apart by what is inside."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
+
+@with_config(OPEN)
+class InputFile(TypedDict, total=False):
     filename: Required[ShortText]
     text: Required[str]
 
@@ -251,9 +249,8 @@ class EmbeddingRequest(StrictModel):
     user: Tolerated = None
 
 
+@with_config(OPEN)
 class RerankDocument(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     text: Required[SomeText]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from nanovllm_cli.server.function_tools import NAME
+from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.responses_items import INPUT_SCHEMA
 from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
 from nanovllm_cli.server.schemas_sampling import SamplingFields
@@ -31,52 +32,26 @@ Include = Literal[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Text = Annotated[str, Field(max_length=512)]
 
-_NAMED = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-    "required": ["type", "name"],
-}
-_OTHER = {
-    "type": "object",
-    "description": "Skipped",
-    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
-    "required": ["type"],
-}
-_FUNCTION = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "name": {"type": "string", "pattern": f"^{NAME}$"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["type", "name"],
-}
+_MAYBE = {"description": {"type": ["string", "null"]}, "strict": {"type": ["boolean", "null"]}}
+_NAMED = object_schema({"type": {"const": "function"}, "name": {"type": "string"}})
+_OTHER = object_schema({"type": {"type": "string", "not": {"const": "function"}}}) | {"description": "Skipped"}
+_FUNCTION = object_schema(
+    {"type": {"const": "function"}, "name": {"type": "string", "pattern": f"^{NAME}$"}},
+    {"parameters": {"type": ["object", "null"]}, **_MAYBE},
+)
 _TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [_FUNCTION, _OTHER]}}
-_ALLOWED = {
-    "type": "object",
-    "properties": {
+_ALLOWED = object_schema(
+    {
         "type": {"const": "allowed_tools"},
         "mode": {"enum": ["auto", "required"]},
         "tools": {"type": "array", "items": {"anyOf": [_NAMED, _OTHER]}},
-    },
-    "required": ["type", "mode", "tools"],
-}
+    }
+)
 _TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]}
-_JSON_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "json_schema"},
-        "name": {"type": "string", "maxLength": 64},
-        "schema": {"type": "object"},
-        "description": {"type": ["string", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["type", "name", "schema"],
-}
-_PLAIN_FORMAT = {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]}
-_FORMAT: dict[str, Any] = {"anyOf": [_PLAIN_FORMAT, _JSON_SCHEMA]}
+_JSON_SCHEMA = object_schema(
+    {"type": {"const": "json_schema"}, "name": {"type": "string", "maxLength": 64}, "schema": {"type": "object"}}, _MAYBE
+)
+_FORMAT: dict[str, Any] = {"anyOf": [object_schema({"type": {"enum": ["text", "json_object"]}}), _JSON_SCHEMA]}
 
 
 class ReasoningAsked(StrictModel):

@@ -3,12 +3,11 @@ Bounds are SamplingParams' own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -23,7 +22,7 @@ from nanovllm_cli.sampling_params import (
     STRING_LISTS,
     SamplingParams,
 )
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import invalid_value
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
@@ -37,8 +36,10 @@ from nanovllm_cli.server.schemas_common import (
     explained,
 )
 
+T = TypeVar("T")
 
-def first_given(*values: int | None) -> int | None:
+
+def first_given(*values: T | None) -> T | None:
     """Of several names for one thing, the first that is there."""
     return next((value for value in values if value is not None), None)
 
@@ -77,9 +78,8 @@ class StructuredOutputs(StrictModel):
     disable_additional_properties: Literal[False] | None = None
 
 
+@with_config(OPEN)
 class NamedSchema(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-
     name: str
     schema: JsonObject
     strict: bool | None
@@ -181,20 +181,6 @@ class SamplingFields(StrictModel):
     kv_transfer_params: Unsupported = None
     lora: Unsupported = None
 
-    # Our name -> the fields that say it, the first that is there wins.
-    _NAMES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
-        "penalty_last_n": ("penalty_last_n", "repeat_last_n"),
-    } | {
-        name: (name,)
-        for name in (
-            *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
-            *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-            *("xtc_probability", "xtc_threshold", "bad_words", "allowed_token_ids", "n", "min_tokens", "stop"),
-            *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
-        )
-    }
-
     def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """These fields over a model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens of
         -1 is no limit, whatever the default is.
@@ -204,8 +190,8 @@ class SamplingFields(StrictModel):
         given = {name: value for name, value in more.items() if value is not None}
         if given.get("max_tokens") == -1:
             given["max_tokens"] = None
-        for name, fields in self._NAMES.items():
-            value = next((found for found in (getattr(self, field) for field in fields) if found is not None), None)
+        for name in _SAID_AS_THEY_ARE:
+            value = first_given(getattr(self, name), getattr(self, _OTHER_NAMES.get(name, name)))
             if value is not None:
                 given[name] = value
         if self.logit_bias is not None:
@@ -234,8 +220,14 @@ class SamplingFields(StrictModel):
         forms = [(form, name) for name, form in said if form is not None]
         if len(forms) > 1:
             both = " and ".join(name for _, name in forms[:2])
-            raise ApiError(400, f"{both}: an answer has one form", code="invalid_value", param=forms[1][1])
+            raise invalid_value(f"{both}: an answer has one form", forms[1][1])
         return forms[0] if forms else (None, None)
+
+
+_OTHER_NAMES = {"repetition_penalty": "repeat_penalty", "penalty_last_n": "repeat_last_n"}
+_SAID_AS_THEY_ARE = [
+    each.name for each in fields(SamplingParams) if each.name in SamplingFields.model_fields.keys() - {"logit_bias", "seed"}
+]
 
 
 def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
@@ -244,7 +236,7 @@ def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
         return {int(token_id): bias for token_id, bias in given.items()}
     for token_id, _ in given:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise ApiError(400, "logit_bias: a pair begins with a token's id", code="invalid_value", param="logit_bias")
+            raise invalid_value("logit_bias: a pair begins with a token's id", "logit_bias")
     return {token_id: -MAX_LOGIT_BIAS if bias is False else bias for token_id, bias in given}
 
 
@@ -255,7 +247,7 @@ def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
         return Constraint("json_object") if wanted.schema_ is None else _schema(wanted.schema_)
     schema = (wanted.json_schema or {}).get("schema", wanted.schema_)
     if schema is None:
-        raise ApiError(400, "json_schema lacks its schema", code="invalid_value", param="response_format.json_schema.schema")
+        raise invalid_value("json_schema lacks its schema", "response_format.json_schema.schema")
     return _schema(schema)
 
 

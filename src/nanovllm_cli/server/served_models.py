@@ -15,15 +15,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_client import EngineClient
-from nanovllm_cli.server.messages import Facts, Loading, Start
+from nanovllm_cli.server.messages import Loading, Start
 from nanovllm_cli.server.observer import Observer
 from nanovllm_cli.server.ports import EnginePort, EngineState, ModelCard, ServedModel
 from nanovllm_cli.text.answer_format import AnswerFormat, model_format
@@ -55,10 +56,10 @@ class TextSide(NamedTuple):
     """What a model is beside its weights."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    format: AnswerFormat | None
+    chat_template: ChatTemplate | None
     default_params: SamplingParams
     thinking_switch: str | None
+    format: AnswerFormat | None
 
 
 @dataclass
@@ -195,17 +196,7 @@ class ServedModels:
         engine, text = slot.engine, slot.text
         if engine.facts is None or text is None:
             raise ApiError(503, f"the model is {engine.state}", code="model_not_ready", retry_after=2)
-        return ServedModel(
-            slot.settings.names[0],
-            slot.created,
-            engine,
-            engine.facts,
-            text.tokenizer,
-            text.template,
-            text.default_params,
-            text.thinking_switch,
-            text.format,
-        )
+        return ServedModel(slot.settings.names[0], slot.created, engine, engine.facts, *text)
 
     async def _wait_for(self, slot: _Slot) -> None:
         """Until it is loaded and this request is one of its users."""
@@ -229,7 +220,7 @@ class ServedModels:
                     await self._read_text(slot)
                     await self._make_room(slot)
                     if self._is_closed:
-                        raise ApiError(503, "the server is about to end", code="draining", retry_after=5)
+                        raise draining()
                     if not slot.waiting:
                         return
                     has_room.set_result(None)
@@ -254,9 +245,9 @@ class ServedModels:
                         return
                     idle = [slot for slot in others if not slot.users]
                     if idle:
-                        await min(idle, key=_last_used).engine.unload()
+                        await min(idle, key=attrgetter("used")).engine.unload()
                         continue
-                    self._leaving = self._leaving or min(others, key=_last_used)
+                    self._leaving = self._leaving or min(others, key=attrgetter("used"))
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -272,7 +263,7 @@ class ServedModels:
         assert slot.text is not None
         facts = await slot.engine.load()
         slot.used = time.monotonic()
-        check_vocabulary(slot.text, facts)
+        slot.text.default_params.check_vocabulary(facts.vocab_size)
 
     async def _put_to_sleep(self, idle_seconds: float) -> None:
         while True:
@@ -298,10 +289,6 @@ def _no_room() -> ApiError:
     return ApiError(503, "other models are in use, and there is no room for this one", code="no_room", retry_after=5)
 
 
-def _last_used(slot: _Slot) -> float:
-    return slot.used
-
-
 def _hear(task: asyncio.Task[None]) -> None:
     """What a turn raises is told to those who wait for it. There may be none, which asyncio would complain of."""
     if not task.cancelled():
@@ -319,8 +306,4 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
     params = SamplingParams.from_generation_config(generation_config)
     switch = None if template is None else thinking_switch(template.source)
-    return TextSide(tokenizer, template, known, dataclasses.replace(params, **settings.given), switch)
-
-
-def check_vocabulary(text: TextSide, facts: Facts) -> None:
-    text.default_params.check_vocabulary(facts.vocab_size)
+    return TextSide(tokenizer, template, dataclasses.replace(params, **settings.given), switch, known)

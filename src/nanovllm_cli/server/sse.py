@@ -55,7 +55,7 @@ def named_frame(name: str, value: Any) -> bytes:
 
 
 def openai_error_frames(error: ApiError) -> bytes:
-    return data_frame(openai_form(error, "")) + DONE
+    return data_frame(openai_form(error)) + DONE
 
 
 class EventStream(Response):

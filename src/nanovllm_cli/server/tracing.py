@@ -139,7 +139,7 @@ class _Watch(Watch):
             if last.times[0] is not None:
                 span.set_attribute("gen_ai.latency.time_in_queue", last.times[0])
         if error is not None:
-            span.set_attribute("error.type", error.code or error.type)
+            span.set_attribute("error.type", error.label)
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 

@@ -32,7 +32,7 @@ from nanovllm_cli.text.reasoning import (
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import Tool, ToolCallDelta, ToolChoice, joined_calls
 from nanovllm_cli.text.tool_formats import ToolFormat, read_plain, tool_format, tool_format_named
-from nanovllm_cli.text.tool_grammar import calls_constraint
+from nanovllm_cli.text.tool_grammar import Bound, Writer, content
 from nanovllm_cli.text.tool_harmony import HarmonyCalls
 from nanovllm_cli.text.tool_stream import CallStream
 
@@ -124,16 +124,25 @@ class AnswerFormat:
         it may be none. Raises UsageError where no tool can answer the choice, UnsupportedError for a strict tool that this format
         can't be held to, and for forms that calls of this model can't be told from: see tool_grammar.
         """
-        return calls_constraint(
-            self.tools.grammar,
-            self.tools.openers,
-            tools,
-            choice,
-            parallel=parallel,
-            reasons=self.reasoning is not None,
-            special_tokens=self.special_tokens,
-            form=form,
-        )
+        if choice == "none" or (choice == "auto" and not tools):
+            return form
+        if choice == "auto" and form is None and not any(tool.strict for tool in tools):
+            return None
+        if not tools:
+            raise UsageError(f"tool_choice is {choice!r}, and there are no tools")
+        if choice not in ("auto", "required"):
+            tools, parallel = [tool for tool in tools if tool.name == choice], False
+            if not tools:
+                raise UsageError(f"tool_choice names {choice!r}, which is not among the tools")
+        grammar, writer = self.tools.grammar, Writer(self.special_tokens)
+        calls = writer.rule(" | ".join(grammar.call(writer, Bound.of(tool, choice)) for tool in tools))
+        if choice == "auto" and form is None:
+            start = grammar.free(writer, calls, self.tools.openers, parallel=parallel)
+        else:
+            start = grammar.demanded(writer, calls, parallel=parallel, reasons=self.reasoning is not None)
+        if choice == "auto" and form is not None:
+            start += f" | {content(writer, form, grammar)}"
+        return Constraint("lark", "\n".join(["%llguidance {}", f"start: {start}", *writer.rules]))
 
 
 class SplittingParser:

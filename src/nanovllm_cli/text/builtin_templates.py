@@ -1,16 +1,12 @@
 """Chat templates by name, for models that bring none (`--chat-template NAME`).
 
-Each writes the format that its family was trained on; `plain` is for models without any. `suggest` says which of them
-fits a vocabulary. Tools are not described by these: a model trained on tools brings its own template.
+Each writes the format that its family was trained on; `plain` is for models without any. Tools are not described by these: a
+model trained on tools brings its own template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from nanovllm_cli.errors import TemplateError
-from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.tokenizer import Tokenizer
 
 # Sets `system` to the system text, or to nothing, and `turns` to the messages after it.
 _SPLIT_SYSTEM = (
@@ -86,16 +82,6 @@ BUILTIN_TEMPLATES: dict[str, str] = {
     ),
 }
 
-# A format fits a vocabulary that has all of these tokens.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("llama3", ("<|start_header_id|>", "<|eot_id|>")),
-    ("chatml", ("<|im_start|>", "<|im_end|>")),
-    ("gemma", ("<start_of_turn>", "<end_of_turn>")),
-    ("phi3", ("<|user|>", "<|assistant|>", "<|end|>")),
-    ("zephyr", ("<|user|>", "<|assistant|>")),
-    ("mistral", ("[INST]", "[/INST]")),
-)
-
 
 def builtin_template(name: str) -> str:
     """The source called `name`. Raises TemplateError with the known names."""
@@ -104,30 +90,3 @@ def builtin_template(name: str) -> str:
     except KeyError:
         known = ", ".join(sorted(BUILTIN_TEMPLATES))
         raise TemplateError(f"unknown chat template {name!r}; known: {known}") from None
-
-
-def suggest(tokens: Iterable[str]) -> str | None:
-    """The built-in format that a vocabulary's control tokens speak for, or None."""
-    present = set(tokens)
-    return next((name for name, signs in _SIGNS if present.issuperset(signs)), None)
-
-
-def chat_template_for(tokenizer: Tokenizer, choice: str | None = None) -> ChatTemplate:
-    """The template to talk to a model with.
-
-    `choice`: a built-in's name, the name of one of the model's own templates, or a template's source (anything with
-    `{{` or `{%`). Without one the model's default counts. Raises TemplateError, with a suggestion where there is one.
-    """
-    if choice is not None and choice in tokenizer.chat_templates:
-        return ChatTemplate.of(tokenizer, tokenizer.chat_templates[choice])
-    if choice is not None:
-        return ChatTemplate.of(tokenizer, choice if "{{" in choice or "{%" in choice else builtin_template(choice))
-    if "default" in tokenizer.chat_templates:
-        return ChatTemplate.of(tokenizer)
-    fits = suggest(tokenizer.control_tokens)
-    raise TemplateError(
-        "the model has no chat template",
-        f"its vocabulary looks like {fits}: --chat-template {fits}"
-        if fits
-        else f"choose one with --chat-template: {', '.join(sorted(BUILTIN_TEMPLATES))}",
-    )

@@ -95,28 +95,19 @@ class ChatTemplate:
         that the template may write. Raises TemplateError where the template refuses the messages, fails or exceeds its
         limits, UsageError for messages that are not plain JSON data.
         """
-        if continue_final_message and add_generation_prompt:
-            add_generation_prompt = False
-        inputs = {
-            "messages": [_with_reasoning(message) for message in _plain_messages(messages)],
+        plain = [_with_reasoning(message) for message in _plain_messages(messages)]
+        values = {
+            **self._variables,
+            "messages": plain,
             "tools": _plain(list(tools)) if tools is not None else None,
             "documents": _plain(list(documents)) if documents is not None else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **_plain_mapping(kwargs),
         }
-        return self._render(inputs, _plain_mapping(kwargs), add_generation_prompt, continue_final_message, now)
-
-    def _render(
-        self,
-        inputs: dict[str, Any],
-        variables: dict[str, Any],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        now: datetime | None,
-    ) -> str:
-        if continue_final_message:
-            _mark_end(inputs["messages"])
-        values = {**self._variables, **inputs, "add_generation_prompt": add_generation_prompt, **variables}
-        text = self._run(values, now)
-        return _cut_at_mark(text, inputs["messages"]) if continue_final_message else text
+        if not continue_final_message:
+            return self._run(values, now)
+        _mark_end(plain)
+        return _cut_at_mark(self._run(values, now))
 
     def _run(self, values: dict[str, Any], now: datetime | None) -> str:
         given = sum(map(len, strings(values)))
@@ -322,7 +313,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     )
 
 
-def _cut_at_mark(text: str, messages: list[dict[str, Any]]) -> str:
+def _cut_at_mark(text: str) -> str:
     at = text.rfind(_END_MARK.rstrip())
     if at < 0:
         raise TemplateError("the chat template drops the end of the last message, so it can't be continued", _HINT)

@@ -109,10 +109,12 @@ class _Fields:
             raise CheckpointError("the GGUF file has no tokenizer.ggml.merges")
         return pairs
 
-    def around(self, bos: int | None, eos: int | None, *, add_bos: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def around(
+        self, bos: int | None, eos: int | None, *, add_bos: bool, add_eos: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids before and after a text, by `add_bos_token` and `add_eos_token`."""
         prefix = (bos,) if bos is not None and self.flag("add_bos_token", add_bos) else ()
-        suffix = (eos,) if eos is not None and self.flag("add_eos_token", False) else ()
+        suffix = (eos,) if eos is not None and self.flag("add_eos_token", add_eos) else ()
         return prefix, suffix
 
 
@@ -135,18 +137,13 @@ def _t5(fields: _Fields) -> TokenizerParts:
     charsmap = fields.metadata.get(_PREFIX + "precompiled_charsmap")
     if charsmap is not None:
         vocabulary.charsmap = bytes(value & 0xFF for value in charsmap)
-    prefix = (bos,) if bos is not None and fields.flag("add_bos_token", False) else ()
-    suffix = (eos,) if eos is not None and fields.flag("add_eos_token", True) else ()
+    prefix, suffix = fields.around(bos, eos, add_bos=False, add_eos=True)
     return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, prefix, suffix)
 
 
 def _gpt2(fields: _Fields) -> TokenizerParts:
     rule = pre_tokenization(fields.text("pre", "default") or "default")
-    backend = tokenizers.Tokenizer(models.BPE(fields.ids, fields.merges(), ignore_merges=rule.ignore_merges))
-    if rule.nfc:
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = rule.build()
-    backend.decoder = decoders.ByteLevel()
+    backend = rule.backend(fields.ids, fields.merges())
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
     prefix, suffix = fields.around(bos, eos, add_bos=rule.add_bos)
     return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), prefix, suffix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import UnsupportedError
 
@@ -30,6 +30,16 @@ class PreTokenization:
         """The cuts, then the mapping of bytes to printable characters."""
         cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+    def backend(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+        """Byte-level BPE over text that is cut so."""
+        backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=self.ignore_merges))
+        if self.nfc:
+            backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = self.build()
+        backend.decoder = decoders.ByteLevel()
+        return backend
 
 
 def pre_tokenization(name: str) -> PreTokenization:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.constraint import ReasoningPhase
 
@@ -26,14 +26,6 @@ class ReasoningDelta(NamedTuple):
 
     reasoning: str
     content: str
-
-
-class ReasoningSplitter(Protocol):
-    """What both parsers here offer."""
-
-    def push(self, text: str) -> ReasoningDelta: ...
-
-    def finish(self) -> ReasoningDelta: ...
 
 
 @dataclass(frozen=True)
@@ -148,11 +140,6 @@ class ReasoningParser:
         self._held = ""  # perhaps the beginning of a tag
         self._space: list[str] = []  # white space whose side is not known yet
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text now arriving is reasoning."""
-        return self._state == "inside"
-
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
         held, self._held = self._held + text, ""
@@ -257,11 +244,6 @@ class HarmonyParser:
         self._channel = starts_in or "header"
         self._held = ""
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text now arriving is reasoning."""
-        return self._channel == "analysis"
-
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
         return _split_pieces(self.pieces(text))
@@ -312,6 +294,9 @@ class HarmonyParser:
     @property
     def _kind(self) -> str:
         return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
+
+
+ReasoningSplitter = ReasoningParser | HarmonyParser
 
 
 def harmony_parser(prompt: str = "") -> HarmonyParser:

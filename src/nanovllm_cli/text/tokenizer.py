@@ -88,16 +88,8 @@ class Tokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[list[int]]:
         """`encode` of every text, in parallel."""
-        backend = self._backend if parse_special else self._plain
-        with guard_library("the tokenizer"):
-            try:
-                encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            except TypeError:
-                for text in texts:
-                    _check_text(text)
-                raise
-        prefix, suffix = (self._prefix_ids, self._suffix_ids) if add_special_tokens else ([], [])
-        return [[*prefix, *encoding.ids, *suffix] for encoding in encoded]
+        encoded = _run_all(self._backend if parse_special else self._plain, texts)
+        return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded] if add_special_tokens else encoded
 
     def encode_guarded(self, text: str, plain_at: Collection[int]) -> list[int]:
         """Ids of `text` alone, where a control token that begins at an offset in `plain_at` stays text.
@@ -230,25 +222,29 @@ def _like(token: AddedToken, content: str, special: bool) -> AddedToken:
 
 def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     """As a batch of one: the library's `encode` holds Python's lock all the while, seconds for a long text."""
-    if not isinstance(text, str):
-        _check_text(text)
+    return _run_all(backend, [text])[0]
+
+
+def _run_all(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    if not all(isinstance(text, str) for text in texts):  # a pair of texts would be taken as well
+        _check_texts(texts)
     with guard_library("the tokenizer"):
         try:
-            [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
-            _check_text(text)
+            _check_texts(texts)
             raise
-    ids: list[int] = encoding.ids
-    return ids
+    return [encoding.ids for encoding in encoded]
 
 
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise UsageError(f"text must be a string, not {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}",
-            "send valid Unicode; JSON escapes of surrogates come in pairs",
-        ) from None
+def _check_texts(texts: Iterable[object]) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise UsageError(f"text must be a string, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}",
+                "send valid Unicode; JSON escapes of surrogates come in pairs",
+            ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
@@ -99,12 +99,7 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
         raise CheckpointError(f"{folder.name}/merges.txt holds a line that is not a pair")
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
     with guard_library("vocab.json with merges.txt"):
-        backend = tokenizers.Tokenizer(models.BPE(vocab, merges))  # type: ignore[arg-type]
-        if rule.nfc:
-            backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = rule.build()
-        backend.decoder = decoders.ByteLevel()
-    return TokenizerParts(backend)
+        return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
 
 
 def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

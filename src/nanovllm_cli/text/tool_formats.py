@@ -22,7 +22,7 @@ from nanovllm_cli.text.tool_grammar import (
 )
 from nanovllm_cli.text.tool_json import read_call, read_calls, read_named_call
 from nanovllm_cli.text.tool_python import read_python_call, read_python_calls
-from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Reader, Reading
+from nanovllm_cli.text.tool_stream import Broken, CallStream, Reader, Reading
 from nanovllm_cli.text.tool_xml import read_glm_call, read_xml_call
 
 Tools = Sequence[Tool]
@@ -59,21 +59,18 @@ class ToolFormat:
         content; starts_kept: the prompt wrote the first of them."""
 
         def read(stream: CallStream) -> Reading[None]:
-            try:
-                if kept and starts_kept:
+            if kept and starts_kept:
+                yield from _keep(stream, kept[1])
+            if self.bare:
+                yield from stream.attempt(_read_bare(stream, "", tools))
+            tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
+            while True:
+                tag = yield from stream.content_to(*tags)
+                if tag in self.openers:
+                    yield from stream.attempt(self.section(stream, tag, tools), tag)
+                elif kept and tag == kept[0]:
+                    stream.content(tag)
                     yield from _keep(stream, kept[1])
-                if self.bare:
-                    yield from _attempt(stream, "", _read_bare, tools)
-                tags = (*self.openers, *hidden, *(kept[:1] if kept else ()))
-                while True:
-                    tag = yield from stream.content_to(*tags)
-                    if tag in self.openers:
-                        yield from _attempt(stream, tag, self.section, tools)
-                    elif kept and tag == kept[0]:
-                        stream.content(tag)
-                        yield from _keep(stream, kept[1])
-            except CutOff:
-                return
 
         return read
 
@@ -82,11 +79,8 @@ def read_plain(hidden: Sequence[str]) -> Reader:
     """Leaves tags out of a text without calls."""
 
     def read(stream: CallStream) -> Reading[None]:
-        try:
-            while True:
-                yield from stream.content_to(*hidden)
-        except CutOff:
-            return
+        while True:
+            yield from stream.content_to(*hidden)
 
     return read
 
@@ -111,24 +105,12 @@ def tool_format_named(name: str) -> ToolFormat:
     raise UsageError(f"unknown tool format {name!r}", f"known: {', '.join(known.name for known in FORMATS)}")
 
 
-def _attempt(stream: CallStream, tag: str, section: ReadSection, tools: Tools) -> Reading[None]:
-    stream.mark(tag)
-    try:
-        yield from section(stream, tag, tools)
-        stream.settle()
-    except Broken:
-        stream.give_back()
-    except CutOff:
-        stream.cut()
-
-
-def _close(stream: CallStream, *tags: str) -> Reading[str]:
-    """Takes what closes a call; models forget it."""
-    yield from stream.skip_space()
-    return (yield from stream.match(*tags))
-
-
 # ---- sections ----
+
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_NAME, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
 def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -136,7 +118,7 @@ def _read_json(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
         yield from read_calls(stream)
     else:
         yield from read_call(stream)
-    yield from _close(stream, "</tool_call>", "<|/tool_call|>")
+    yield from stream.accept("</tool_call>", "<|/tool_call|>")
 
 
 def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -145,8 +127,7 @@ def _read_json_list(stream: CallStream, tag: str, tools: Tools) -> Reading[None]
 
 def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     """[{…}, …]; or name [CALL_ID]id [ARGS]{…}, each call with a tag of its own."""
-    yield from stream.skip_space()
-    first = yield from stream.match("[CALL_ID]", "[ARGS]", "[", "{")
+    first = yield from stream.accept("[CALL_ID]", "[ARGS]", "[", "{")
     if first == "[":
         yield from read_calls(stream)
         return
@@ -164,52 +145,52 @@ def _read_mistral(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from read_named_call(stream, name, call_id)
 
 
-def _read_deepseek(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+def _tagged(begin: str, call: str, end: str, read: Reader) -> ReadSection:
+    """Calls with a tag before each, in a section of their own or without one."""
+
+    def section(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+        if tag == begin:
+            tag = yield from stream.expect(call)
+        while tag == call:
+            yield from read(stream)
+            tag = yield from stream.accept(call, end)
+            if tag == call:
+                stream.mark(tag)
+
+    return section
+
+
+def _read_deepseek(stream: CallStream) -> Reading[None]:
     """V3.1 writes name and JSON; R1 and V3 a type, a name, and JSON in a fence."""
-    if tag == DEEPSEEK_BEGIN:
-        tag = yield from stream.expect(DEEPSEEK_CALL)
-    while tag == DEEPSEEK_CALL:
-        name, _ = yield from stream.until("<｜tool▁sep｜>")
-        fenced = (yield from stream.peek()) != "{"
-        if fenced:
-            name, _ = yield from stream.until("\n")
-            yield from stream.expect("```json")
-        yield from read_named_call(stream, name)
-        if fenced:
-            yield from _close(stream, "```")
-        yield from _close(stream, "<｜tool▁call▁end｜>")
-        tag = yield from _close(stream, DEEPSEEK_CALL, "<｜tool▁calls▁end｜>")
-        if tag == DEEPSEEK_CALL:
-            stream.mark(tag)
+    name, _ = yield from stream.until(DEEPSEEK_NAME)
+    fenced = (yield from stream.peek()) != "{"
+    if fenced:
+        name, _ = yield from stream.until("\n")
+        yield from stream.expect("```json")
+    yield from read_named_call(stream, name)
+    if fenced:
+        yield from stream.accept("```")
+    yield from stream.accept(DEEPSEEK_CALL_END)
 
 
-def _read_kimi(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+def _read_kimi(stream: CallStream) -> Reading[None]:
     """functions.NAME:NUMBER, which is the call's id, and JSON."""
-    if tag == KIMI_BEGIN:
-        tag = yield from stream.expect(KIMI_CALL)
-    while tag == KIMI_CALL:
-        call_id, _ = yield from stream.until("<|tool_call_argument_begin|>")
-        yield from read_named_call(
-            stream, call_id.strip().removeprefix("functions.").partition(":")[0], call_id.strip()
-        )
-        yield from _close(stream, "<|tool_call_end|>")
-        tag = yield from _close(stream, KIMI_CALL, "<|tool_calls_section_end|>")
-        if tag == KIMI_CALL:
-            stream.mark(tag)
+    call_id = (yield from stream.until(KIMI_ARGUMENTS))[0].strip()
+    yield from read_named_call(stream, call_id.removeprefix("functions.").partition(":")[0], call_id)
+    yield from stream.accept(KIMI_CALL_END)
 
 
 def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     if tag == "<function=":
         name, _ = yield from stream.until(">")
         yield from read_named_call(stream, name)
-        yield from _close(stream, "</function>")
+        yield from stream.accept("</function>")
         return
-    yield from stream.skip_space()
-    if (yield from stream.peek()) in "[{":
+    if (yield from stream.skip_space()) in "[{":
         yield from _read_loose(stream, None)
     else:
         yield from read_python_call(stream, frozenset(tool.name for tool in tools))
-    yield from _close(stream, "<|python_end|>")
+    yield from stream.accept("<|python_end|>")
 
 
 def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
@@ -223,8 +204,7 @@ def _read_loose(stream: CallStream, names: Names) -> Reading[None]:
         yield from read_call(stream, names)
         yield from _further_calls(stream, names)
         return
-    yield from stream.skip_space()
-    if (yield from stream.peek()) == "{":
+    if (yield from stream.skip_space()) == "{":
         yield from read_calls(stream, names)
     else:
         yield from read_python_calls(stream, names)
@@ -239,16 +219,6 @@ def _further_calls(stream: CallStream, names: Names) -> Reading[None]:
             yield from stream.expect("{")
         yield from read_call(stream, names)
 
-
-DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
-KIMI_BEGIN, KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
-
-KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END = (
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
-DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 
 HARMONY = ToolFormat(
     "harmony", (("<|channel|>", "<|call|>"), ("<|channel|>", "to=functions")), (), (), _read_bare, HarmonyGrammar()
@@ -295,7 +265,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((KIMI_BEGIN,),),
         (KIMI_BEGIN, KIMI_CALL),
         (KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_END),
-        _read_kimi,
+        _tagged(KIMI_BEGIN, KIMI_CALL, KIMI_END, _read_kimi),
         CallGrammar(kimi_call, KIMI_BEGIN, (KIMI_CALL,), (KIMI_CALL,), (KIMI_END,)),
     ),
     ToolFormat(
@@ -303,7 +273,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN, "```json"),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _read_deepseek,
+        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
         CallGrammar(
             named_call(("function", DEEPSEEK_NAME), ("\n```json\n",), ("\n```", DEEPSEEK_CALL_END)),
             DEEPSEEK_BEGIN,
@@ -317,7 +287,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         ((DEEPSEEK_BEGIN,),),
         (DEEPSEEK_BEGIN, DEEPSEEK_CALL),
         (DEEPSEEK_NAME, DEEPSEEK_CALL_END, DEEPSEEK_END),
-        _read_deepseek,
+        _tagged(DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END, _read_deepseek),
         CallGrammar(
             named_call((), (DEEPSEEK_NAME,), (DEEPSEEK_CALL_END,)),
             DEEPSEEK_BEGIN,

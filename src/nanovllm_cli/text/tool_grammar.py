@@ -76,6 +76,16 @@ class Bound(NamedTuple):
     schema: Mapping[str, Any]
     strict: bool
 
+    @classmethod
+    def of(cls, tool: Tool, choice: ToolChoice) -> Bound:
+        """Where the model is free to call or not, only strict tools are held to their schema. A tool without one takes
+        nothing."""
+        if choice == "auto" and not tool.strict:
+            return cls(tool.name, {"type": "object"}, False)
+        if not tool.parameters:
+            return cls(tool.name, {"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
+        return cls(tool.name, {"type": "object", **tool.parameters}, tool.strict)
+
     def arguments(self, writer: Writer) -> str:
         """All arguments as an object."""
         return writer.json(self.schema, strict=self.strict)
@@ -167,45 +177,7 @@ class HarmonyGrammar:
         return f"({begin})? ({message})* ({head} {writer.terminal(f'/{_ANYTHING}/')}? | {call})"
 
 
-def calls_constraint(
-    grammar: CallGrammar | HarmonyGrammar,
-    openers: Sequence[str],
-    tools: Sequence[Tool],
-    choice: ToolChoice,
-    *,
-    parallel: bool,
-    reasons: bool,
-    special_tokens: Mapping[str, int],
-    form: Constraint | None = None,
-) -> Constraint | None:
-    """What an answer has to match, or None where anything will do.
-
-    openers: what begins a call in this format. reasons: reasoning may come before the answer. form: of an answer that is no
-    call; a grammar as Lark. Raises UsageError where a call is demanded that no tool can answer, UnsupportedError for a strict
-    tool whose schema this format can't hold to, and for forms that don't go with calls.
-    """
-    if choice == "none" or (choice == "auto" and not tools):
-        return form
-    if choice == "auto" and form is None and not any(tool.strict for tool in tools):
-        return None
-    if not tools:
-        raise UsageError(f"tool_choice is {choice!r}, and there are no tools")
-    if choice not in ("auto", "required"):
-        tools, parallel = [tool for tool in tools if tool.name == choice], False
-        if not tools:
-            raise UsageError(f"tool_choice names {choice!r}, which is not among the tools")
-    writer = Writer(special_tokens)
-    calls = writer.rule(" | ".join(grammar.call(writer, _bound(tool, choice)) for tool in tools))
-    if choice == "auto" and form is not None:
-        start = f"{grammar.demanded(writer, calls, parallel=parallel, reasons=reasons)} | {_content(writer, form, grammar)}"
-    elif choice == "auto":
-        start = grammar.free(writer, calls, openers, parallel=parallel)
-    else:
-        start = grammar.demanded(writer, calls, parallel=parallel, reasons=reasons)
-    return Constraint("lark", "\n".join(["%llguidance {}", f"start: {start}", *writer.rules]))
-
-
-def _content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:
+def content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGrammar) -> str:
     """An answer that is no call, in the form that was asked for. A grammar is one of its own inside of this one: it must be known
     to be one, and what it is made of cannot be kept from beginning a call as terminals are."""
     assert form.kind != "gbnf", "it comes as Lark"
@@ -224,15 +196,6 @@ def _content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGra
     if not isinstance(schema, Mapping):
         raise UsageError("the JSON schema is not an object")
     return grammar.content(writer, writer.json(schema, strict=True))
-
-
-def _bound(tool: Tool, choice: ToolChoice) -> Bound:
-    """Where the model is free to call or not, only strict tools are held to their schema. A tool without one takes nothing."""
-    if choice == "auto" and not tool.strict:
-        return Bound(tool.name, {"type": "object"}, False)
-    if not tool.parameters:
-        return Bound(tool.name, {"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
-    return Bound(tool.name, {"type": "object", **tool.parameters}, tool.strict)
 
 
 # ---- calls ----
@@ -312,8 +275,8 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
     """An argument between tags, with what closes it: text as it is, anything else as JSON."""
     if not _is_text(schema):
         return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices is not None:
+    if "const" in schema or schema.get("enum") is not None:
+        choices = [schema["const"]] if "const" in schema else _listed(schema, "enum", tool)
         shown = " | ".join(_quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
         return f"({shown}) {writer.sequence(*close)}"
     open_ended = sorted(set(schema) - _TEXT_KEYWORDS)
@@ -339,11 +302,18 @@ def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(properties, Mapping):
         raise UsageError(f"the properties of the tool {tool.name!r} are not an object")
     schemas = {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
-    required = tool.schema.get("required", [])
+    required = _listed(tool.schema, "required", tool) if "required" in tool.schema else []
     return (
         {name: schema for name, schema in schemas.items() if name in required},
         {name: schema for name, schema in schemas.items() if name not in required},
     )
+
+
+def _listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any]:
+    value = schema[keyword]
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{keyword!r} in the schema of the tool {tool.name!r} is not a list")
+    return value
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

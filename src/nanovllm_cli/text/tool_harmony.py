@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 from nanovllm_cli.text.reasoning import HarmonyPiece
 from nanovllm_cli.text.tool_calls import joined_calls
 from nanovllm_cli.text.tool_json import read_named_call
-from nanovllm_cli.text.tool_stream import Broken, CallStream, CutOff, Found, Reader, Reading
+from nanovllm_cli.text.tool_stream import CallStream, Found, Reader, Reading
 
 
 class HarmonyCalls:
@@ -63,14 +62,7 @@ def _reader(name: str) -> Reader:
     """Reads the body of a message to a tool."""
 
     def read(stream: CallStream) -> Reading[None]:
-        stream.mark()
-        try:
-            yield from read_named_call(stream, name)
-        except CutOff:
-            stream.cut()
-        except Broken:
-            stream.give_back()
-        with suppress(CutOff):
-            yield from stream.content_to()
+        yield from stream.attempt(read_named_call(stream, name))
+        yield from stream.content_to()
 
     return read

@@ -15,7 +15,7 @@ from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, 
 Give = Callable[[str], None]
 
 MAX_DEPTH = 64
-_MAX_SCALAR_CHARS = 512
+MAX_SCALAR_CHARS = 512
 _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type")
@@ -24,8 +24,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 def read_value(stream: CallStream, give: Give, depth: int = 0) -> Reading[None]:
     """A value, given out as it comes. Raises Broken where it is not JSON, or nested more than MAX_DEPTH deep."""
-    yield from stream.skip_space()
-    first = yield from stream.peek()
+    first = yield from stream.skip_space()
     if first == '"':
         yield from _string(stream, give)
     elif first in "{[":
@@ -38,22 +37,19 @@ def read_value(stream: CallStream, give: Give, depth: int = 0) -> Reading[None]:
 
 def read_text(stream: CallStream) -> Reading[str]:
     """A short string, decoded."""
-    yield from stream.skip_space()
-    if (yield from stream.peek()) != '"':
+    if (yield from stream.skip_space()) != '"':
         raise Broken
     return str((yield from _decoded(stream, MAX_HEADER_CHARS)))
 
 
 def _container(stream: CallStream, give: Give, close: str, depth: int) -> Reading[None]:
     give(stream.take())
-    yield from stream.skip_space()
-    if (yield from stream.peek()) == close:
+    if (yield from stream.skip_space()) == close:
         give(stream.take())
         return
     while True:
         if close == "}":
-            yield from stream.skip_space()
-            if (yield from stream.peek()) != '"':
+            if (yield from stream.skip_space()) != '"':
                 raise Broken
             yield from _string(stream, give)
             give((yield from stream.expect(":")) + " ")
@@ -101,7 +97,7 @@ def _scalar(stream: CallStream, give: Give) -> Reading[None]:
     text = ""
     while (char := (yield from stream.peek())) not in ",]}" and not char.isspace():
         text += stream.take()
-        if len(text) > _MAX_SCALAR_CHARS:
+        if len(text) > MAX_SCALAR_CHARS:
             raise Broken
     if not is_json(text):
         raise Broken
@@ -148,8 +144,7 @@ def _decoded(stream: CallStream, max_chars: int | None = None) -> Reading[Any]:
 
 def read_named_call(stream: CallStream, name: str, call_id: str | None = None) -> Reading[None]:
     """A call whose name is known, up to the end of its arguments."""
-    yield from stream.skip_space()
-    if not name.strip() or (yield from stream.peek()) != "{":
+    if (yield from stream.skip_space()) != "{" or not name.strip():
         raise Broken
     stream.begin(name.strip(), call_id)
     yield from read_value(stream, stream.arguments)
@@ -170,8 +165,7 @@ def read_call(stream: CallStream, known: Collection[str] | None = None) -> Readi
             if not name or (known is not None and name not in known):
                 raise Broken
         elif key in _ARGUMENTS and not held and not begun:
-            yield from stream.skip_space()
-            if (yield from stream.peek()) != "{":
+            if (yield from stream.skip_space()) != "{":
                 held = yield from _loose_arguments(stream)
             elif name:
                 stream.begin(name)

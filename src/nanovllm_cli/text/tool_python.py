@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Collection
 
-from nanovllm_cli.text.tool_json import MAX_DEPTH, Give
+from nanovllm_cli.text.tool_json import MAX_DEPTH, MAX_SCALAR_CHARS, Give
 from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, Reading
 
-_MAX_SCALAR_CHARS = 512
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -36,8 +35,7 @@ def read_python_call(stream: CallStream, known: Collection[str] | None = None) -
     stream.take()
     separator = "{"
     while True:
-        yield from stream.skip_space()
-        if (yield from stream.peek()) == ")":
+        if (yield from stream.skip_space()) == ")":
             break
         key = yield from _identifier(stream)
         yield from stream.expect("=")
@@ -46,8 +44,7 @@ def read_python_call(stream: CallStream, known: Collection[str] | None = None) -
         stream.arguments(f"{separator}{json.dumps(key)}: ")
         separator = ", "
         yield from read_literal(stream, stream.arguments)
-        yield from stream.skip_space()
-        if (yield from stream.peek()) != ",":
+        if (yield from stream.skip_space()) != ",":
             break
         stream.take()
     yield from stream.expect(")")
@@ -62,8 +59,7 @@ def read_literal(stream: CallStream, give: Give, depth: int = 0) -> Reading[None
 
     Raises Broken for anything else, and where it is nested more than MAX_DEPTH deep.
     """
-    yield from stream.skip_space()
-    first = yield from stream.peek()
+    first = yield from stream.skip_space()
     if first in "'\"":
         yield from _string(stream, give)
     elif first in "[({":
@@ -79,8 +75,7 @@ def _container(stream: CallStream, give: Give, close: str, depth: int) -> Readin
     separator, end = ("{", "}") if close == "}" else ("[", "]")
     opening = separator
     while True:
-        yield from stream.skip_space()
-        if (yield from stream.peek()) == close:
+        if (yield from stream.skip_space()) == close:
             break
         give(separator)
         separator = ", "
@@ -91,8 +86,7 @@ def _container(stream: CallStream, give: Give, close: str, depth: int) -> Readin
             yield from stream.expect(":")
             give(": ")
         yield from read_literal(stream, give, depth)
-        yield from stream.skip_space()
-        if (yield from stream.peek()) != ",":
+        if (yield from stream.skip_space()) != ",":
             break
         stream.take()
     yield from stream.expect(close)
@@ -137,7 +131,7 @@ def _scalar(stream: CallStream, give: Give) -> Reading[None]:
     text = ""
     while (char := (yield from stream.peek())).isalnum() or char in "+-._":
         text += stream.take()
-        if len(text) > _MAX_SCALAR_CHARS:
+        if len(text) > MAX_SCALAR_CHARS:
             raise Broken
     give(_WORDS.get(text) or _number(text))
 

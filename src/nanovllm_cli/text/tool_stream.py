@@ -8,6 +8,7 @@ end of a piece. What a reader has taken for a call and could not finish becomes 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from nanovllm_cli.text.tool_calls import ToolCallDelta, joined_calls, new_call_id
@@ -64,7 +65,7 @@ class CallStream:
         self._held: list[ToolCallDelta] = []  # of a call that is not complete, where calls are given out whole
         self._space: list[str] = []  # white space at the end of the content: a call's, if one follows
         self._behind_call = False
-        self._reading = read(self)
+        self._reading = self._to_the_end(read)
 
     # ---- outside ----
 
@@ -104,9 +105,11 @@ class CallStream:
         self.position += count
         return self.text[self.position - count : self.position]
 
-    def skip_space(self) -> Reading[None]:
-        while (yield from self.peek()).isspace():
+    def skip_space(self) -> Reading[str]:
+        """The next character that is no white space."""
+        while (char := (yield from self.peek())).isspace():
             self.position += 1
+        return char
 
     def match(self, *tags: str) -> Reading[str]:
         """The longest of `tags` that stands here, taken; or nothing. Raises CutOff where the end leaves that open."""
@@ -121,10 +124,14 @@ class CallStream:
             self.position += len(found)
             return found
 
-    def expect(self, *tags: str) -> Reading[str]:
-        """`match`, behind white space. Raises Broken where none of them stands."""
+    def accept(self, *tags: str) -> Reading[str]:
+        """`match`, behind white space: for what closes a call, which models forget."""
         yield from self.skip_space()
-        found = yield from self.match(*tags)
+        return (yield from self.match(*tags))
+
+    def expect(self, *tags: str) -> Reading[str]:
+        """`accept`. Raises Broken where none of them stands."""
+        found = yield from self.accept(*tags)
         if not found:
             raise Broken
         return found
@@ -162,6 +169,17 @@ class CallStream:
         except CutOff:
             self.content(self.take(len(self.text) - self.position))
             raise
+
+    def attempt(self, reading: Reading[None], tag: str = "") -> Reading[None]:
+        """A call, behind its tag. What turns out to be none is content."""
+        self.mark(tag)
+        try:
+            yield from reading
+            self.settle()
+        except Broken:
+            self.give_back()
+        except CutOff:
+            self.cut()
 
     def mark(self, tag: str = "") -> None:
         """What is read from here on, and the tag just taken, becomes content if the reader says Broken."""
@@ -226,6 +244,10 @@ class CallStream:
             self.end()
         else:
             self.give_back()
+
+    def _to_the_end(self, read: Reader) -> Reading[None]:
+        with suppress(CutOff):
+            yield from read(self)
 
     def _give(self, delta: ToolCallDelta) -> None:
         if self._whole:

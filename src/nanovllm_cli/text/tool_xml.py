@@ -29,8 +29,7 @@ def read_xml_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Readin
         yield from stream.match("\n")
         yield from arguments.read(key, "\n</parameter>", "</parameter>")
     arguments.end()
-    yield from stream.skip_space()
-    yield from stream.match("</tool_call>")
+    yield from stream.accept("</tool_call>")
 
 
 def read_glm_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
