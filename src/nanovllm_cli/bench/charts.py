@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from nanovllm_cli.bench.settings import distinguishing, said, settings_of, short
 MAX_SAMPLES = 200  # points of a distribution's line: more than a screen shows
 
 Key = TypeVar("Key")
+R = TypeVar("R", Record, Summary)
 Value = TypeVar("Value")
 
 
@@ -84,8 +85,8 @@ Sources = Mapping[str, Sequence[Result]]
 
 def charts_of(sources: Sources) -> list[Chart | Bars]:
     """All that these results have the values for, in the order of a report."""
-    records = _named(sources)
-    summaries = named_runs(sources)
+    records = named(sources, Record)
+    summaries = named(sources, Summary)
     made = [
         *_speed(records), *_concurrency(records, summaries), *_under_load(summaries), *_distributions(summaries),
         *_memory(records, summaries), *_roofline(records), *_bandwidth(records),
@@ -93,50 +94,37 @@ def charts_of(sources: Sources) -> list[Chart | Bars]:
     return [chart for chart in made if any(series.points for series in chart.series)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A record, and the words that tell its setting from the others'."""
-
-    name: str
-    record: Record
-
-
-def _named(sources: Sources) -> list[_Named]:
-    records = {source: [each for each in found if isinstance(each, Record)] for source, found in sources.items()}
-    names = distinguishing(records.values())
-    return [
-        _Named(_join(source, *said(settings_of(record), names)), record)
-        for source, found in records.items()
-        for record in found
-    ]
-
-
-class NamedRun(NamedTuple):
-    """line: what runs that belong on one line of a chart have in common: where they are from, and the model."""
+class Named(NamedTuple, Generic[R]):
+    """A result, and the words that tell its settings from the others'. line: what runs that belong on one line of a chart have in
+    common: where they are from, and the model."""
 
     name: str
     line: str
-    run: Summary
+    result: R
 
 
-def named_runs(sources: Sources) -> list[NamedRun]:
-    """Runs with names of their own: the source, the model, and what they were asked for where that differs."""
-    runs = {source: [each for each in found if isinstance(each, Summary)] for source, found in sources.items()}
-    names = distinguishing(runs.values())
+def named(sources: Sources, kind: type[R]) -> list[Named[R]]:
+    """Results of one kind with names of their own: the source, and their settings where those differ."""
+    chosen = {source: [each for each in found if isinstance(each, kind)] for source, found in sources.items()}
+    names = distinguishing(chosen.values())
     return [
-        NamedRun(_join(source, *said(settings_of(run), names)), _join(source, run.model or run.kind), run)
-        for source, found in runs.items()
-        for run in found
+        Named(_join(source, *said(settings_of(result), names)), _join(source, _model(result)), result)
+        for source, found in chosen.items()
+        for result in found
     ]
 
 
-def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
-    single = [each for each in records if each.record.n_parallel == 1]
-    by_test = _split(single, lambda each: _test(each.record, "depth"))
-    swept = {test for test, found in by_test.items() if len({each.record.n_depth for each in found}) > 1}
+def _model(result: Result) -> str:
+    return short_model(result) if isinstance(result, Record) else result.model or result.kind
+
+
+def _speed(records: Sequence[Named[Record]]) -> list[Chart | Bars]:
+    single = [each for each in records if each.result.n_parallel == 1]
+    by_test = _split(single, lambda each: _test(each.result, "depth"))
+    swept = {test for test, found in by_test.items() if len({each.result.n_depth for each in found}) > 1}
     against = _split(
-        [each for each in single if _test(each.record, "depth") in swept],
-        lambda each: (_test(each.record, "depth"), each.name),
+        [each for each in single if _test(each.result, "depth") in swept],
+        lambda each: (_test(each.result, "depth"), each.name),
     )
     made: list[Chart | Bars] = []
     for title, generates in (("Prompt speed against depth", False), ("Generation speed against depth", True)):
@@ -152,20 +140,20 @@ def _speed(records: Sequence[_Named]) -> list[Chart | Bars]:
                     Axis("depth (tokens in the context)", "tokens"), Axis("tokens a second", "t/s"), tuple(series),
                 )
             )  # fmt: skip
-    flat = [each for each in single if _test(each.record, "depth") not in swept]
+    flat = [each for each in single if _test(each.result, "depth") not in swept]
     return [*made, *_speed_bars(flat)]
 
 
-def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
+def _speed_bars(records: Sequence[Named[Record]]) -> list[Bars]:
     made = []
     for title, generates in (("Prompt speed", False), ("Generation speed", True)):
-        chosen = [each for each in records if bool(each.record.n_gen) is generates]
-        labels = tuple(dict.fromkeys(each.record.test for each in chosen))
+        chosen = [each for each in records if bool(each.result.n_gen) is generates]
+        labels = tuple(dict.fromkeys(each.result.test for each in chosen))
         series = tuple(
             Series(
                 name or "speed",
                 tuple(
-                    Point(labels.index(each.record.test), each.record.avg_ts, each.record.stddev_ts) for each in found
+                    Point(labels.index(each.result.test), each.result.avg_ts, each.result.stddev_ts) for each in found
                 ),
             )
             for name, found in _split(chosen, lambda each: each.name).items()
@@ -175,10 +163,10 @@ def _speed_bars(records: Sequence[_Named]) -> list[Bars]:
     return made
 
 
-def _concurrency(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Chart]:
-    by_test = _split(records, lambda each: _test(each.record, "parallel"))
-    swept = {test for test, found in by_test.items() if len({each.record.n_parallel for each in found}) > 1}
-    groups = _split(records, lambda each: (_test(each.record, "parallel"), each.name))
+def _concurrency(records: Sequence[Named[Record]], runs: Sequence[Named[Summary]]) -> list[Chart]:
+    by_test = _split(records, lambda each: _test(each.result, "parallel"))
+    swept = {test for test, found in by_test.items() if len({each.result.n_parallel for each in found}) > 1}
+    groups = _split(records, lambda each: (_test(each.result, "parallel"), each.name))
     series = [
         Series(_join(test, name), _points(found, lambda record: record.n_parallel))
         for (test, name), found in groups.items()
@@ -198,9 +186,9 @@ def _concurrency(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Ch
     ]  # fmt: skip
 
 
-def _under_load(runs: Sequence[NamedRun]) -> list[Chart]:
+def _under_load(runs: Sequence[Named[Summary]]) -> list[Chart]:
     """Where one server was asked at several rates."""
-    lines = _split([each for each in runs if each.run.kind == "serve"], lambda each: each.line)
+    lines = _split([each for each in runs if each.result.kind == "serve"], lambda each: each.line)
     series = [
         Series(_join(line if len(lines) > 1 else "", title), points)
         for line, found in lines.items()
@@ -217,7 +205,7 @@ def _under_load(runs: Sequence[NamedRun]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _distributions(runs: Sequence[NamedRun]) -> list[Chart]:
+def _distributions(runs: Sequence[Named[Summary]]) -> list[Chart]:
     made = []
     for key, title in (
         ("ttft_ms", "Time to first token"), ("tpot_ms", "Time per further token"), ("itl_ms", "Time between tokens"),
@@ -236,12 +224,12 @@ def _distributions(runs: Sequence[NamedRun]) -> list[Chart]:
     return made
 
 
-def _memory(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Bars]:
+def _memory(records: Sequence[Named[Record]], runs: Sequence[Named[Summary]]) -> list[Bars]:
     labels, weights, peaks = [], [], []
     for name, found in _split(records, lambda each: each.name).items():
-        peak = max(each.record.peak_memory for each in found)
-        labels.append(name or short_model(found[0].record))
-        weights.append(found[0].record.model_size / 2**30)
+        peak = max(each.result.peak_memory for each in found)
+        labels.append(name or short_model(found[0].result))
+        weights.append(found[0].result.model_size / 2**30)
         peaks.append(peak / 2**30)
     for name, _, run in runs:
         if peak_bytes := run.metrics.get("peak_memory"):
@@ -256,19 +244,19 @@ def _memory(records: Sequence[_Named], runs: Sequence[NamedRun]) -> list[Bars]:
     return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(labels), series)] if labels else []
 
 
-def _roofline(records: Sequence[_Named]) -> list[Chart]:
-    known = [each for each in records if each.record.bytes_per_token and each.record.flops_per_token]
-    known = [each for each in known if each.record.roofline_gb_s and each.record.roofline_gflops]
+def _roofline(records: Sequence[Named[Record]]) -> list[Chart]:
+    known = [each for each in records if each.result.bytes_per_token and each.result.flops_per_token]
+    known = [each for each in known if each.result.roofline_gb_s and each.result.roofline_gflops]
     if not known:
         return []
-    intensities = [each.record.flops_per_token / each.record.bytes_per_token for each in known]
+    intensities = [each.result.flops_per_token / each.result.bytes_per_token for each in known]
     series = [
         Series(
             name or "tests",
             tuple(
                 Point(
-                    each.record.flops_per_token / each.record.bytes_per_token, each.record.gflops,
-                    note=f"{each.record.test}: {each.record.limit_share:.0%} of the limit ({each.record.limit})",
+                    each.result.flops_per_token / each.result.bytes_per_token, each.result.gflops,
+                    note=f"{each.result.test}: {each.result.limit_share:.0%} of the limit ({each.result.limit})",
                 )
                 for each in found
             ),
@@ -276,7 +264,7 @@ def _roofline(records: Sequence[_Named]) -> list[Chart]:
         )
         for name, found in _split(known, lambda each: each.name).items()
     ]  # fmt: skip
-    for bandwidth, compute in sorted({(each.record.roofline_gb_s, each.record.roofline_gflops) for each in known}):
+    for bandwidth, compute in sorted({(each.result.roofline_gb_s, each.result.roofline_gflops) for each in known}):
         ridge = compute / bandwidth
         low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
         corners = (Point(low, low * bandwidth), Point(ridge, compute), Point(high, compute))
@@ -289,17 +277,17 @@ def _roofline(records: Sequence[_Named]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _bandwidth(records: Sequence[_Named]) -> list[Chart]:
+def _bandwidth(records: Sequence[Named[Record]]) -> list[Chart]:
     """Of generation by one sequence, where the weights are read for each token."""
-    single = [each for each in records if each.record.n_parallel == 1 and not each.record.n_prompt]
-    known = [each for each in single if each.record.bytes_per_token]
+    single = [each for each in records if each.result.n_parallel == 1 and not each.result.n_prompt]
+    known = [each for each in single if each.result.bytes_per_token]
     if not known:
         return []
     series = [
         Series(
             name or "tests",
             tuple(
-                Point(each.record.bytes_per_token / 2**20, each.record.gb_s, note=each.record.test) for each in found
+                Point(each.result.bytes_per_token / 2**20, each.result.gb_s, note=each.result.test) for each in found
             ),
             "marks",
         )
@@ -308,7 +296,7 @@ def _bandwidth(records: Sequence[_Named]) -> list[Chart]:
     most = max(point.x for each in series for point in each.points) * 1.1
     series += [
         Series(f"limit: {limit:,.1f} GB/s", (Point(0.0, limit), Point(most, limit)), "limit")
-        for limit in sorted({each.record.roofline_gb_s for each in known if each.record.roofline_gb_s})
+        for limit in sorted({each.result.roofline_gb_s for each in known if each.result.roofline_gb_s})
     ]
     return [
         Chart(
@@ -318,18 +306,18 @@ def _bandwidth(records: Sequence[_Named]) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _of_runs(found: Iterable[NamedRun], x: str, y: str) -> tuple[Point, ...]:
+def _of_runs(found: Iterable[Named[Summary]], x: str, y: str) -> tuple[Point, ...]:
     """One metric against another, of the runs that have both."""
     points = [
-        Point(each.run.metrics[x], each.run.metrics[y], note=each.name)
+        Point(each.result.metrics[x], each.result.metrics[y], note=each.name)
         for each in found
-        if each.run.metrics.get(x) and y in each.run.metrics
+        if each.result.metrics.get(x) and y in each.result.metrics
     ]
     return tuple(sorted(points, key=lambda point: point.x))
 
 
-def _points(found: Iterable[_Named], x: Callable[[Record], int]) -> tuple[Point, ...]:
-    points = [Point(x(each.record), each.record.avg_ts, each.record.stddev_ts) for each in found]
+def _points(found: Iterable[Named[Record]], x: Callable[[Record], int]) -> tuple[Point, ...]:
+    points = [Point(x(each.result), each.result.avg_ts, each.result.stddev_ts) for each in found]
     return tuple(sorted(points, key=lambda point: point.x))
 
 

@@ -15,11 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from nanovllm_cli.bench.axes import number
-from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, named_runs
+from nanovllm_cli.bench.charts import Bars, Chart, Sources, charts_of, named
 from nanovllm_cli.bench.compare import Comparison
 from nanovllm_cli.bench.html_charts import legend, svg, text
 from nanovllm_cli.bench.machine import Machine
-from nanovllm_cli.bench.record import Record, Result
+from nanovllm_cli.bench.record import Record, Result, Summary
 from nanovllm_cli.bench.settings import short_model
 from nanovllm_cli.cli.files import write_whole
 
@@ -138,7 +138,7 @@ def _records(sources: Sources) -> str:
 
 def _summaries(sources: Sources) -> str:
     """A row a metric, a column a run: runs have many metrics, and are few."""
-    runs = named_runs(sources)
+    runs = named(sources, Summary)
     if not runs:
         return ""
     names = dict.fromkeys(name for _, _, run in runs for name in run.metrics)

@@ -16,7 +16,7 @@ from nanovllm_cli.chat.conversation import Conversation, Event, Message
 from nanovllm_cli.chat.model import Model
 from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
-from nanovllm_cli.chat.surface import Display, Reader, Status
+from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.records import Statistics
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEARLY_FULL = 0.8
 LEAVING_HINT = "Ctrl-C again, Ctrl-D or /exit leaves; /help lists the commands"
 
 

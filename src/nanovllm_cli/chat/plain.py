@@ -10,12 +10,12 @@ from typing import BinaryIO
 
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode
 from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.progress_line import PROMPT_WORTH_SHOWING
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.control_filter import ControlFilter
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
-_PREFILL_WORTH_SHOWING = 256
 
 
 class PlainReader:
@@ -72,7 +72,7 @@ class PlainDisplay:
         self._ends_line = False
 
     def progress(self, done: int, total: int) -> None:
-        if total >= _PREFILL_WORTH_SHOWING:
+        if total >= PROMPT_WORTH_SHOWING:
             self._console.status(f"reading the prompt  {done:,} of {total:,} tokens")
 
     def reasoning(self, text: str) -> None:

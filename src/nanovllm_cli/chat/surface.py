@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+NEARLY_FULL = 0.8  # of the context
+
 
 @dataclass(frozen=True, slots=True)
 class Status:

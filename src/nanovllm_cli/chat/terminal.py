@@ -14,10 +14,9 @@ from nanovllm_cli.chat.flow import Flow
 from nanovllm_cli.chat.keys import AnswerKeys
 from nanovllm_cli.chat.markdown import MarkdownStream
 from nanovllm_cli.cli.output import Console, one_line
-from nanovllm_cli.cli.progress_line import ProgressLine, duration
+from nanovllm_cli.cli.progress_line import PromptProgress, duration
 from nanovllm_cli.text.control_filter import ControlFilter
 
-_PREFILL_WORTH_SHOWING = 256
 _STATUS_SECONDS = 0.1
 _DIM = "2"
 
@@ -40,9 +39,8 @@ class TerminalDisplay:
         self._keys = keys
         if keys is not None:
             keys.watch()
-        self._progress = ProgressLine(console)
+        self._prompt = PromptProgress(console)
         self._part: Part = "nothing"
-        self._num_read = 0
         self._thought: list[str] = []
         self._num_shown = 0  # of its pieces
         self._is_seen = False
@@ -52,17 +50,13 @@ class TerminalDisplay:
         self._began = self._drawn = 0.0
 
     def begin(self) -> None:
-        self._part, self._num_read = "nothing", 0
+        self._part = "nothing"
+        self._prompt = PromptProgress(self._console)
         self._thought, self._num_shown = [], 0
 
     def progress(self, done: int, total: int) -> None:
         self._look_at_keys()
-        if total < _PREFILL_WORTH_SHOWING:
-            return
-        if not self._num_read:
-            self._progress.stage("reading the prompt", total, "tokens")
-        self._progress.advance(max(done - self._num_read, 0))
-        self._num_read = max(done, 1)
+        self._prompt.show(done, total)
 
     def reasoning(self, text: str) -> None:
         self._look_at_keys()

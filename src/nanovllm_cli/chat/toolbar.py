@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from nanovllm_cli.chat.flow import cut, text_width
-from nanovllm_cli.chat.surface import Status
+from nanovllm_cli.chat.surface import NEARLY_FULL, Status
 from nanovllm_cli.cli.output import one_line
 from nanovllm_cli.cli.progress_line import size
 
-NEARLY_FULL = 0.8
 _BAR = 10
 _GAP = "  "
 

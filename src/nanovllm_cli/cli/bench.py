@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 import typer
@@ -76,8 +76,7 @@ def bench(
     def limits(device: str, threads: int | None) -> Roofline:
         return roofline(device, threads, fresh=output.roofline == "measure", progress=ProgressLine(screen))
 
-    with contextlib.ExitStack() as stack:
-        printing = stack.enter_context(_Printing(output, swept_fields(engine), screen))
+    with _printing(output, swept_fields(engine), screen) as show:
         for record in run_sweep(
             sweep,
             lambda setup, trials: _open(setup, trials, model, engine, None if output.roofline == "off" else limits, screen),
@@ -88,7 +87,7 @@ def bench(
             progress=ProgressLine(screen),
             announce=screen.line if output.progress else lambda line: None,
         ):
-            printing.show(record)
+            show(record)
             records.append(record)
     draw_results(records, output.report, plot=output.plot, screen=screen)
     for line in records[0].machine.lines():
@@ -98,35 +97,34 @@ def bench(
         screen.say(", ".join([*said(settings_of(record), apart), explained(record)]), "dim")
 
 
-class _Printing:
-    """Results on stdout, and perhaps in another form on stderr, as they come. What was begun is
-    ended, also where a test fails."""
+@contextlib.contextmanager
+def _printing(output: BenchOutputOptions, swept: Sequence[str], screen: Console) -> Iterator[Callable[[Record], None]]:
+    """What shows results on stdout, and perhaps in another form on stderr, as they come. What was begun is ended, also where a
+    test fails."""
 
-    def __init__(self, output: BenchOutputOptions, swept: Sequence[str], screen: Console) -> None:
-        self._forms = (output.output, output.output_err)
-        self._swept = swept
-        self._screen = screen
-        self._printers: list[Printer | None] | None = None
+    def aside(text: str) -> None:
+        screen.status("")
+        screen.err.write(text)
 
-    def __enter__(self) -> _Printing:
-        return self
+    printers: list[tuple[Printer, Callable[[str], None]]] = []
 
-    def __exit__(self, *_: object) -> None:
-        if self._printers is not None:
-            self._write([printer.footer() if printer else "" for printer in self._printers])
+    def put(part: Callable[[Printer], str]) -> None:
+        for printer, write in printers:
+            if text := part(printer):
+                write(text)
 
-    def show(self, record: Record) -> None:
-        if self._printers is None:
-            self._printers = [_printer(form, self._swept, record) if form else None for form in self._forms]
-            self._write([printer.header() if printer else "" for printer in self._printers])
-        self._write([printer.row(record) if printer else "" for printer in self._printers])
+    def show(record: Record) -> None:
+        if not printers:
+            printers.append((_printer(output.output, swept, record), screen.answer))
+            if output.output_err is not None:
+                printers.append((_printer(output.output_err, swept, record), aside))
+            put(lambda printer: printer.header())
+        put(lambda printer: printer.row(record))
 
-    def _write(self, texts: list[str]) -> None:
-        if texts[0]:
-            self._screen.answer(texts[0])
-        if texts[1]:
-            self._screen.status("")
-            self._screen.err.write(texts[1])
+    try:
+        yield show
+    finally:
+        put(lambda printer: printer.footer())
 
 
 def _printer(form: Format, swept: Sequence[str], record: Record) -> Printer:

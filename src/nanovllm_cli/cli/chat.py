@@ -209,13 +209,9 @@ def _first_message(files: list[str], words: list[str]) -> str:
 def _session_to_resume(options: SessionOptions, saved: Sessions) -> str | None:
     """The name of a session that is there. Raises UsageError for options that contradict each other."""
     refuse_both(continue_=options.continue_last, session=options.session is not None)
-    for flag, given in (
-        ("--continue", options.continue_last),
-        ("--session", options.session),
-        ("--save-kv", options.save_kv),
-    ):
-        if given and options.no_save:
-            raise UsageError(f"{flag} and --no-save cannot be used together")
+    refuse_both(continue_=options.continue_last, no_save=options.no_save)
+    refuse_both(session=bool(options.session), no_save=options.no_save)
+    refuse_both(save_kv=options.save_kv, no_save=options.no_save)
     if options.session is not None:
         return saved.find(options.session)
     if not options.continue_last:

@@ -14,6 +14,11 @@ from typing import BinaryIO
 
 from nanovllm_cli.errors import OutputError
 
+_HINTS: dict[type[OSError], str] = {
+    FileNotFoundError: "create its folder first",
+    IsADirectoryError: "name a file",
+    PermissionError: "choose a place that you may write to",
+}
 _PART_AT_END = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -31,7 +36,7 @@ class WholeFile:
         try:
             self._file = self._open(mode)
         except OSError as failure:
-            raise OutputError(f"cannot write {path}: {failure.strerror}", _hint(failure)) from failure
+            raise OutputError(f"cannot write {path}: {failure.strerror}", _HINTS.get(type(failure))) from failure
 
     def write(self, text: str) -> None:
         try:
@@ -75,7 +80,7 @@ class WholeFile:
 
     def _failed(self, failure: OSError) -> OutputError:
         self._discard()
-        return OutputError(f"cannot write {self.path}: {failure.strerror}", _hint(failure))
+        return OutputError(f"cannot write {self.path}: {failure.strerror}", _HINTS.get(type(failure)))
 
     def _discard(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -122,13 +127,3 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
-
-
-def _hint(failure: OSError) -> str | None:
-    if isinstance(failure, FileNotFoundError):
-        return "create its folder first"
-    if isinstance(failure, IsADirectoryError):
-        return "name a file"
-    if isinstance(failure, PermissionError):
-        return "choose a place that you may write to"
-    return None

@@ -13,7 +13,7 @@ from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
-from nanovllm_cli.cli.options import MessageOptions, ModelWord
+from nanovllm_cli.cli.options import MessageOptions, ModelName, ModelWord
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
@@ -35,11 +35,7 @@ _LICENCE_BYTES = 64 << 10
 class ShowOptions:
     """Which of a model's revisions, and what of it."""
 
-    model: str | None = option(
-        "-m", "--model",
-        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
-        panel=MODEL, metavar="MODEL",
-    )
+    model: ModelName = None
     revision: str | None = option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
     template: bool = option(
         "--template", help="The chat template, whole, and nothing else.", default=False, panel=OUTPUT, envvar=None

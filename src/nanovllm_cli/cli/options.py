@@ -97,6 +97,14 @@ Deterministic = Annotated[
 ]
 
 
+ModelName = Annotated[
+    str | None,
+    typer_option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
+        panel=MODEL, metavar="MODEL",
+    ),
+]  # fmt: skip
 ModelNames = Annotated[
     list[str] | None,
     typer_option(
@@ -111,11 +119,7 @@ ModelNames = Annotated[
 class SourceOptions:
     """Which model, from where."""
 
-    model: str | None = option(
-        "-m", "--model",
-        help="A path, org/repo[:quant][@revision], or a short name, in place of the first argument.",
-        panel=MODEL, metavar="MODEL",
-    )
+    model: ModelName = None
     revision: Revision = None
     offline: Offline = False
 

@@ -13,6 +13,7 @@ from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.progress import Unit
 
+PROMPT_WORTH_SHOWING = 256  # tokens
 _BAR = 20
 _REDRAW_SECONDS = 0.1
 
@@ -68,6 +69,23 @@ class ProgressLine:
             if self._total and self._unit == "B":
                 parts.append(f"{duration((self._total - self._count) / rate)} left")
         return "  ".join(parts)
+
+
+class PromptProgress:
+    """How much of one prompt has been read, where that takes a while."""
+
+    def __init__(self, console: Console) -> None:
+        self._line = ProgressLine(console)
+        self._read = 0
+
+    def show(self, done: int, total: int) -> None:
+        """Tokens."""
+        if total < PROMPT_WORTH_SHOWING:
+            return
+        if not self._read:
+            self._line.stage("reading the prompt", total, "tokens")
+        self._line.advance(max(done - self._read, 0))
+        self._read = max(done, 1)
 
 
 def amount(count: float, unit: Unit) -> str:

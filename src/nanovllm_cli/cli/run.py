@@ -29,7 +29,7 @@ from nanovllm_cli.cli.options import (
     refuse_both,
 )
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.progress_line import PromptProgress
 from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from nanovllm_cli.client.endpoint import Endpoint
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
-_PREFILL_WORTH_SHOWING = 256
 _STATUS_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
@@ -271,19 +270,13 @@ class _Status:
     def __init__(self, screen: Console, *, hidden: bool) -> None:
         self._screen = screen
         self._hidden = hidden
-        self._progress = ProgressLine(screen)
-        self._read = 0
+        self._prompt = PromptProgress(screen)
         self._drawn = 0.0
 
     def show(self, answering: Answering) -> None:
         if not answering.began:
-            prompt_len = answering.prompt_len
-            if prompt_len is None or prompt_len < _PREFILL_WORTH_SHOWING:
-                return
-            if self._read == 0:
-                self._progress.stage("reading the prompt", prompt_len, "tokens")
-            self._progress.advance(max(answering.num_read - self._read, 0))
-            self._read = max(answering.num_read, 1)
+            if answering.prompt_len is not None:
+                self._prompt.show(answering.num_read, answering.prompt_len)
         elif self._hidden and time.monotonic() - self._drawn >= _STATUS_SECONDS:
             self._drawn = time.monotonic()
             count = sum(answer.num_tokens or 0 for answer in answering.answers.in_order())
