@@ -56,7 +56,6 @@ def answers(
     *,
     streams: type[BaseModel] | None = None,
     error: type[BaseModel] = ErrorAnswer,
-    status: int = 200,
 ) -> dict[int | str, dict[str, Any]]:
     """`responses=` of a route: what a success looks like. Errors are known from the router. streams: what the events of its
     stream bring; error: what one brings that ends it in the middle."""
@@ -64,7 +63,7 @@ def answers(
     described: dict[str, Any] = {"description": "Success", "content": content}
     if model is not None:
         described["model"] = model
-    return {status: described}
+    return {200: described}
 
 
 class ApiRequest(Request):

@@ -107,7 +107,6 @@ class ServedModels:
         max_loaded: int = 1,
         room_seconds: float = 60.0,
         sleep_idle: float | None = None,
-        stuck_seconds: float = 120.0,
         observer: Observer | None = None,
         on_loading: Callable[[str, Loading], None] | None = None,
     ) -> None:
@@ -116,7 +115,7 @@ class ServedModels:
         self._sleep_idle = sleep_idle
         self._observer = observer or Observer()
         self._tell = on_loading or (lambda _name, _progress: None)
-        self._slots = [_Slot(each, self._engine(each, stuck_seconds)) for each in models]
+        self._slots = [_Slot(each, self._engine(each)) for each in models]
         self._by_name = {name: slot for slot in self._slots for name in slot.settings.names}
         self._first = self._slots[:max_loaded]
         for slot in self._first:
@@ -274,12 +273,11 @@ class ServedModels:
                         await slot.engine.unload()
             await asyncio.sleep(min(1.0, idle_seconds / 4))
 
-    def _engine(self, settings: ModelSettings, stuck_seconds: float) -> EngineClient:
+    def _engine(self, settings: ModelSettings) -> EngineClient:
         name = settings.names[0]
         return EngineClient(
             name,
             Start(str(settings.path), settings.config, settings.chat_template, settings.tool_format, settings.reasoning_format),
-            stuck_seconds=stuck_seconds,
             on_loading=lambda progress: self._tell(name, progress),
             on_restart=lambda: self._observer.engine_restarted(name),
         )

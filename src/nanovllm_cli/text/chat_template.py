@@ -49,17 +49,13 @@ class ChatTemplate:
         *,
         bos_token: str = "",
         eos_token: str = "",
-        variables: Mapping[str, Any] | None = None,
         max_seconds: float = MAX_SECONDS,
     ) -> None:
-        """`variables`: further names the template may read. `max_seconds`: CPU time of one rendering.
-
-        Raises TemplateError where the source does not compile.
-        """
+        """`max_seconds`: CPU time of one rendering. Raises TemplateError where the source does not compile."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARS}")
         self.source = source
-        self._variables = {"bos_token": bos_token, "eos_token": eos_token, **_plain_mapping(variables or {})}
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_seconds = max_seconds
         try:
             self._template = _environment().from_string(source)
@@ -102,7 +98,7 @@ class ChatTemplate:
             "tools": _plain(list(tools)) if tools is not None else None,
             "documents": _plain(list(documents)) if documents is not None else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            **_plain_mapping(kwargs),
+            **{name: _plain(value) for name, value in kwargs.items()},
         }
         if not continue_final_message:
             return self._run(values, now)
@@ -265,10 +261,6 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     if not all(isinstance(message, dict) for message in plain):
         raise UsageError("each message must be an object with a role and a content")
     return plain
-
-
-def _plain_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

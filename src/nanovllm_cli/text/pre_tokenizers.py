@@ -90,10 +90,10 @@ def _words(digits: str, contraction: str = _CONTRACTION + "|") -> str:
     return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}[\r\n]*|{_SPACES}"
 
 
-def _cased_words(digits: str, contraction: str = _CONTRACTION + "?", but_not: str = "") -> str:
+def _cased_words(digits: str, contraction: str = _CONTRACTION + "?") -> str:
     """The o200k family: a word breaks where lower case turns into upper case."""
-    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but_not}]"
-    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but_not}]"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"

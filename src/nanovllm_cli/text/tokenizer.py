@@ -84,12 +84,10 @@ class Tokenizer:
         ids = _run(self._backend if parse_special else self._plain, text)
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, parse_special: bool = True
-    ) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """`encode` of every text, in parallel."""
         encoded = _run_all(self._backend if parse_special else self._plain, texts)
-        return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded] if add_special_tokens else encoded
+        return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded]
 
     def encode_guarded(self, text: str, plain_at: Collection[int]) -> list[int]:
         """Ids of `text` alone, where a control token that begins at an offset in `plain_at` stays text.
