@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -114,8 +116,8 @@ class ChatFrames:
         self._head = head = Head.new("chatcmpl-", "chat.completion.chunk", generation.model)
         self._generation, self._style = generation, style
         self._start = head.frame_start()
-        self._counts: dict[int, int] = {}
-        self._tokens: dict[int, TextTokens] = {}
+        self._counts: Counter[int] = Counter()
+        self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
@@ -127,7 +129,7 @@ class ChatFrames:
                 if self._style.token_ids and not self._counts:
                     out += [b',"prompt_token_ids":', encode(list(self._generation.prompt_ids))]
                 out.append(tail)
-            self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
+            self._counts[event.index] += len(event.token_ids)
             ids = b',"token_ids":' + encode(event.token_ids) if self._style.token_ids and event.token_ids else b""
             logprobs = b"null" if self._style.params.logprobs is None else self._logprobs(event)
             delta = self._delta(event)
@@ -156,12 +158,11 @@ class ChatFrames:
         return encode(delta)
 
     def _logprobs(self, event: Event) -> bytes:
-        tokenizer, style = self._head.model.tokenizer, self._style
-        tokens = self._tokens.setdefault(event.index, TextTokens(tokenizer, style.params))
-        entries = tokens.take(event)
+        entries = self._tokens[event.index].take(event)
         if not entries:
             return b"null"
-        return encode({"content": chat_form(tokenizer, entries, style.params.logprobs or 0), "refusal": None})
+        form = chat_form(self._head.model.tokenizer, entries, self._style.params.logprobs or 0)
+        return encode({"content": form, "refusal": None})
 
 
 def end_fields(stop_reason: str | int | None, num_tokens: int) -> bytes:

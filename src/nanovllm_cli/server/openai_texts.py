@@ -3,8 +3,10 @@ other, and a choice's index is counted through."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,15 +58,15 @@ class TextFrames:
         self._head, self._generation, self._style, self._base = head, generation, style, base
         self._start = head.frame_start()
         self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
-        self._tokens: dict[int, TextTokens] = {}
-        self._counts: dict[int, int] = {}
+        self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
+        self._counts: Counter[int] = Counter()
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
         for event in events if self._style.draws else map(_without_token, events):
             if event.index not in self._counts and (self._style.echo or self._style.token_ids):
                 out.append(self._frame(event.index, self._echoed, self._echo_logprobs, None))
-            self._counts[event.index] = self._counts.get(event.index, 0) + len(event.token_ids)
+            self._counts[event.index] += len(event.token_ids)
             logprobs = self._logprobs(event)
             shows_ids = self._style.token_ids and event.token_ids
             if event.text or logprobs is not None or shows_ids or event.finish_reason is not None:
@@ -89,15 +91,11 @@ class TextFrames:
         return text_form(self._head.model.tokenizer, echo.entries, echo.token_ids, top, 0)
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
-        params, tokenizer = self._style.params, self._head.model.tokenizer
-        if params.logprobs is None:
-            return None
-        tokens = self._tokens.setdefault(event.index, TextTokens(tokenizer, params))
-        entries = tokens.take(event)
-        if not entries:
+        num_top, tokens = self._style.params.logprobs, self._tokens[event.index]
+        if num_top is None or not (entries := tokens.take(event)):
             return None
         ids = [entry.token_id for entry in entries]
-        return text_form(tokenizer, entries, ids, params.logprobs, len(self._echoed) + tokens.offset)
+        return text_form(self._head.model.tokenizer, entries, ids, num_top, len(self._echoed) + tokens.offset)
 
 
 def text_choice(
