@@ -57,13 +57,14 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             break
-    if not matcher.is_error():
-        first = matcher.deep_copy()
-        mask = first.compute_bitmask()
-        if first.is_error() or not any(mask):
-            raise UsageError(f"nothing can match {name}")
     if matcher.is_error():
-        raise UsageError(f"{name} can't be used: {_reason(matcher.get_error())}", _hint(constraint))
+        hint = "a keyword that can't be enforced is refused rather than ignored: leave it out"
+        reason = _reason(matcher.get_error())
+        raise UsageError(f"{name} can't be used: {reason}", hint if constraint.kind == "json_schema" else None)
+    first = matcher.deep_copy()
+    mask = first.compute_bitmask()
+    if first.is_error() or not any(mask):
+        raise UsageError(f"nothing can match {name}")
     return matcher
 
 
@@ -171,9 +172,3 @@ def _reason(message: str) -> str:
     reason = (named or lines or ["it does not compile"])[0]
     reason = re.sub(r"^at (\d+)\((\d+)\):", r"line \1, column \2:", reason).partition("; following special")[0]
     return reason if len(reason) <= _MAX_REASON else reason[:_MAX_REASON] + " …"
-
-
-def _hint(constraint: Constraint) -> str | None:
-    if constraint.kind == "json_schema":
-        return "a keyword that can't be enforced is refused rather than ignored: leave it out"
-    return None

@@ -123,10 +123,7 @@ class Loop:
                 )
             self._outbox.open(request_id)
         except NanovllmError as error:
-            self._refuse(message.request_id, error)
-
-    def _refuse(self, request_id: int, error: NanovllmError) -> None:
-        self._channel.send(Refused(request_id, type(error).__name__, error.message, error.hint))
+            self._channel.send(Refused(message.request_id, type(error).__name__, error.message, error.hint))
 
 
 def _facts(llm: LLM, config: EngineConfig) -> Facts:

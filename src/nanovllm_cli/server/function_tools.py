@@ -15,7 +15,7 @@ from nanovllm_cli.text.tool_calls import tools_of
 Tool = Mapping[str, Any]
 
 NAME = r"[A-Za-z0-9_.:/-]{1,128}"
-_CHOICES = ("none", "auto", "required")
+CHOICES = ("none", "auto", "required")
 
 
 def function_tool(
@@ -47,9 +47,9 @@ def checked_tools(
         names = {tool.name for tool in tools_of(tools)}
     except UsageError as error:
         raise ApiError.of(error, "tools") from None
-    if taken := names.intersection(_CHOICES):
+    if taken := names.intersection(CHOICES):
         raise invalid("tools", f"{min(taken)} is what tool_choice says, and no name for a tool")
-    chosen = [choice] if choice not in _CHOICES else []
+    chosen = [choice] if choice not in CHOICES else []
     for name in (*chosen, *(allowed or ())):
         if name not in names:
             raise invalid("tool_choice", f"no tool is called {shown(name)}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.function_tools import Tool, checked_tools, function_tool
+from nanovllm_cli.server.function_tools import CHOICES, Tool, checked_tools, function_tool
 from nanovllm_cli.server.ports import ServedModel, ToolChoice
 from nanovllm_cli.server.reading import invalid, kind_of, listed, read, schema_form, shown, unsupported
 from nanovllm_cli.server.reasoning_effort import effort_of, reads
@@ -62,7 +62,7 @@ def tools_of(body: InputTokensRequest) -> ToolsAsked:
 
 
 def _chosen(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
-    if choice is None or choice in ("none", "auto", "required"):
+    if choice is None or choice in CHOICES:
         return checked_tools(tools, choice or "auto")
     kind = kind_of(choice, "tool_choice")
     if kind == "function":
@@ -138,8 +138,8 @@ def new_response(body: ResponsesRequest, asked: ToolsAsked, model: str, temperat
         "store": body.store is not False,
         "temperature": temperature,
         "text": _text(body),
-        "tool_choice": _shown_choice(asked),
-        "tools": [_shown_tool(tool) for tool in asked.tools],
+        "tool_choice": asked.choice if asked.choice in CHOICES else {"type": "function", "name": asked.choice},
+        "tools": [{"type": "function", "description": None, **tool["function"]} for tool in asked.tools],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
         "truncation": "disabled",
@@ -156,13 +156,3 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
     if body.text is not None and body.text.verbosity is not None:
         text["verbosity"] = body.text.verbosity
     return text
-
-
-def _shown_tool(tool: Tool) -> dict[str, Any]:
-    function: Mapping[str, Any] = tool["function"]
-    return {"type": "function", "description": None, **function}
-
-
-def _shown_choice(asked: ToolsAsked) -> Any:
-    named = asked.choice not in ("none", "auto", "required")
-    return {"type": "function", "name": asked.choice} if named else asked.choice

@@ -64,7 +64,7 @@ class _Fields:
         ends = {
             token
             for token, kind in zip(self.tokens, types, strict=True)
-            if token in END_TOKENS and kind in (NORMAL, USER_DEFINED) and _is_marked_up(token)
+            if token in END_TOKENS and kind in (NORMAL, USER_DEFINED)
         }
         if ends:
             ends -= {merge.replace(" ", "") for merge in self.array("merges", str)}  # Qwen's "</s>" is text like other tags
@@ -219,7 +219,3 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
         elif key.startswith(_TEMPLATE + "."):
             found[key[len(_TEMPLATE) + 1 :]] = value
     return found
-
-
-def _is_marked_up(token: str) -> bool:
-    return token[:1] in "<[_" and len(token) > 3

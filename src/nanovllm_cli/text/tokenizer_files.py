@@ -40,7 +40,8 @@ def load_folder(folder: Path) -> TokenizerParts:
         _add_roles(backend, roles)
     for role in ("bos", "eos", "pad", "unk"):
         declared = f"{role}_token" in roles
-        token_id = _role_id(backend, roles.get(f"{role}_token"))
+        content = _content(roles.get(f"{role}_token"))
+        token_id = backend.token_to_id(content) if content else None
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
     _surround(parts, config)
@@ -170,11 +171,6 @@ def _content(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _role_id(backend: tokenizers.Tokenizer, value: Any) -> int | None:
-    content = _content(value)
-    return backend.token_to_id(content) if content else None
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
