@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.kernels import blocks, norm
 from nanovllm_cli.kernels.cuda_device import CudaDevice
+from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher, why_unavailable
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 
@@ -95,12 +98,8 @@ FORMATS = (None, *LOST, "int8-weight-only", "fp8-weight-only", "int4", "int4:gro
 def test_products_in_every_format_are_those_of_its_numbers(name: str | None, deterministic: bool) -> None:
     """Whole storages, and so torch's own matmuls too, at all ways that numbers of rows take."""
     launcher, (outputs, width) = CudaLauncher(), (544, 512)
-    form = None if name is None else parse_format(name)
     weight = random(outputs, width, scale=width**-0.5)
-    quantized = weight.bfloat16() if form is None else form.quantize(weight)
-    numbers = (weight.bfloat16() if form is None else form.dequantize(quantized)).double()
-    storage = CudaFormats(launcher, rounds=True, deterministic=deterministic).make(form, outputs, width, BF16)
-    storage.load_rows(0, quantized)
+    storage, numbers = stored(launcher, name, weight, deterministic)
     bias = random(outputs, dtype=BF16)
     for rows in (1, 2, 8, 9, 17, 70, 200):
         x, residual = random(rows, width, dtype=BF16), random(rows, outputs, dtype=BF16)
@@ -117,6 +116,42 @@ def test_products_in_every_format_are_those_of_its_numbers(name: str | None, det
     taken = storage.rows(ids.cuda(), None).cpu()
     assert torch.equal(taken[:3], numbers[ids[:3]].to(BF16))
     assert not taken[3].any()
+
+
+def stored(launcher: Launcher, name: str | None, weight: torch.Tensor, deterministic: bool) -> tuple[WeightStorage, torch.Tensor]:
+    """And the numbers that are left of the weight, in float64."""
+    form = None if name is None else parse_format(name)
+    quantized = weight.bfloat16() if form is None else form.quantize(weight)
+    storage = CudaFormats(launcher, rounds=True, deterministic=deterministic).make(form, *weight.shape, BF16)
+    storage.load_rows(0, quantized)
+    return storage, (weight.bfloat16() if form is None else form.dequantize(quantized)).double()
+
+
+@pytest.mark.parametrize("name", [None, "int4", "fp8", "q4_k"])  # all ways that rows take
+def test_products_that_overlap_are_those_of_one_after_the_other(name: str | None) -> None:
+    """Launched and recorded."""
+    device, weight = CudaDevice(0, programmatic_launch=True), random(768, 768, scale=768**-0.5)
+    storage, _ = stored(device.launcher, name, weight, deterministic=False)
+    for rows in (1, 17, 70):
+        start = random(rows, 768, dtype=BF16).cuda()
+        expected = chain(storage, start, torch.cuda.synchronize)
+        for _ in range(3):
+            assert torch.equal(chain(storage, start), expected), rows
+        graph, recorded = device.capture(lambda start=start: chain(storage, start))
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(recorded, expected), rows
+
+
+def chain(storage: WeightStorage, start: torch.Tensor, between: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """Products that read what the one ahead has just written, and write where it has read: x becomes x + (x @ W.T) @ W.T."""
+    x = start.clone()
+    for _ in range(12):
+        y = storage.matmul(x, None, BF16)
+        between()
+        storage.add_matmul(y, None, x)
+        between()
+    return x
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, name: str | None, times: float = 1.0) -> None:
