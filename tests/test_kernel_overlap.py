@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emulation.compare import random
-from emulation.emulator import ORDERS, Emulator, load, needs_emulation
+from emulation.emulator import ORDERS, Emulator, emulation_alone, load
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
@@ -24,7 +24,7 @@ from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
 
-pytestmark = needs_emulation
+pytestmark = emulation_alone
 BF16 = torch.bfloat16
 Call = Callable[[Launcher], torch.Tensor]
 

@@ -66,6 +66,8 @@ def missing() -> str | None:
 
 
 needs_emulation = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+emulation_alone = [needs_emulation, pytest.mark.skipif(on_gpu.ENABLED, reason="a GPU hides no memory")]
+"""Of a file that asks what only the emulation can tell."""
 
 
 class KernelFailed(AssertionError):
