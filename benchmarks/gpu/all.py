@@ -9,10 +9,10 @@ and how near is that to what the device can do.
 Runs from the source tree; nothing needs to be installed but what the package imports. Sections run in order of importance, each
 in a process of its own; results are written as they come, so that who is killed loses none. Random weights of real shapes, random
 data, medians. --resume runs what an earlier call never came to, and then once more what failed there or took too long; what it
-can't do better it keeps. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's own.
-A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary :all:
---python-version 3.12 --platform manylinux_2_31_x86_64 -d .whl gguf 'llguidance>=1.9'`); what a section misses it says. Without a
-GPU it says why and ends with status 6.
+does not come to again it keeps. --wheels: a folder of wheels that pip is to install, without an index, into a folder of the run's
+own. A machine with torch, CuPy, numba and transformers mostly lacks gguf and llguidance (`pip download --no-deps --only-binary
+:all: --python-version 3.12 --platform manylinux_2_31_x86_64 -d .whl gguf 'llguidance>=1.9'`); what a section misses it says.
+Without a GPU it says why and ends with status 6.
 """
 
 from __future__ import annotations
@@ -85,11 +85,7 @@ def measure(
             environment[sections.ONE_BY_ONE] = "1"
 
     def keep(name: str, record: sections.Record) -> None:
-        before = results.get(name)
-        if before and before["results"] and not record["results"]:
-            came_to_it = record["status"] not in ("running", "skipped")
-            record = record | {"results": before["results"], "earlier": True} if came_to_it else before
-        results[name] = record
+        results[name] = known_better(results.get(name), record)
         launch_as_found()
         if record["status"] != "running":
             print(f"{name}: {record['status']}, {record['seconds']} s {report.last_line(record.get('why'))}", flush=True)
@@ -103,6 +99,21 @@ def measure(
     sections.run_all(still_to_do(options.only or known_names(), results), command, budget, keep, environment)
     print("\n" + shown(results)[1])
     return int(any(record["status"] in ("failed", "timed out") for record in results.values()))
+
+
+def known_better(before: sections.Record | None, now: sections.Record) -> sections.Record:
+    """A section's record in two calls: what the second came to, and behind it what the first had that it did not come to."""
+    if before is None or not before["results"] or now["status"] == "done":
+        return now
+    if not now["results"]:
+        came_to_it = now["status"] not in ("running", "skipped")
+        return now | {"results": before["results"], "earlier": True} if came_to_it else before
+    longer = {
+        key: value
+        for key, value in before["results"].items()
+        if key not in now["results"] or (isinstance(value, list) and len(value) > len(now["results"][key]))
+    }
+    return now | {"results": now["results"] | longer}
 
 
 def shown(results: dict[str, sections.Record]) -> tuple[list[dict[str, Any]], str]:
