@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -27,7 +28,7 @@ from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
-from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections
+from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections, sweeps
 from gpu.engines import decode, load, overlaps, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
@@ -123,6 +124,17 @@ def test_what_no_call_came_to_runs_before_what_failed_and_results_are_kept_where
         "attention": ("timed out", {"d": 1}),
     }  # fmt: skip
     assert (found["matmul"]["why"], found["matmul"]["earlier"]) == ("broke at once", True)
+
+
+def test_a_second_call_that_comes_less_far_takes_nothing_of_the_first() -> None:
+    before = done(a={"passed": 1}, b={"passed": 2}, rows=[1, 2, 3], other=[1])
+    cut = done(b={"passed": 7}, rows=[9], other=[8, 9]) | {"status": "timed out"}
+    found = command_line.known_better(before, cut)
+    assert found["results"] == {"a": {"passed": 1}, "b": {"passed": 7}, "rows": [1, 2, 3], "other": [8, 9]}
+    assert found["status"] == "timed out"
+    assert command_line.known_better(before, cut | {"status": "done"}) == cut | {"status": "done"}
+    assert command_line.known_better(before, done() | {"status": "running"}) == before
+    assert command_line.known_better(None, cut) == cut
 
 
 ALONE, TOGETHER = f"{report.SMALLEST}, {report.ONE_BY_ONE}", f"{report.SMALLEST}, {report.OVERLAPPED}"
@@ -433,7 +445,7 @@ def test_bars_of_quantized_weights() -> None:
     rows = {row["bar"]: (row["found"], row["met"]) for row in report.bars(results)}
     assert rows["a row by weights in int4, worst size, share of the copy ceiling"] == (0.5, False)
     assert rows["a row by weights in q4_k, worst size, share of the copy ceiling"] == (None, None)
-    assert rows["int4 GEMM against bf16, worst of 1 to 16 rows"] == (3.1, True)
+    assert rows["int4 against bf16, worst of 1 to 16 rows"] == (3.1, True)
     assert rows["int4 against bf16, worst of all rows"] == (0.7, False)
     assert rows["decode, batch 1, Qwen3-8B in int4"] == (630, True)
     assert rows["prefill of Qwen3-8B in fp8 against bf16"] == (1.5, True)
@@ -523,6 +535,45 @@ def test_tests_are_counted_from_pytests_own_report() -> None:
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["failures"] == ["b: assert 1 == 2", "d: boom"]
     assert found["reasons"] == {"planted bugs": 1}
+
+
+def test_files_that_ask_the_emulation_alone_are_not_run_on_a_gpu() -> None:
+    """Each test of them would be skipped, and a file of which no test passed counts as wrong."""
+    names = {file.stem for file in checks.test_files()}
+    assert {"test_kernel_gemv", "test_kernel_packed_wgmma", "test_gpu", "test_cuda_engine"} <= names
+    assert not {"test_kernel_overlap", "test_kernel_entry", "test_kernels_cpu"} & names
+
+
+def test_what_fails_in_the_library_takes_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(calls: Any) -> float:
+        calls[0]()
+        return 1e-6
+
+    def broken() -> None:
+        raise RuntimeError("no engine\nat all")
+
+    monkeypatch.setattr(sweeps, "seconds_in_graph", seconds)
+    output = Output(tmp_path / "results.json")
+    for name, library in (("a", broken), ("b", lambda: None)):
+        sweeps.put(output, "kind", cases.Case(name, 1e3, 0.0, [lambda: None], [library]))
+    first, second = json.loads((tmp_path / "results.json").read_text())["results"]["kind"]
+    assert first == {"case": "a", "us": 1.0, "GB/s": 1.0, "torch fails": "no engine"}
+    assert second["torch us"] == 1.0
+    with pytest.raises(RuntimeError, match="no engine"):
+        sweeps.put(output, "kind", cases.Case("ours", 1e3, 0.0, [broken]))
+
+
+def test_a_tracer_that_sees_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakdown, "_Trace", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
+    for name, result in (("gpu", None), ("load", None), ("measure", ({"ms a step": 1.0}, None)), ("release", None)):
+        monkeypatch.setattr(breakdown, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(breakdown, "kernels_of_a_step", lambda *_: {"rows": []})
+    output = Output(tmp_path / "results.json")
+    breakdown.section(output)
+    assert output.results == {
+        f"{name}, batch {batch}": "the tracer saw nothing of the device" for name, batch in breakdown.CASES
+    }
 
 
 def test_a_trace_becomes_a_table_of_a_step() -> None:
@@ -689,10 +740,55 @@ def test_ways_to_multiply_by_a_packed_weight_are_one_product() -> None:
     weights = [quantized.packed_weight(launcher, "int4", parse_format("int4:group=32"), 40, 64)]
     made = quantized.way_cases(launcher, weights, [torch.ones(40, 64, dtype=torch.bfloat16)], 3)
     results = {way: case.calls[0]() for way, case in made.items()}
-    for way in ("gemm", "wgmma"):
+    for way in ("gemv", "gemm", "wgmma"):
         assert (results[way].float() - results["library"].float()).norm() <= 0.01 * results["library"].float().norm()
     assert "wgmma" not in quantized.way_cases(Emulator(capability=80), weights, [], 3)
+    assert "gemv" not in quantized.way_cases(launcher, weights, [], 9)
     assert results["bf16"].shape == (3, 40)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "wgmma", "expected"),
+    [
+        ((9, 9, 9, 9, 9, 9), (9, 9, 9, 9, 9, 9), (8, 0)),
+        ((1, 2, 2, 4, 9, 9), (9, 9, 9, 9, 9, 9), (64, 0)),
+        ((1, 2, 2, 4, 9, 9), (2, 3, 3, 3, 4, 9), (32, 128)),
+        ((1, 2, 2, 4, 9, 4.9), (2, 3, 3, 3, 4, 9), (32, 128)),  # one disturbed number
+        ((3, 3, 3, 4, 9, 9), (1, 1, 1, 1, 1, 1), (8, 256)),
+        ((1, 2, 2, 4, 9, 9), None, (64, 0)),
+    ],
+)
+def test_limits_of_ways_are_those_of_the_least_time(
+    gemm: tuple[float, ...], wgmma: tuple[float, ...] | None, expected: tuple[int, int]
+) -> None:
+    counts = (1, 16, 32, 64, 128, 256)
+    rows = [{"rows": n, "gemm us": gemm[i], "library us": 5.0, "best": "gemv"} for i, n in enumerate(counts)]
+    for i, row in enumerate(rows):
+        row |= {} if wgmma is None else {"wgmma us": wgmma[i]}
+    assert quantized.best_limits(rows) == expected
+
+
+@needs_emulation
+def test_plans_are_measured_beside_the_one_that_is_chosen() -> None:
+    launcher = Emulator(num_multiprocessors=6)
+    weights = [quantized.packed_weight(launcher, "int4", parse_format("int4:group=128"), 70, 512) for _ in range(2)]
+    seen: dict[str, cases.Case] = {}
+
+    def microseconds(case: cases.Case) -> float:
+        assert case.name not in seen
+        seen[case.name] = case
+        return 100.0 + len(seen) if len(seen) != 3 else 7.0
+
+    found = quantized.best_plan(launcher, weights, 65, microseconds)
+    assert list(found["every"]) == list(seen)
+    assert found["best"] == list(seen)[2]
+    assert found["best us"] == 7.0
+    assert found["us"] == found["every"][found["chosen"]]
+    assert "64 x 256 x 64 / 2" not in seen, "two waves"
+    chosen = seen[found["chosen"]]
+    assert len(chosen.calls) == len(weights)
+    assert chosen.calls[1]().shape == (65, 70)
+    assert launcher.launches == {"packed_wgmma": 1}
 
 
 def test_a_model_of_random_blocks_is_read_like_a_file_of_them() -> None:

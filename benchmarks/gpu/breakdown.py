@@ -42,6 +42,8 @@ def section(output: Output) -> None:
             if found["rows"]:
                 output.put(f"{name}, batch {batch}{', eager' if eager else ''}", found)
                 break
+        else:
+            output.put(f"{name}, batch {batch}", "the tracer saw nothing of the device")
 
 
 def kernels_of_a_step(loaded: Loaded, batch: int, step_ms: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -21,8 +22,9 @@ from gpu.shapes import SHAPES, RandomCheckpoint, Shape
 from gpu.sweeps import put, timed
 from gpu.timing import copies_for
 from nanovllm_cli.engine import worker
-from nanovllm_cli.kernels import library, packed, packed_gemm, packed_wgmma, unpack
+from nanovllm_cli.kernels import library, packed, packed_gemm, packed_gemv, packed_wgmma, unpack
 from nanovllm_cli.kernels.device import Device
+from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.launcher import CudaLauncher
 from nanovllm_cli.kernels.ops import Normed
@@ -41,6 +43,10 @@ MODELS = ("fp8", "fp8-weight-only", "int8", "int4", "q4_k_m")
 KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp8": "fp8-weight-only", "nf4": "nf4"}
 """Of packed weights, and a format of each."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+PLANNED: tuple[packed.Kind, ...] = ("int4", "fp8")
+PLANNED_SIZES = ((4096, 4096), (24576, 4096), (4096, 12288))
+"""Outputs and columns of Qwen3-8B's matrices behind attention, before and behind the MLP's middle."""
+PLANNED_ROWS = (96, 256, 768)
 POOL_ROWS = 256
 """Rows that are really quantized; the others are theirs again."""
 LOADED_ROWS = 16 * POOL_ROWS
@@ -113,10 +119,26 @@ def crossover(output: Output) -> None:
             best = min(ours, key=lambda way: ours[way])
             rows.append(row | {"gain": row["bf16 us"] / ours[best], "best": best})
             output.put(kind, rows)
-        most = {way: max((row["rows"] for row in rows if row["best"] == way), default=0) for way in ("gemm", "wgmma")}
-        limits = f"8, {max(8, most['gemm'])}, {most['wgmma']}"
+        limits = ", ".join(map(str, (MAX_ROWS, *best_limits(rows))))  # our GEMV has norm and gate in it besides
         lines.append(f'Line("{kind}", {launcher.capability}, {limits}, "measured, {outputs} x {width}")')
         output.put("lines", lines)
+
+
+def best_limits(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """The most rows for `gemm`, and for `wgmma` (0: never), by which all that are too many for our GEMV take the least time. Each
+    number of rows counts alike, so that none that was disturbed decides alone."""
+    many = [row for row in rows if row["rows"] > MAX_ROWS]
+    limits = [MAX_ROWS, *(row["rows"] for row in many)]
+    pairs = [(gemm, 0) for gemm in limits]
+    if all("wgmma us" in row for row in many):
+        pairs += [(gemm, wgmma) for gemm in limits for wgmma in limits if gemm < wgmma]
+
+    def cost(pair: tuple[int, int]) -> float:
+        gemm, wgmma = pair
+        ways = ["gemm" if row["rows"] <= gemm else "wgmma" if row["rows"] <= wgmma else "library" for row in many]
+        return sum(math.log(row[f"{way} us"]) for row, way in zip(many, ways, strict=True))
+
+    return min(pairs, key=cost)
 
 
 def packed_weight(launcher: Launcher, kind: packed.Kind, form: Format, outputs: int, width: int) -> Packed:
@@ -133,9 +155,12 @@ def packed_weight(launcher: Launcher, kind: packed.Kind, form: Format, outputs: 
 
 
 def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tensor], rows: int) -> dict[str, Case]:
-    """By our GEMMs, by unpacking, and by the vendor's matmul of bf16 weights."""
+    """By our GEMV where it takes so many rows, our GEMMs, unpacking, and by the vendor's matmul of bf16 weights."""
     outputs, width = weights[0].num_rows, weights[0].width
     x, counters = randn(launcher, rows, width), packed_gemm.new_counters(launcher)
+
+    def gemv(weight: Packed) -> Callable[[], object]:
+        return lambda: packed_gemv.packed_gemv(launcher, x, weight, None)
 
     def gemm(weight: Packed) -> Callable[[], object]:
         return lambda: packed_gemm.packed_gemm(launcher, x, weight, None, counters)
@@ -157,10 +182,47 @@ def way_cases(launcher: Launcher, weights: list[Packed], plain: list[torch.Tenso
         "library": [unpacked(weight) for weight in weights],
         "bf16": [dense(weight) for weight in plain],
     }
+    if rows <= MAX_ROWS:
+        made["gemv"] = [gemv(weight) for weight in weights]
     if launcher.capability == packed_wgmma.CAPABILITY:
         made["wgmma"] = [wgmma(weight) for weight in weights]
     flops = 2.0 * rows * outputs * width
     return {way: Case(f"{way}, {rows}", weights[0].num_bytes, flops, calls) for way, calls in made.items()}
+
+
+def plans(output: Output) -> None:
+    """What blocks of `packed_wgmma` take in every plan, against the one that its estimate of cycles chooses."""
+    launcher = CudaLauncher()
+    for kind in PLANNED:
+        form = parse_format(KINDS[kind])
+        for outputs, width in PLANNED_SIZES:
+            copies = copies_for(outputs * form.row_bytes(width))
+            weights = [packed_weight(launcher, kind, form, outputs, width) for _ in range(copies)]
+            for rows in PLANNED_ROWS:
+                found = best_plan(launcher, weights, rows, lambda case: timed(case)["us"])
+                output.put(f"{kind}, {outputs} x {width}, {rows}", found)
+
+
+def best_plan(launcher: Launcher, weights: list[Packed], rows: int, microseconds: Callable[[Case], float]) -> dict[str, Any]:
+    """A plan is written as outputs, columns and rows of a block, and blocks that share a tile."""
+    weight, x, counters = weights[0], randn(launcher, rows, weights[0].width), packed_gemm.new_counters(launcher)
+    flops = 2.0 * rows * weight.num_rows * weight.width
+
+    def case(plan: packed_wgmma.Plan) -> Case:
+        def call(weight: Packed) -> Callable[[], object]:
+            return lambda: packed_wgmma.packed_wgmma(launcher, x, weight, None, counters, plan=plan)
+
+        return Case(named(plan), weight.num_bytes, flops, [call(each) for each in weights])
+
+    def named(plan: packed_wgmma.Plan) -> str:
+        shape = plan.shape
+        return f"{shape.outputs} x {packed.TILE_COLUMNS * shape.along} x {shape.rows} / {plan.splits}"
+
+    every = packed_wgmma.plans(rows, weight.num_rows, launcher.num_multiprocessors)
+    times = {named(plan): microseconds(case(plan)) for plan in every}
+    chosen = named(packed_wgmma.plan_of(rows, weight, launcher.num_multiprocessors))
+    best = min(times, key=lambda name: times[name])
+    return {"chosen": chosen, "us": times[chosen], "best": best, "best us": times[best], "every": times}
 
 
 # ---- whole models ----

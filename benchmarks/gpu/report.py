@@ -133,8 +133,8 @@ BARS = (
         Bar(f"a row by weights in {name}, worst size, share of the copy ceiling", share, "", _product_share(name))
         for name, share in (("fp8-weight-only", 0.8), ("int8-weight-only", 0.8), ("int4", 0.65), ("q4_k", 0.6), ("q8_0", 0.75))
     ),
-    Bar("int4 GEMM against bf16, worst of 1 to 16 rows", 3, "x", _least_gain(1, 16)),
-    Bar("int4 GEMM against bf16, 32 rows", 2, "x", _least_gain(32, 32)),
+    Bar("int4 against bf16, worst of 1 to 16 rows", 3, "x", _least_gain(1, 16)),
+    Bar("int4 against bf16, 32 rows", 2, "x", _least_gain(32, 32)),
     Bar("int4 against bf16, worst of all rows", 1, "x", _least_gain(1, 1 << 30)),
     *(
         Bar(f"decode, batch 1, Qwen3-8B in {name}", rate, "tok/s", _quantized_decode(name))
@@ -246,7 +246,7 @@ def _is_long(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
 
 def _listed(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "; ".join(f"{each} ({name})" for name, each in value.items())
+        return "; ".join(f"{number(each)} ({name})" for name, each in value.items())
     return "; ".join(map(str, value)) if isinstance(value, list) else last_line(str(value))
 
 

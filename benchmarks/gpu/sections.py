@@ -55,20 +55,21 @@ SECTIONS = (
     Section("workload", "nano-vllm's own workload on Qwen3-0.6B", "engine_runs:workload", 90),
     Section("kernels", "every kernel test on the device", "checks:kernel_tests", 170, (*ENGINE, "pytest")),
     Section("batches", "decode of 8 to 256 sequences", "engine_runs:batches", 110),
-    Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
     Section("quantized-8b", "Qwen3-8B in fp8, int8, int4 and Q4_K_M: 1 and 32 sequences", "quantized:batch_1", 170),
     Section("quantized", "products of one row in every format", "quantized:kernels", 90),
-    Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
-    Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),
-    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMMs, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 120),
+    Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
+    Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
+    Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),
+    Section("matmul", "matmuls of 1 to 8 rows, and small kernels", "sweeps:matmuls", 60),
     Section("tuning", "constants that only a GPU can decide", "sweeps:tuning", 60),
-    Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 200, (*ENGINE, "transformers")),
+    Section("plans", "every plan of packed GEMMs by warpgroups, against what is chosen", "quantized:plans", 90),
+    Section("transformers", "the peer: StaticCache, compiled", "peers:transformers_section", 260, (*ENGINE, "transformers")),
     Section("llama.cpp", "the peer on one GGUF file, where its tools are there", "quantized:llama_cpp", 120),
     Section("sanitizer", "compute-sanitizer on a short run", "checks:sanitizer", 200),
 )
-"""In the order in which they run: what most bars are about comes first."""
+"""In the order in which they run: what most bars are about comes first, what compiles for minutes last."""
 
 
 class Output:

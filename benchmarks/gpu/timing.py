@@ -34,11 +34,14 @@ def seconds_in_graph(calls: Sequence[Call], repeats: int = 20, least: int = 20) 
         call()
     torch.cuda.synchronize()
     rounds = -(-least // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+    finally:
+        torch.cuda.set_stream(stream)  # where a capture fails, torch stays on the one it captured on
     return seconds_of(graph.replay, repeats) / (rounds * len(calls))
 
 

@@ -109,11 +109,13 @@ def _plan_of(rows: int, outputs: int, slices: int, kind: Kind, tile: int, num_mu
             each += MEETING + (1 + splits) * 4 * shape.outputs * shape.rows / L2_BYTES
         return -(-blocks // num_multiprocessors) * each
 
-    plans = (Plan(shape, splits) for splits in range(1, MAX_SPLITS + 1) for shape in SHAPES)
-    return min(
-        (plan for plan in plans if plan.splits == 1 or plan.tiles(rows, outputs) * plan.splits <= num_multiprocessors),
-        key=cycles,
-    )
+    return min(plans(rows, outputs, num_multiprocessors), key=cycles)
+
+
+def plans(rows: int, outputs: int, num_multiprocessors: int) -> list[Plan]:
+    """All that may be chosen: every shape, and tiles shared by as many blocks as one wave has room for."""
+    made = (Plan(shape, splits) for splits in range(1, MAX_SPLITS + 1) for shape in SHAPES)
+    return [plan for plan in made if plan.splits == 1 or plan.tiles(rows, outputs) * plan.splits <= num_multiprocessors]
 
 
 def stages_of(shape: Shape, weight: Packed) -> int:
