@@ -119,7 +119,7 @@ def test_other_text_is_no_hub_name(name: str) -> None:
         resolve(name, offline=True)
 
 
-@pytest.mark.parametrize("name", ["x" * 10_000, "\udcff", "a\0b", "~nobody-here/x", "\x1b[31mred", "a\nb"])
+@pytest.mark.parametrize("name", ["x" * 10_000, "\udcff", "a\0b", "~\0", "~nobody-here/x", "\x1b[31mred", "a\nb"])
 def test_strange_names_are_typed_errors_on_one_line(name: str) -> None:
     with pytest.raises(NanovllmError) as raised:
         resolve(name, offline=True)

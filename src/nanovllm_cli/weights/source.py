@@ -349,7 +349,7 @@ def _looks_like_path(name: str) -> bool:
 def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     shown = name if name.isprintable() else repr(name)
     shown = shown if len(shown) <= 200 else shown[:200] + "…"
-    hint = _near_files(Path(os.path.expanduser(name))) or _suggestion(name, known)
+    hint = _near_files(name) or _suggestion(name, known)
     if _looks_like_path(name) or "/" in name:
         return ModelNotFoundError(f"{shown}: no such file or folder", hint)
     return ModelNotFoundError(
@@ -357,9 +357,10 @@ def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     )
 
 
-def _near_files(path: Path) -> str | None:
+def _near_files(name: str) -> str | None:
     """The nearest models' files and folders where the name would be one."""
     try:
+        path = Path(os.path.expanduser(name))
         there = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix in (".gguf", ".safetensors")]
     except (OSError, ValueError):
         return None
