@@ -50,6 +50,7 @@ class Model(Protocol):
     @property
     def lasting_name(self) -> str:
         """What it can be opened by again, from any folder."""
+        return self.name
 
     @property
     def limit(self) -> int | None:
@@ -58,6 +59,7 @@ class Model(Protocol):
     @property
     def memory_bytes(self) -> int | None:
         """The most that it has taken."""
+        return None
 
     @property
     def facts(self) -> str:
@@ -71,6 +73,7 @@ class Model(Protocol):
 
     def switch(self, name: str) -> None:
         """Another one in its place; where that fails, the old one stays."""
+        self.open(name)
 
     def think(self, choice: Choice) -> None: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_cli.chat.model import Reply, Settings
+from nanovllm_cli.chat.model import Model, Reply, Settings
 from nanovllm_cli.chat.prompt import for_template
 from nanovllm_cli.chat.sampling import shown
 from nanovllm_cli.cli.remote import RemoteAnswering, settled, waited_for
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _UNKNOWN = "the server's own"
 
 
-class RemoteModel:
+class RemoteModel(Model):
     """One of a server's models at a time. It needs no loading here: to open one is to find it in the server's list."""
 
     def __init__(self, endpoint: Endpoint, settings: Settings) -> None:
@@ -45,17 +45,9 @@ class RemoteModel:
         return self._served.id
 
     @property
-    def lasting_name(self) -> str:
-        return self.name
-
-    @property
     def limit(self) -> int | None:
         assert self._served is not None, "open comes first"
         return self._served.context_len
-
-    @property
-    def memory_bytes(self) -> None:
-        return None
 
     @property
     def facts(self) -> str:
@@ -73,9 +65,6 @@ class RemoteModel:
         if name not in served:
             raise unknown_model(name, list(served))
         self._served = served[name]
-
-    def switch(self, name: str) -> None:
-        self.open(name)
 
     def think(self, choice: Choice) -> None:
         self.settings.think = choice

@@ -107,8 +107,7 @@ class Answering(Protocol):
     """A question on its way. Iterate over it: pieces, step by step; none in a step where something else happened, or where
     nothing did for a while. Close it in any case, which breaks off what is not finished. Iterating raises NanovllmError."""
 
-    @property
-    def answers(self) -> Answers: ...
+    answers: Answers
 
     @property
     def began(self) -> bool:
@@ -120,21 +119,25 @@ class Answering(Protocol):
     @property
     def prompt_len(self) -> int | None:
         """Tokens of the prompt."""
+        return None
 
     @property
     def num_read(self) -> int:
         """How many of them have been read."""
+        return 0
 
     @property
     def result(self) -> Result:
         """As far as it has come."""
 
-    def __iter__(self) -> Iterator[list[Piece]]: ...
+    def __iter__(self) -> Iterator[list[Piece]]:
+        return self
 
     def __next__(self) -> list[Piece]: ...
 
     def flush(self) -> str:
         """Content of the first answer that was held back: no more comes, so it is text."""
+        return ""
 
     def statistics(self, now: float) -> Statistics:
         """now: of time.monotonic's clock."""
@@ -167,4 +170,5 @@ class Answerer(Protocol):
     def limit(self, given: Given) -> str:
         """Where an answer ended that had reached a limit that nobody gave."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What is held for answers that may still be asked for."""

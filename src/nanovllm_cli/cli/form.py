@@ -48,7 +48,7 @@ class FormOptions:
         schema = self.json_schema
         if schema is not None and schema.rstrip().endswith(".json") and not schema.lstrip().startswith(("{", "@")):
             schema = f"@{schema}"
-        return asked_form(
+        return _asked(
             {
                 "--json-schema": None if schema is None else ("json_schema", _text(schema)),
                 "--json-schema-file": _in_file("json_schema", self.json_schema_file),
@@ -72,7 +72,7 @@ def form_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"{name} is a text")
     if not isinstance(line.get("json_object"), bool | None):
         raise UsageError("json_object is true or false")
-    return asked_form(
+    return _asked(
         {
             "json_schema": None if schema is None else ("json_schema", schema if isinstance(schema, str) else json.dumps(schema)),
             "json_object": ("json_object", "") if line.get("json_object") else None,
@@ -84,7 +84,7 @@ def form_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def asked_form(found: Mapping[str, tuple[str, str] | None], budget: Any, budget_name: str) -> dict[str, Any]:
+def _asked(found: Mapping[str, tuple[str, str] | None], budget: Any, budget_name: str) -> dict[str, Any]:
     """found: by the name that it was asked for with, the kind of constraint and its text; kind "grammar" is one of two.
 
     Raises UsageError where two contradict each other, and for what no model could follow.

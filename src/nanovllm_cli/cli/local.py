@@ -28,7 +28,7 @@ Encoded = tuple[list[int], "SamplingParams"]
 logger = logging.getLogger(__name__)
 
 
-class LocalAnswering:
+class LocalAnswering(Answering):
     """One request in the engine. make_splitter: None for text that has no reasoning in it."""
 
     def __init__(
@@ -76,9 +76,6 @@ class LocalAnswering:
         answers = self.answers.in_order()
         usage = Usage(self.prompt_len, cached, sum(answer.num_tokens or 0 for answer in answers))
         return Result(answers, usage, self._make_splitter is not None)
-
-    def __iter__(self) -> Iterator[list[Piece]]:
-        return self
 
     def __next__(self) -> list[Piece]:
         self._output = next(self._steps)

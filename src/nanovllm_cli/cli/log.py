@@ -25,10 +25,8 @@ def screen_for(options: MessageOptions) -> Console:
     root.setLevel(logging.WARNING)  # other packages are heard when something is wrong
     package = logging.getLogger(PACKAGE)
     package.setLevel(min(own, logging.INFO) if options.log_file else own)
-    screen = ConsoleHandler(console)
+    screen = _on_screen(options, console)
     screen.setLevel(logging.ERROR if options.quiet else own)
-    if options.log_json and not options.log_file:
-        screen.setFormatter(JsonFormatter())
     handlers: list[logging.Handler] = [screen]
     if options.log_file is not None:
         try:
@@ -54,10 +52,14 @@ def hear(name: str, options: MessageOptions, console: Console) -> None:
     logger = logging.getLogger(name)
     logger.setLevel(logging.INFO)
     if options.verbose == 0:
-        screen = ConsoleHandler(console)
-        if options.log_json and not options.log_file:
-            screen.setFormatter(JsonFormatter())
-        logger.handlers = [screen]
+        logger.handlers = [_on_screen(options, console)]
+
+
+def _on_screen(options: MessageOptions, console: Console) -> logging.Handler:
+    handler = ConsoleHandler(console)
+    if options.log_json and not options.log_file:
+        handler.setFormatter(JsonFormatter())
+    return handler
 
 
 class ConsoleHandler(logging.Handler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +53,7 @@ def waited_for(work: Coroutine[Any, Any, T]) -> T:
         steps.close()
 
 
-class RemoteAnswering:
+class RemoteAnswering(Answering):
     """One request to a server."""
 
     def __init__(self, endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> None:
@@ -76,19 +76,8 @@ class RemoteAnswering:
         return self._end is not None
 
     @property
-    def prompt_len(self) -> None:
-        return None
-
-    @property
-    def num_read(self) -> int:
-        return 0
-
-    @property
     def result(self) -> Result:
         return _result(self.answers, self._stream)
-
-    def __iter__(self) -> Iterator[list[Piece]]:
-        return self
 
     def __next__(self) -> list[Piece]:
         try:
@@ -104,9 +93,6 @@ class RemoteAnswering:
             if self._first is None:
                 self._first, self._num_first = self._last, brought
         return [piece for piece in pieces if _says_something(piece)]
-
-    def flush(self) -> str:
-        return ""
 
     def statistics(self, now: float) -> records.Statistics:
         seconds = None if self._first is None else self._last - self._first
