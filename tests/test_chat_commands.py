@@ -155,6 +155,8 @@ MISTAKES = [
     ("/file", "which file?"),
     ("/file nowhere.txt", "there is no file nowhere.txt"),
     ("/file .", "is a folder"),
+    ("/file ~no-such-user/x", "there is no file ~no-such-user/x"),
+    ("/export md ~no-such-user/x", "cannot write ~no-such-user/x"),
     ("/load nowhere", "there is no session nowhere"),
     ("/load ../../etc", "cannot be the name of a session"),
     ("/save a/b", "cannot be the name of a session"),
@@ -265,6 +267,7 @@ def test_what_could_stand_in_place_of_the_last_word(tmp_path: Path, monkeypatch:
     assert words("/file notes/") == ["notes/deep.txt"]
     assert words("/file .h") == [".hidden"]
     assert words("/file nowhere/") == []
+    assert words("/file ~no-such-user/") == []
 
 
 def test_exports_are_written_once(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ def test_sizes_and_times_for_people() -> None:
         "5.0 TiB",
     ]
     assert [duration(s) for s in (-1, 5.4, 65, 3700)] == ["0 s", "5 s", "1 min 5 s", "1 h 1 min"]
+    assert [duration(s) for s in (59.6, 119.7, 3599.9)] == ["1 min 0 s", "2 min 0 s", "1 h 0 min"]
 
 
 # ---- input ----

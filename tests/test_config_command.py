@@ -285,6 +285,8 @@ def test_a_file_that_is_wrong_can_be_mended(home: Path) -> None:
     assert ok(nanovllm(home, "config", "get", "temp")) == "1\n"
     assert nanovllm(home, "config", "edit", EDITOR="false").code == 1
     assert "cannot run no-such-editor" in nanovllm(home, "config", "edit", EDITOR="no-such-editor").err
+    unfinished = nanovllm(home, "config", "edit", EDITOR="vi '")
+    assert (unfinished.code, unfinished.err.splitlines()[0]) == (2, "error: cannot run vi ': No closing quotation")
 
 
 def test_what_cannot_be_changed_line_by_line_is_refused_and_stays(home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -159,7 +160,7 @@ def _export(chat: Chat, argument: str) -> None:
     if kind not in ("md", "json"):
         raise UsageError("a conversation is exported as md or json", "/export md [FILE]")
     name = chat.session.name if chat.session is not None else "conversation"
-    path = Path(target.strip() or f"{name}.{kind}").expanduser()
+    path = _path(target.strip() or f"{name}.{kind}")
     if path.exists():
         raise UsageError(f"{path} exists", f"name another file: /export {kind} FILE")
     model = chat.model.name
@@ -200,7 +201,7 @@ def _undo(chat: Chat, argument: str) -> None:
 def _file(chat: Chat, argument: str) -> None:
     if not argument:
         raise UsageError("which file?", "/file PATH")
-    path = Path(argument if Path(argument).expanduser().exists() else _unquoted(argument)).expanduser()
+    path = _path(argument if _path(argument).exists() else _unquoted(argument))
     data = read_file(str(path))
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has {len(data) >> 20} MiB; at most {MAX_FILE_BYTES >> 20} are taken")
@@ -214,6 +215,11 @@ def _file(chat: Chat, argument: str) -> None:
     chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
     size = count(len(text), "character") if tokens is None else count(tokens, "token")
     chat.display.say(f"{path} ({size}) goes with the next message")
+
+
+def _path(text: str) -> Path:
+    """With the home folder that ~ stands for; where there is none, as it is."""
+    return Path(os.path.expanduser(text))
 
 
 def _unquoted(path: str) -> str:
@@ -311,7 +317,7 @@ def _paths(chat: Chat, begun: str) -> Candidates:
     name = begun.rpartition("/")[2]
     beginning = begun[: len(begun) - len(name)]
     try:
-        paths = sorted(Path(beginning or ".").expanduser().iterdir())
+        paths = sorted(_path(beginning or ".").iterdir())
     except OSError:
         return []
     shown = [path for path in paths if name.startswith(".") or not path.name.startswith(".")]

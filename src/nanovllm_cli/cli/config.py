@@ -133,7 +133,8 @@ def show(
         screen.answer(json.dumps([record(row) for row in found], ensure_ascii=False, indent=2) + "\n")
         return
     if not found:
-        files = " or ".join(short(file) for file in (user_file(), Path.cwd() / PROJECT_FILE) if file is not None)
+        user = user_file()
+        files = PROJECT_FILE if user is None else f"{short(user)} or {PROJECT_FILE}"
         screen.say(f"nothing is set, neither in the environment nor in {files}")
     _print(found, root, screen)
 
@@ -200,7 +201,11 @@ def edit(*, ctx: typer.Context, files: FileOptions, messages: MessageOptions) ->
     """Open the file in $VISUAL or $EDITOR, and check what comes of it."""
     screen_for(messages)
     file = _file(files)
-    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    wanted = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        editor = shlex.split(wanted) or ["vi"]
+    except ValueError as failure:
+        raise UsageError(f"cannot run {wanted}: {failure}", "set EDITOR to the editor you use") from failure
     if not file.exists():
         _write(file, NEW_FILE)
     try:

@@ -102,7 +102,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    minutes, seconds = divmod(max(seconds, 0.0), 60)
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     if minutes >= 60:
-        return f"{minutes // 60:.0f} h {minutes % 60:.0f} min"
-    return f"{minutes:.0f} min {seconds:.0f} s" if minutes else f"{seconds:.0f} s"
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
