@@ -20,21 +20,20 @@ _REFUSE_TWO_IN_A_ROW = (
 )
 
 
-def _tagged(opening: str, closing: str, start: str = "{{ bos_token }}", assistant: str = "assistant") -> str:
+def _tagged(opening: str, closing: str, start: str = "{{ bos_token }}") -> str:
     """Every message between two tags, the role in the opening one (`ROLE`)."""
     before, after = opening.split("ROLE")
     return (
         f"{start}{{% for message in messages %}}"
-        f"{{% set role = '{assistant}' if message.role == 'assistant' else message.role %}}"
-        f"{{{{ '{before}' + role + '{after}' + (message.content | trim) + '{closing}' }}}}"
-        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{before}{assistant}{after}' }}}}{{% endif %}}"
+        f"{{{{ '{before}' + message.role + '{after}' + (message.content | trim) + '{closing}' }}}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{before}assistant{after}' }}}}{{% endif %}}"
     )
 
 
 BUILTIN_TEMPLATES: dict[str, str] = {
     "chatml": _tagged(r"<|im_start|>ROLE\n", r"<|im_end|>\n", start=""),
     "llama3": _tagged(r"<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
-    "zephyr": _tagged(r"<|ROLE|>\n", r"{eos}\n", start="").replace("{eos}\\n'", "' + eos_token + '\\n'"),
+    "zephyr": _tagged(r"<|ROLE|>\n", r"' + eos_token + '\n", start=""),
     "phi3": _tagged(r"<|ROLE|>\n", r"<|end|>\n", start=""),
     "llama2": (
         _SPLIT_SYSTEM + "{% for message in turns %}" + _REFUSE_TWO_IN_A_ROW + r"{% set text = message.content | trim %}"

@@ -74,7 +74,7 @@ def gguf_vocabulary(
         fields = _byte_level(common, parts, state, source, notes)
     else:
         fields = _pieces(common, folder, state, source)
-        _check(source, fields, PROBES)
+        _check(source, fields)
         if _differs(source, Tokenizer(load_gguf(fields)), [f"{text}x y" for text in source.control_tokens]):
             notes.append("tokenizer: text right after a control token gets a space before it, as everywhere in GGUF")
     _add_ends(fields, source, end_ids, notes)
@@ -99,8 +99,8 @@ def _differs(source: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> str |
     return next((text for text, wanted, found in pairs if wanted != found), None)
 
 
-def _check(source: Tokenizer, fields: dict[str, Any], texts: Sequence[str]) -> None:
-    text = same_tokens(source, Tokenizer(load_gguf(fields)), texts)
+def _check(source: Tokenizer, fields: dict[str, Any]) -> None:
+    text = same_tokens(source, Tokenizer(load_gguf(fields)))
     if text is not None:
         raise UnsupportedError(
             f"the tokenizer has no equal in GGUF: {text[:60]!r} would become other tokens",
@@ -177,7 +177,7 @@ def _byte_level(
         }  # fmt: skip
         lost_nfc = wanted[0] and not rules[name].nfc
         try:
-            _check(source, fields, PROBES)
+            _check(source, fields)
         except UnsupportedError as error:
             failure = failure or error
             continue
