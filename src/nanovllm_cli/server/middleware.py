@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,10 +55,11 @@ class Exchanges:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(_request_id(scope), scope["method"], _shown_path(scope))
+        headers = Headers(scope=scope)
+        exchange = Exchange(_request_id(headers), scope["method"], _shown_path(scope))
         if scope["method"] == "HEAD":  # a GET to everybody but the protocol, which leaves the body out
             scope = {**scope, "method": "GET"}
-        exchange.traceparent, exchange.tracestate = _header(scope, b"traceparent"), _header(scope, b"tracestate")
+        exchange.traceparent, exchange.tracestate = headers.get("traceparent"), headers.get("tracestate")
         scope[SCOPE_KEY] = exchange
         request_id = exchange.request_id.encode()
         id_headers = [(b"x-request-id", request_id)]
@@ -154,7 +156,7 @@ class Doors:
         must be known. Addresses cannot be lent like that, and with keys such a page has none."""
         if self._settings.unix_socket is not None:
             return
-        named = [value for name, value in scope["headers"] if name == b"host"]
+        named = Headers(scope=scope).getlist("host")
         if len(named) > 1 or (not named and scope["http_version"] != "1.0"):
             raise ApiError(400, "there must be one Host header", code="invalid_host")
         if not named or (self._keys.are_needed and not self._hosts):
@@ -175,17 +177,13 @@ class Doors:
         return tenant
 
 
-def _request_id(scope: Scope) -> str:
-    given = _header(scope, b"x-request-id")
-    return given if given is not None and _SANE_ID.fullmatch(given) else new_id()
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else new_id()
 
 
 def new_id() -> str:
     return f"req_{secrets.token_hex(16)}"
-
-
-def _header(scope: Scope, wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 def _shown_path(scope: Scope) -> str:
@@ -206,10 +204,9 @@ def _key(scope: Scope) -> bytes:
     return b""
 
 
-def _host_name(header: bytes) -> str:
+def _host_name(header: str) -> str:
     """`Host` without its port, lower case; empty for nonsense."""
-    text = header.decode("latin-1").lower()
-    matched = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]/@\s]+)(?::[0-9]*)?", text)
+    matched = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]/@\s]+)(?::[0-9]*)?", header.lower())
     return matched[1].strip("[]").rstrip(".") if matched else ""
 
 
