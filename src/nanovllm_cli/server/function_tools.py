@@ -8,9 +8,8 @@ from typing import Any
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.ports import ToolChoice
 from nanovllm_cli.server.reading import invalid, shown
-from nanovllm_cli.text.tool_calls import tools_of
+from nanovllm_cli.text.tool_calls import ToolChoice, tools_of
 
 Tool = Mapping[str, Any]
 

@@ -19,13 +19,9 @@ from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.messages import Facts, Output
 from nanovllm_cli.text.answer_format import AnswerFormat
-from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.chat_template import ChatTemplate, Message
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.text.tool_calls import ToolCallDelta
-
-Message = Mapping[str, Any]
-ToolChoice = Literal["none", "auto", "required"] | str
-"""A name stands for the one tool that must be called."""
+from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
 
 
 class EngineState(StrEnum):

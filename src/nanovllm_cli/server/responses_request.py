@@ -11,13 +11,13 @@ import msgspec
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.function_tools import CHOICES, Tool, checked_tools, function_tool
-from nanovllm_cli.server.ports import ServedModel, ToolChoice
+from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.reading import invalid, kind_of, listed, read, schema_form, shown, unsupported
 from nanovllm_cli.server.reasoning_effort import effort_of, reads
 from nanovllm_cli.server.responses_items import new_id
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.schemas_responses import InputTokensRequest, ResponsesRequest
-from nanovllm_cli.text.tool_calls import MAX_TOOLS
+from nanovllm_cli.text.tool_calls import MAX_TOOLS, ToolChoice
 
 
 class _Function(msgspec.Struct):

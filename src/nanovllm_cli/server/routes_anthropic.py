@@ -22,7 +22,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import checked_tools
-from nanovllm_cli.server.ports import ChatAsked, ServedModel, ToolChoice
+from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import invalid, kind_of, off_loop, read, schema_form, shown, unsupported
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_anthropic import (
@@ -33,6 +33,7 @@ from nanovllm_cli.server.schemas_anthropic import (
 )
 from nanovllm_cli.server.schemas_streams import MessageEvent
 from nanovllm_cli.server.sse import named_frame, while_connected
+from nanovllm_cli.text.tool_calls import ToolChoice
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 

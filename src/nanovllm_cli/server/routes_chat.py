@@ -16,7 +16,7 @@ from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.function_tools import Tool, checked_tools, name_of
 from nanovllm_cli.server.openai_answers import ChatFrames, ChatStyle, chat_answer
-from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, ToolChoice
+from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel
 from nanovllm_cli.server.reasoning_effort import effort_of
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
@@ -24,6 +24,7 @@ from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
 from nanovllm_cli.server.schemas_sampling import SamplingFields, first_given
 from nanovllm_cli.server.schemas_streams import ChatChunk
 from nanovllm_cli.server.sse import while_connected
+from nanovllm_cli.text.tool_calls import ToolChoice
 
 
 def router(context: ServerContext) -> APIRouter:
