@@ -503,7 +503,7 @@ def test_plain_text_has_no_form() -> None:
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a" * (2**18 + 1)}, "guided_regex"),
-        ({"guided_json": {"a": "b" * 2**18}}, "response_format"),
+        ({"guided_json": {"a": "b" * 2**18}}, "guided_json"),
     ],
 )
 def test_a_form_that_cannot_be_had_is_refused(fields: dict[str, Any], param: str) -> None:

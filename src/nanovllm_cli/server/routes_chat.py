@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
@@ -145,10 +144,7 @@ def check_streaming(body: StreamFields) -> None:
 
 async def checked_form(body: SamplingFields, context: ServerContext) -> Constraint | None:
     """The form that the answer must have, tried out. Raises ApiError 400 with the field that asked for it."""
-    try:
-        form, param = body.form()
-    except NanovllmError as error:
-        raise ApiError.of(error, "response_format") from None
+    form, param = body.form()
     if form is not None:
         await context.check(form, param)
     return form

@@ -3,6 +3,7 @@ Bounds are SamplingParams' own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import (
     FLOAT_BOUNDS,
     ID_LISTS,
@@ -22,7 +24,7 @@ from nanovllm_cli.sampling_params import (
     STRING_LISTS,
     SamplingParams,
 )
-from nanovllm_cli.server.api_error import invalid_value
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
@@ -201,26 +203,32 @@ class SamplingFields(StrictModel):
         return replace(defaults, **given)
 
     def form(self) -> tuple[Constraint | None, str | None]:
-        """What the answer must look like, and the field that says so. Raises ApiError and UsageError."""
+        """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""
         vllm = self.structured_outputs or StructuredOutputs()
-        said: list[tuple[str, Constraint | None]] = [
-            ("response_format", _of_format(self.response_format)),
-            ("structured_outputs", _schema(vllm.json_)),
-            ("structured_outputs", _regex(vllm.regex)),
-            ("structured_outputs", _choice(vllm.choice)),
-            ("structured_outputs", _grammar(vllm.grammar)),
-            ("structured_outputs", Constraint("json_object") if vllm.json_object else None),
-            ("guided_json", _schema(self.guided_json)),
-            ("guided_regex", _regex(self.guided_regex)),
-            ("guided_choice", _choice(self.guided_choice)),
-            ("guided_grammar", _grammar(self.guided_grammar)),
-            ("json_schema", _schema(self.json_schema)),
-            ("grammar", _grammar(self.grammar or None)),  # llama.cpp's clients say none by an empty one
+        said: list[tuple[str, Any, Callable[[Any], Constraint | None]]] = [
+            ("response_format", self.response_format, _of_format),
+            ("structured_outputs", vllm.json_, _schema),
+            ("structured_outputs", vllm.regex, _regex),
+            ("structured_outputs", vllm.choice, _choice),
+            ("structured_outputs", vllm.grammar, _grammar),
+            ("structured_outputs", vllm.json_object or None, lambda _: Constraint("json_object")),
+            ("guided_json", self.guided_json, _schema),
+            ("guided_regex", self.guided_regex, _regex),
+            ("guided_choice", self.guided_choice, _choice),
+            ("guided_grammar", self.guided_grammar, _grammar),
+            ("json_schema", self.json_schema, _schema),
+            ("grammar", self.grammar or None, _grammar),  # llama.cpp's clients say none by an empty one
         ]
-        forms = [(form, name) for name, form in said if form is not None]
+        forms: list[tuple[Constraint, str]] = []
+        for name, value, make in said:
+            try:
+                form = None if value is None else make(value)
+            except UsageError as error:
+                raise ApiError.of(error, name) from None
+            if form is not None:
+                forms.append((form, name))
         if len(forms) > 1:
-            both = " and ".join(name for _, name in forms[:2])
-            raise invalid_value(f"{both}: an answer has one form", forms[1][1])
+            raise invalid_value(f"{forms[0][1]} and {forms[1][1]}: an answer has one form", forms[1][1])
         return forms[0] if forms else (None, None)
 
 
@@ -240,8 +248,8 @@ def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
     return {token_id: -MAX_LOGIT_BIAS if bias is False else bias for token_id, bias in given}
 
 
-def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
-    if wanted is None or wanted.type == "text":
+def _of_format(wanted: ResponseFormat) -> Constraint | None:
+    if wanted.type == "text":
         return None
     if wanted.type == "json_object":
         return Constraint("json_object") if wanted.schema_ is None else _schema(wanted.schema_)
@@ -251,20 +259,18 @@ def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
     return _schema(schema)
 
 
-def _schema(schema: JsonObject | str | None) -> Constraint | None:
-    if schema is None:
-        return None
+def _schema(schema: JsonObject | str) -> Constraint:
     return Constraint("json_schema", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
 
 
-def _regex(pattern: str | None) -> Constraint | None:
-    return None if pattern is None else Constraint("regex", pattern)
+def _regex(pattern: str) -> Constraint:
+    return Constraint("regex", pattern)
 
 
-def _choice(choices: list[str] | None) -> Constraint | None:
-    return None if choices is None else Constraint("choice", msgspec.json.encode(choices).decode())
+def _choice(choices: list[str]) -> Constraint:
+    return Constraint("choice", msgspec.json.encode(choices).decode())
 
 
-def _grammar(grammar: str | None) -> Constraint | None:
+def _grammar(grammar: str) -> Constraint:
     """GBNF defines its rules by `::=`, Lark by a colon."""
-    return None if grammar is None else Constraint("gbnf" if "::=" in grammar else "lark", grammar)
+    return Constraint("gbnf" if "::=" in grammar else "lark", grammar)
