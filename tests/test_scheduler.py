@@ -418,36 +418,32 @@ class Guessing:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.guessed: dict[int, int] = {}
+
+    def begin(self, num_decodes: int) -> None: ...
 
     def feed(self, sequence: Sequence, limit: int) -> list[int]:
         start = sequence.num_computed
         known = sequence.token_ids[start : start + limit]
         room = min(limit - len(known), sequence.request.max_len - len(sequence.token_ids) - 1, 3)
-        self.guessed[sequence.seq_id] = 0
         if start + len(known) < len(sequence.token_ids) or sequence.pending or room <= 0:
             return known
         right = expected_tokens(sequence.token_ids, room)
         guesses = [token if self.rng.random() < 0.6 else (token + 1) % VOCAB for token in right]
-        self.guessed[sequence.seq_id] = len(guesses)
         return known + guesses
 
     def num_valid(self, sequence: Sequence, fed: list[int], drawn: list[int]) -> int:
-        return len(fed) - self.guessed[sequence.seq_id] + len(drawn) - 1
+        num_known = len(sequence.token_ids) - sequence.num_computed
+        return len(fed) if len(fed) <= num_known else num_known + len(drawn) - 1
 
 
 class Verifying(FakeModel):
-    def __init__(self, strategy: Guessing) -> None:
-        super().__init__(4)
-        self.strategy = strategy
-
     def execute(self, plan: Plan) -> StepOutput:
         output = super().execute(plan)
         by_id = {each.seq_id: each for each in plan.scheduled}
         drawn = []
         for draw in output.drawn:
             each = by_id.get(draw.seq_id)
-            count = self.strategy.guessed[draw.seq_id] if each else 0
+            count = each.num_guesses if each else 0
             if each is None or count == 0:
                 drawn.append(draw)
                 continue
@@ -461,8 +457,7 @@ class Verifying(FakeModel):
 
 def test_a_strategy_that_guesses_gives_the_same_tokens_in_fewer_steps() -> None:
     for num_blocks in (25, 300):
-        strategy = Guessing(random.Random(3))
-        model = Verifying(strategy)
+        model = Verifying(4)
         engine = Engine(
             model,
             EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=32),
@@ -470,7 +465,7 @@ def test_a_strategy_that_guesses_gives_the_same_tokens_in_fewer_steps() -> None:
             max_model_len=90,
             num_blocks=num_blocks,
             eos_ids=(5,),
-            strategy=strategy,
+            strategy=Guessing(random.Random(3)),
         )
         asked = {str(index): prompt for index, prompt in enumerate(prompts(40, 30))}
         for name, prompt in asked.items():
@@ -482,6 +477,8 @@ def test_a_strategy_that_guesses_gives_the_same_tokens_in_fewer_steps() -> None:
             right = right[: right.index(5) + 1] if 5 in right else right
             assert all(each.token_ids == right for each in last[name].outputs)
         assert engine.stats().used_blocks == 0
+        answers = [answer for output in last.values() for answer in output.outputs]
+        assert engine.stats().generated_tokens == sum(len(answer.token_ids) for answer in answers), "not those behind an end"
     assert engine.stats().steps < 40 * 20 / 8
 
 

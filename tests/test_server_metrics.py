@@ -72,13 +72,14 @@ def test_a_request_is_told_as_it_went(metrics: Metrics, clock: Clock) -> None:
     clock.now += 0.05
     watch.output(Output(1, [drawn(1)], False, 32, times=(0.02, 0.07, None)))
     clock.now += 0.3
-    watch.output(Output(1, [drawn(3)], False, 32, 1, times=(0.02, 0.07, None)))  # three tokens, which were joined
+    watch.output(Output(1, [drawn(3)], False, 32, 1, 8, 2, times=(0.02, 0.07, None)))  # three tokens, which were joined
     clock.now += 0.02
-    watch.output(Output(1, [drawn(1, finish="length")], True, 32, 2, times=(0.02, 0.07, 0.39)))
+    watch.output(Output(1, [drawn(1, finish="length")], True, 32, 2, 12, 3, times=(0.02, 0.07, 0.39)))
     watch.end()
     expected = {
         "prompt_tokens_total": 40, "generation_tokens_total": 5, "prefix_cache_queries_total": 40, "prefix_cache_hits_total": 32,
-        "num_preemptions_total": 2, "time_to_first_token_seconds_count": 1, "time_to_first_token_seconds_sum": 0.08,
+        "num_preemptions_total": 2, "spec_decode_num_draft_tokens_total": 12, "spec_decode_num_accepted_tokens_total": 3,
+        "time_to_first_token_seconds_count": 1, "time_to_first_token_seconds_sum": 0.08,
         "inter_token_latency_seconds_count": 4, "inter_token_latency_seconds_sum": 0.32, "e2e_request_latency_seconds_sum": 0.4,
         "request_queue_time_seconds_sum": 0.02, "request_prefill_time_seconds_sum": 0.05,
         "request_decode_time_seconds_sum": 0.32, "request_prompt_tokens_sum": 40, "request_generation_tokens_sum": 5,

@@ -18,6 +18,7 @@ KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 
 BLOCK_SIZE = 16
+MAX_GUESSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
+    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before; 0: none. On a
+        CPU.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
@@ -66,12 +69,15 @@ class EngineConfig:
     deterministic: bool = False
     eager: bool = False
     programmatic_launch: bool = True
+    num_speculative_tokens: int = 0
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.num_speculative_tokens <= MAX_GUESSES:
+            raise UsageError(f"num_speculative_tokens must lie between 0 and {MAX_GUESSES}, not {self.num_speculative_tokens}")
         for name in ("max_model_len", "num_blocks", "kv_cache_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

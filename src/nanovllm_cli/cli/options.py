@@ -217,12 +217,20 @@ class EngineOptions(MemoryOptions):
         default=EngineConfig().programmatic_launch, panel=ENGINE,
     )
     deterministic: Deterministic = False
+    speculate: int = option(
+        "--speculate",
+        help="Guess up to N tokens a step by what followed the same words before. What is said stays the same, and comes sooner "
+        "where texts repeat themselves. On a CPU. [0]",
+        default=EngineConfig().num_speculative_tokens, panel=ENGINE, metavar="N",
+    )
 
+    @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
         """The engine's settings. Raises UsageError."""
         return dataclasses.replace(
             MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
+            num_speculative_tokens=self.speculate,
         )  # fmt: skip
 
 

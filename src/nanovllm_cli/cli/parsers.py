@@ -81,6 +81,7 @@ _FLAGS = {
     "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty",
     "penalty_last_n": "--repeat-last-n", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "max_num_seqs": "--max-num-seqs", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p",
+    "num_speculative_tokens": "--speculate",
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Statistics:
     measure, or where a server does not say.
 
     A prompt's rate counts what was computed, not what came from the prefix cache; an answer's rate leaves out its
-    first token, which belongs to the prompt's time.
+    first token, which belongs to the prompt's time. guessed_tokens, held_tokens: of --speculate.
     """
 
     prompt_tokens: int | None
@@ -65,6 +65,8 @@ class Statistics:
     seconds: float | None
     load_seconds: float | None = None
     memory: Memory | None = None
+    guessed_tokens: int | None = None
+    held_tokens: int | None = None
 
     @classmethod
     def of(cls, output: RequestOutput, llm: LLM, load_seconds: float | None, now: float) -> Statistics:
@@ -88,6 +90,8 @@ class Statistics:
             memory=Memory(
                 peak_memory_bytes(), llm.weight_bytes, llm.kv_bytes, (_name(llm.kv_dtypes[0]), _name(llm.kv_dtypes[1]))
             ),
+            guessed_tokens=metrics.num_guessed_tokens,
+            held_tokens=metrics.num_held_tokens,
         )
 
     @classmethod
@@ -109,7 +113,8 @@ class Statistics:
             cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
             parts.append(f"prompt {self.prompt_tokens} tokens{cached}" + _per_second(self.prompt_tokens_per_second))
         if self.answer_tokens is not None:
-            parts.append(f"answer {self.answer_tokens} tokens" + _per_second(self.answer_tokens_per_second))
+            guesses = f" ({self.held_tokens} of {self.guessed_tokens} guesses held)" if self.guessed_tokens else ""
+            parts.append(f"answer {self.answer_tokens} tokens{guesses}" + _per_second(self.answer_tokens_per_second))
         if self.time_to_first_token is not None:
             parts.append(f"first token {self.time_to_first_token:.2f} s")
         if self.memory is not None:

@@ -89,11 +89,13 @@ class Answer:
         self._num_shown = 0
         self._num_chars_shown = 0
 
-    def take(self, drawn: Drawn) -> None:
-        """Adds what one step drew, up to where the answer ends. An exception in detokenizing ends it with "error"."""
+    def take(self, drawn: Drawn) -> int:
+        """Adds what one step drew, up to where the answer ends; returns how many tokens that is. An exception in detokenizing
+        ends it with "error"."""
         if drawn.error is not None:
             self.fail(drawn.error, unmeetable=drawn.unmeetable)
-            return
+            return 0
+        before = len(self._ids)
         try:
             for token_id in drawn.token_ids:
                 self._add(token_id)
@@ -108,6 +110,7 @@ class Answer:
             self.fail("the text of the answer could not be decoded")
         if self._logprobs is not None and drawn.logprobs is not None:
             self._logprobs.extend(drawn.logprobs[: len(self._ids) - len(self._logprobs)])
+        return len(self._ids) - before
 
     def fail(self, error: str, *, unmeetable: bool = False) -> None:
         """Ends it with "error"; what is there so far stays. unmeetable: see CompletionOutput."""

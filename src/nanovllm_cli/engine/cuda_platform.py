@@ -53,6 +53,8 @@ class CudaPlatform:
             raise UnsupportedError(
                 "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations away, or add --device cpu"
             )
+        if config.num_speculative_tokens:
+            raise UnsupportedError("a GPU computes no guesses", "leave --speculate away, or add --device cpu")
         if k == "int8":
             raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")
         self.config = config

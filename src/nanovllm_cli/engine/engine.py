@@ -26,6 +26,7 @@ from nanovllm_cli.engine import kv_file
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
+from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import Pooling
 from nanovllm_cli.engine.preparing import Preparing
@@ -107,7 +108,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )
-        self._scheduler = Scheduler(config, self._blocks, strategy or Standard(), clock)
+        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config), clock)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._preparing = Preparing()
@@ -178,13 +179,12 @@ class Engine:
             touched[sequence.request.request_id] = live
             answer = live.answers[sequence.index]
             if drawn is not None:
-                answer.take(drawn)
+                self._generated_tokens += answer.take(drawn)
             elif live.request.pooling is not None and sequence.num_computed == len(live.request.prompt_ids):
                 answer.complete()
                 self._scheduler.finish(sequence)
             if drawn is None:
                 continue
-            self._generated_tokens += len(drawn.token_ids)
             if drawn.token_ids and not live.first_token:
                 live.first_token.append(self._clock())
             if answer.finish_reason is not None:
@@ -319,10 +319,16 @@ class Engine:
                 request.num_cached_tokens,
                 request.num_computed_prompt_tokens,
                 request.num_preemptions,
+                request.num_guessed_tokens,
+                request.num_held_tokens,
             ),
             None if prompt_logprobs is None else tuple(prompt_logprobs),
             request.embedding if finished else None,
         )
+
+
+def _strategy(config: EngineConfig) -> Strategy:
+    return Lookup(config.num_speculative_tokens) if config.num_speculative_tokens else Standard()
 
 
 def _seed(seed: int | None, index: int) -> int:

@@ -1,7 +1,8 @@
-"""Decode steps recorded once and replayed: one graph for each number of sequences and width of the block table.
+"""Decode steps recorded once and replayed: one graph for each number of sequences and guesses, and width of the block table.
 
-On the CPU a graph is a `kernels.cpu.Program`. A step where every sequence feeds one token and wants its logits has the same
-kernels at the same addresses as the last one of its size, so only the inputs are filled in anew.
+On the CPU a graph is a `kernels.cpu.Program`. A step where every token's logits are wanted, as of sequences that feed one token
+and guesses behind it, has the same kernels at the same addresses as the last one whose inputs were as large, so only these are
+filled in anew.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DecodeGraph:
             self._logits = logits.detach()
 
     def replay(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [B, vocab] of this step; the next replay, of any graph, overwrites them."""
+        """Logits [T, vocab] of this step; the next replay, of any graph, overwrites them."""
         for mine, fresh in zip(_tensors(self._inputs), _tensors(inputs), strict=True):
             if mine is not fresh:
                 mine.copy_(fresh)
@@ -47,15 +48,15 @@ class GraphCache:
         self._pool = MemoryPool()
         self._model = model
         self._cache = cache
-        self._graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[torch.Size, ...], DecodeGraph] = OrderedDict()
 
     def fits(self, batch: Batch) -> bool:
-        """True for a step of decodes only."""
-        return self._recordable and batch.num_tokens == batch.num_seqs == batch.logit_rows.shape[0]
+        """True for a step of decodes only, with their guesses."""
+        return self._recordable and batch.num_tokens == batch.logit_rows.shape[0]
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [B, vocab], by a graph that is there or is recorded now."""
-        key = (inputs.batch.num_seqs, inputs.batch.block_tables.shape[1])
+        """Logits [T, vocab], by a graph that is there or is recorded now."""
+        key = tuple(tensor.shape for tensor in _tensors(inputs))
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = DecodeGraph(self._model, self._cache, inputs, self._pool)

@@ -71,6 +71,7 @@ class RequestMetrics:
     num_cached_tokens: prompt tokens that came from the prefix cache. num_computed_prompt_tokens: prompt tokens done
         so far.
     num_preemptions: how often any of its sequences lost its blocks.
+    num_guessed_tokens, num_held_tokens: how many were guessed ahead, and how many of these were right.
     """
 
     arrival: float
@@ -80,6 +81,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_computed_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_guessed_tokens: int = 0
+    num_held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

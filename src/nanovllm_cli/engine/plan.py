@@ -45,6 +45,8 @@ class Scheduled(NamedTuple):
     targets: the tokens that follow each row, known for prompt_logprobs (the last row of the prompt has no target).
     prompt_len: tokens of the whole prompt, which length-dependent rope scaling goes by.
     pooling: what becomes of the hidden rows of a text that is embedded.
+    num_guesses: how many of token_ids, the last ones, are guesses: the sequence draws from the row before each as well, as long
+        as they turn out right.
     """
 
     seq_id: int
@@ -56,6 +58,11 @@ class Scheduled(NamedTuple):
     targets: tuple[int, ...] = ()
     prompt_len: int = 0
     pooling: Pooling | None = None
+    num_guesses: int = 0
+
+    @property
+    def guesses(self) -> list[int]:
+        return self.token_ids[len(self.token_ids) - self.num_guesses :]
 
     @property
     def wanted_rows(self) -> range:
@@ -65,7 +72,7 @@ class Scheduled(NamedTuple):
             return range(count)
         if self.pooling == "cls":
             return range(1 if self.start == 0 else 0)
-        return range(count - 1, count) if self.draws or self.pooling == "last" else range(0)
+        return range(count - 1 - self.num_guesses, count) if self.draws or self.pooling == "last" else range(0)
 
 
 class Plan(NamedTuple):
@@ -88,9 +95,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What one sequence drew in this step. `error` ends that sequence alone; its token_ids are then empty. `ends`: its constraint
-    is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty then, too. `unmeetable`: the error
-    is what the request asked for."""
+    """What one sequence drew in this step: several tokens where guesses held. `error` ends that sequence alone; its token_ids are
+    then empty. `ends`: its constraint is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty
+    then, too. `unmeetable`: the error is what the request asked for."""
 
     seq_id: int
     token_ids: list[int]

@@ -5,10 +5,14 @@ Not covered: what to run (scheduler), where memory comes from (worker).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.interrupts import let_in
-from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
@@ -52,14 +56,17 @@ class Runner:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)
         inputs = self.model.prepare(batch)
-        draws = [seq_id for share, _ in owners for seq_id in share.draws]
+        draws = [
+            _Draw(seq_id, first + len(share.wanted_rows) - 1 - share.num_guesses, share.guesses)
+            for share, first in owners
+            for seq_id in share.draws
+        ]
         if self.has_free_processor:
-            self.sampler.start_masks(draws)
-        rows = [first + len(share.wanted_rows) - 1 for share, first in owners for _ in share.draws]
+            self.sampler.start_masks([draw.seq_id for draw in draws])
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
             with let_in():
                 logits = self.graphs.logits(inputs)
-            return StepOutput(self.sampler.sample(draws, logits, rows), {})
+            return StepOutput(self._draw(draws, logits), {})
         with let_in():
             hidden = self.model.run(inputs, self.cache)
         prompt_logprobs = {
@@ -70,8 +77,46 @@ class Runner:
         pooled = pooled_of(self.model, hidden, owners)
         if not draws:
             return StepOutput([], prompt_logprobs, pooled)
-        drawn = self.sampler.sample(draws, self.model.logits(take_rows(hidden, rows)))
+        rows = [row for draw in draws for row in range(draw.row, draw.row + 1 + len(draw.guesses))]
+        place = {row: i for i, row in enumerate(rows)}
+        logits = self.model.logits(take_rows(hidden, rows))
+        drawn = self._draw([draw._replace(row=place[draw.row]) for draw in draws], logits)
         return StepOutput(drawn, prompt_logprobs, pooled)
+
+    def _draw(self, draws: list[_Draw], logits: torch.Tensor) -> list[Drawn]:
+        """A token for each, and one more behind every guess that was drawn. Where a later one fails, nothing is said of it: the
+        next step draws it again, from the same logits."""
+        drawn = {draw.seq_id: found for draw, found in self._sample(draws, logits, 0)}
+        going = draws
+        for depth in range(1, 1 + max(len(draw.guesses) for draw in draws)):
+            going = [draw for draw in going if draw.held(drawn[draw.seq_id], depth)]
+            if not going:
+                break
+            for draw, found in self._sample(going, logits, depth):
+                if found.error is None:
+                    drawn[draw.seq_id] = _joined(drawn[draw.seq_id], found)
+        return [drawn[draw.seq_id] for draw in draws]
+
+    def _sample(self, draws: list[_Draw], logits: torch.Tensor, depth: int) -> zip[tuple[_Draw, Drawn]]:
+        found = self.sampler.sample([draw.seq_id for draw in draws], logits, [draw.row + depth for draw in draws])
+        return zip(draws, found, strict=True)
+
+
+class _Draw(NamedTuple):
+    """A sequence that draws from a row of the logits, and from those behind it as long as its guesses hold."""
+
+    seq_id: int
+    row: int
+    guesses: list[int]
+
+    def held(self, drawn: Drawn, depth: int) -> bool:
+        """Whether the first `depth` guesses are what was drawn, and one more token may be."""
+        return depth <= len(self.guesses) and not drawn.ends and drawn.token_ids[depth - 1 :] == self.guesses[depth - 1 : depth]
+
+
+def _joined(drawn: Drawn, more: Drawn) -> Drawn:
+    logprobs = None if drawn.logprobs is None else drawn.logprobs + (more.logprobs or [])
+    return more._replace(token_ids=drawn.token_ids + more.token_ids, logprobs=logprobs)
 
 
 def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:

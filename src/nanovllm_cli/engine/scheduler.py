@@ -101,6 +101,7 @@ class Scheduler:
         for sequence in self.running:
             (decodes if len(sequence.token_ids) - sequence.num_computed == 1 else prefills).append(sequence)
 
+        self._strategy.begin(len(decodes))
         self._serve(decodes, self._reserve(len(decodes), bool(prefills)))
         for prefill in sorted(prefills, key=_rank):
             self._enter_waiting(before=prefill.rank)
@@ -246,6 +247,9 @@ class Scheduler:
             self._count_hits(sequence, self._blocks.adopt(sequence))
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
+        num_known = len(sequence.token_ids) - start
+        if len(fed) > num_known and self._blocks.missing(sequence, start + len(fed)) > self._blocks.num_available:
+            fed = fed[:num_known]  # nobody makes way for guesses
         end = start + len(fed)
         if not self._make_room(sequence, end):
             return False
@@ -270,6 +274,7 @@ class Scheduler:
                 targets,
                 len(sequence.request.prompt_ids),
                 sequence.request.pooling,
+                max(0, end - len(sequence.token_ids)) if draws else 0,
             )
         )
         self._shares.append(_Share(sequence, fed, draws))

@@ -34,7 +34,7 @@ class Request:
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     pooling: for a text that is embedded, and draws nothing. pooled: what its chunks gave so far.
     runs_ahead: its tokens can be fed to the next step before they are read. prepared: what had to be made for it, kept alive.
-    The last four fields feed `RequestMetrics`.
+    The last six fields feed `RequestMetrics`.
     """
 
     request_id: str
@@ -56,6 +56,8 @@ class Request:
     num_cached_tokens: int = 0
     num_computed_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_guessed_tokens: int = 0
+    num_held_tokens: int = 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -96,8 +98,8 @@ class Sequence:
     token_ids: the prompt and what was drawn. num_computed: how many of them have their K and V in `block_table`.
     pending: sequences that will draw their first token from the row that ends this one's prompt.
     block_digests, num_registered, last_uid: this sequence's way through the prefix cache (see `prefix_cache.py`).
-    step: the last step that scheduled it. announced: a plan has named it to the worker; registered: that plan
-    succeeded.
+    past: what its strategy remembers of it. step: the last step that scheduled it. announced: a plan has named it to the
+    worker; registered: that plan succeeded.
     """
 
     seq_id: int
@@ -115,6 +117,7 @@ class Sequence:
     step: int = 0
     announced: bool = False
     registered: bool = False
+    past: Any = None
     rank: tuple[float, int, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -11,13 +11,18 @@ from nanovllm_cli.engine.sequence import Sequence
 
 
 class Strategy(Protocol):
-    """Both methods are called once for each sequence of a step, `feed` before it and `num_valid` after it."""
+    """`begin` is called before a step is planned, the others once for each of its sequences: `feed` before it, `num_valid`
+    after it."""
+
+    def begin(self, num_decodes: int) -> None:
+        """So many sequences are going to decode."""
+        ...
 
     def feed(self, sequence: Sequence, limit: int) -> list[int]:
         """Tokens for positions num_computed, num_computed + 1, …: known ones and, behind the last of these, guesses.
 
         At least one and at most `limit` (which is at least one), and none past the request's `max_len`. Guesses are
-        only for a sequence whose known tokens all fit and that has nobody `pending`.
+        only for a sequence whose known tokens all fit and that has nobody `pending`; there may be no room for them.
         """
         ...
 
@@ -28,6 +33,8 @@ class Strategy(Protocol):
 
 class Standard:
     """Known tokens only, one draw a step."""
+
+    def begin(self, num_decodes: int) -> None: ...
 
     def feed(self, sequence: Sequence, limit: int) -> list[int]:
         start = sequence.num_computed

@@ -59,6 +59,8 @@ _COUNTERS = (
     _Count("prefix_cache_hits_total", "Tokens of prompts that were found, not computed", lambda c: {"": c.cached_tokens}),
     _Count("request_success_total", "Answers that ended", lambda c: c.finished, "finished_reason"),
     _Count("num_preemptions_total", "Sequences that lost their blocks and were computed again", lambda c: {"": c.preemptions}),
+    _Count("spec_decode_num_draft_tokens_total", "Tokens that were guessed ahead", lambda c: {"": c.guessed_tokens}),
+    _Count("spec_decode_num_accepted_tokens_total", "Guesses that were right", lambda c: {"": c.held_tokens}),
     _Count("engine_restarts_total", "Engine processes that died and were replaced", lambda c: {"": c.restarts}),
 )
 _HISTOGRAMS = (

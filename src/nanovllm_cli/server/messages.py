@@ -125,7 +125,7 @@ class Piece(Message):
 
 
 class Output(Message):
-    """What a request got in a step. finished: nothing follows. num_preemptions and the times are so far.
+    """What a request got in a step. finished: nothing follows. num_preemptions, the guesses and the times are so far.
 
     times: seconds from arrival in the engine to when its prompt first ran, to its first token, to its end; None until then.
     """
@@ -135,6 +135,8 @@ class Output(Message):
     finished: bool
     num_cached_tokens: int
     num_preemptions: int = 0
+    num_guessed_tokens: int = 0
+    num_held_tokens: int = 0
     times: tuple[float | None, float | None, float | None] = (None, None, None)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 

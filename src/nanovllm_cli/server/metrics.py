@@ -66,7 +66,7 @@ class ModelCounts:
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generated_tokens = self.queried_tokens = self.cached_tokens = 0
-        self.preemptions = self.restarts = 0
+        self.preemptions = self.restarts = self.guessed_tokens = self.held_tokens = 0
         self.finished = dict.fromkeys(FINISHED_REASONS, 0)
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -138,7 +138,8 @@ class _Watch(Watch):
         self._first: float | None = None
         self._last: dict[int, float] = {}
         self._num_left = 1 if params is None else params.n
-        self._num_tokens = self._preemptions = 0
+        self._num_tokens = 0
+        self._so_far = (0, 0, 0)
 
     def output(self, output: Output) -> None:
         counts, last, now = self._counts, self._last, self._clock()
@@ -156,9 +157,13 @@ class _Watch(Watch):
             if piece.finish_reason is not None:
                 counts.finished[piece.finish_reason] += 1
                 self._num_left -= 1
-        if output.num_preemptions != self._preemptions:
-            counts.preemptions += output.num_preemptions - self._preemptions
-            self._preemptions = output.num_preemptions
+        so_far = (output.num_preemptions, output.num_guessed_tokens, output.num_held_tokens)
+        if so_far != self._so_far:
+            preemptions, guessed, held = (now - before for now, before in zip(so_far, self._so_far, strict=True))
+            counts.preemptions += preemptions
+            counts.guessed_tokens += guessed
+            counts.held_tokens += held
+            self._so_far = so_far
         if output.finished and self._first is not None:
             self._complete(output, self._first, now)
 

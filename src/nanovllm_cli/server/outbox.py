@@ -71,6 +71,8 @@ class Outbox:
             output.finished,
             output.metrics.num_cached_tokens,
             output.metrics.num_preemptions,
+            output.metrics.num_guessed_tokens,
+            output.metrics.num_held_tokens,
             _times(output.metrics),
             prompt_logprobs,
         )
