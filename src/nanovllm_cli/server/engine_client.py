@@ -78,8 +78,8 @@ class EngineClient:
         self._on_loading = on_loading
         self._on_restart = on_restart
         self._state = EngineState.ASLEEP
-        self._facts: Facts | None = None
-        self._stats: EngineStats | None = None
+        self.facts: Facts | None = None
+        self.stats: EngineStats | None = None
         self._ids = itertools.count(1)
         self._streams: dict[int, EngineStream] = {}
         self._vectors: dict[int, asyncio.Future[Sequence[float]]] = {}
@@ -97,14 +97,6 @@ class EngineClient:
             silent = asyncio.get_running_loop().time() - self._heard
             return EngineState.STUCK if silent > self._stuck_seconds else EngineState.READY
         return self._state
-
-    @property
-    def facts(self) -> Facts | None:
-        return self._facts
-
-    @property
-    def stats(self) -> EngineStats | None:
-        return self._stats
 
     @property
     def num_running(self) -> int:
@@ -253,7 +245,7 @@ class EngineClient:
         self._heard = asyncio.get_running_loop().time()
         match message:
             case Step(outputs=outputs, stats=stats):
-                self._stats = stats
+                self.stats = stats
                 for output in outputs:
                     if output.request_id in self._streams:
                         self._streams[output.request_id].feed(output)
@@ -273,13 +265,13 @@ class EngineClient:
                 if self._on_loading is not None:
                     self._on_loading(message)
             case Ready(facts=facts):
-                self._facts, self._state = facts, EngineState.READY
+                self.facts, self._state = facts, EngineState.READY
                 if not ready.done():
                     ready.set_result(facts)
             case Failed():
                 failure.append(message)
             case _:
-                self._stats = message.stats
+                self.stats = message.stats
 
     def _settle(self, request_id: int, outcome: Sequence[float] | ApiError) -> None:
         vector = self._vectors.get(request_id)
@@ -296,7 +288,7 @@ class EngineClient:
             stream.fail(error)
         for request_id in list(self._vectors):
             self._settle(request_id, error)
-        self._stats = None
+        self.stats = None
 
 
 class _Link(asyncio.Protocol):

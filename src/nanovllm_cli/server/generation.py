@@ -153,22 +153,18 @@ class _Work:
     """A model that is let in by `enter` until `async with` ends, or until the generation is closed that took it over by `keep`.
     Typed errors become ApiErrors, and are told to the observer."""
 
+    model: ServedModel
+
     def __init__(self, enter: Callable[[], AbstractAsyncContextManager[ServedModel]], observer: Observer) -> None:
         self._enter, self._observer = enter, observer
         self._stack = AsyncExitStack()
-        self._model: ServedModel | None = None
-
-    @property
-    def model(self) -> ServedModel:
-        assert self._model is not None
-        return self._model
 
     def keep(self) -> AsyncExitStack:
         return self._stack.pop_all()
 
     async def __aenter__(self) -> Self:
         try:
-            self._model = await self._stack.enter_async_context(self._enter())
+            self.model = await self._stack.enter_async_context(self._enter())
         except ApiError as error:
             self._observer.refused(None, error)
             raise
