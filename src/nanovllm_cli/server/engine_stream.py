@@ -18,30 +18,26 @@ class EngineStream:
         self._abort = abort
         self._unread: Output | None = None
         self._error: ApiError | None = None
-        self._ended = False  # nothing more will be fed
+        self.ended = False  # nothing more will be fed
         self._reader: asyncio.Future[None] | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def feed(self, output: Output) -> None:
-        if self._ended:
+        if self.ended:
             return
         self._unread = output if self._unread is None else joined(self._unread, output)
-        self._ended = output.finished
+        self.ended = output.finished
         self._wake()
 
     def fail(self, error: ApiError) -> None:
         """What came before is still read."""
-        if not self._ended:
-            self._error, self._ended = error, True
+        if not self.ended:
+            self._error, self.ended = error, True
             self._wake()
 
     def abort(self) -> None:
         self._unread = None
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._abort()
             self._wake()
 
@@ -52,7 +48,7 @@ class EngineStream:
         while self._unread is None:
             if self._error is not None:
                 raise self._error
-            if self._ended:
+            if self.ended:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             try:

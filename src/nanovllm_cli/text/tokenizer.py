@@ -43,14 +43,15 @@ class Tokenizer:
         named = {token.content: token_id for token_id, token in added.items()}
         ends = end_token_ids(named, [*([] if parts.eos_id is None else [parts.eos_id]), *parts.end_ids])
         self.eos_ids: tuple[int, ...] = ends
-        self._control: dict[str, int] = {
+        # Texts that `parse_special` turns into control ids; a user's text must not be read for these.
+        self.control_tokens: Mapping[str, int] = {
             text: token_id
             for text, token_id in named.items()
             if token_id in self.special_ids or token_id in ends or looks_like_control(text)
         }
         # Unguessable names by which `_plain` knows the control tokens.
         nonce = secrets.token_hex(12)
-        self._aliases = {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self._control)}
+        self._aliases = {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self.control_tokens)}
         self.chat_templates: dict[str, str] = dict(parts.chat_templates)
 
     @classmethod
@@ -164,18 +165,13 @@ class Tokenizer:
         return self.bos_id is not None and self.bos_id in self._prefix_ids
 
     @property
-    def control_tokens(self) -> Mapping[str, int]:
-        """Texts that `parse_special` turns into control ids; a user's text must not be read for these."""
-        return self._control
-
-    @property
     def control_ids(self) -> frozenset[int]:
         """Ids that no plain text is made of: control tokens, and others that are flagged special."""
-        return self.special_ids | frozenset(self._control.values())
+        return self.special_ids | frozenset(self.control_tokens.values())
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(filter(None, self._control), key=len, reverse=True)
+        longest_first = sorted(filter(None, self.control_tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
@@ -184,7 +180,7 @@ class Tokenizer:
         for text, alias in self._aliases.items():
             alias_id = self._plain.token_to_id(alias)
             assert alias_id is not None
-            ids[alias_id] = self._control[text]
+            ids[alias_id] = self.control_tokens[text]
         return ids
 
     @cached_property
@@ -196,12 +192,12 @@ class Tokenizer:
         if self._backend.pre_tokenizer is not None:
             plain.pre_tokenizer = self._backend.pre_tokenizer
         plain.encode_special_tokens = True  # leaves tokens flagged special as text
-        control = set(self._control.values())
+        control = set(self.control_tokens.values())
         plain.add_tokens([_like(token, token.content, token_id in control) for token_id, token in self._added.items()])
         if any(plain.token_to_id(token.content) != token_id for token_id, token in self._added.items()):
             raise CheckpointError("the added tokens of the tokenizer contradict its vocabulary")
         plain.add_tokens(
-            [_like(self._added[self._control[text]], alias, False) for text, alias in self._aliases.items()]
+            [_like(self._added[self.control_tokens[text]], alias, False) for text, alias in self._aliases.items()]
         )
         return plain
 
