@@ -84,7 +84,7 @@ Sources = Mapping[str, Sequence[Result]]
 
 
 def charts_of(sources: Sources) -> list[Chart | Bars]:
-    """All that these results have the values for, in the order of a report."""
+    """All that these results have points for, in the order of a report."""
     records = named(sources, Record)
     summaries = named(sources, Summary)
     made = [
@@ -133,13 +133,12 @@ def _speed(records: Sequence[Named[Record]]) -> list[Chart | Bars]:
             for (test, name), found in against.items()
             if ("tg" in test) is generates
         ]
-        if series:
-            made.append(
-                Chart(
-                    title, "How fast tokens are processed after so many others are in the context.",
-                    Axis("depth (tokens in the context)", "tokens"), Axis("tokens a second", "t/s"), tuple(series),
-                )
-            )  # fmt: skip
+        made.append(
+            Chart(
+                title, "How fast tokens are processed after so many others are in the context.",
+                Axis("depth (tokens in the context)", "tokens"), Axis("tokens a second", "t/s"), tuple(series),
+            )
+        )  # fmt: skip
     flat = [each for each in single if _test(each.result, "depth") not in swept]
     return [*made, *_speed_bars(flat)]
 
@@ -158,8 +157,7 @@ def _speed_bars(records: Sequence[Named[Record]]) -> list[Bars]:
             )
             for name, found in _split(chosen, lambda each: each.name).items()
         )
-        if chosen:
-            made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, series))
+        made.append(Bars(title, "Speed of each test.", Axis("tokens a second", "t/s"), labels, series))
     return made
 
 
@@ -176,8 +174,6 @@ def _concurrency(records: Sequence[Named[Record]], runs: Sequence[Named[Summary]
         points = _of_runs(found, "max_concurrent_requests", "output_throughput")
         if len(runs) > 1 and points:
             series.append(Series(line, points))
-    if not series:
-        return []
     return [
         Chart(
             "Throughput against concurrency", "Tokens of all answers together, against how many are made at once.",
@@ -195,8 +191,6 @@ def _under_load(runs: Sequence[Named[Summary]]) -> list[Chart]:
         for metric, title in (("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
         if len(points := _of_runs(found, "request_throughput", metric)) > 1
     ]
-    if not series:
-        return []
     return [
         Chart(
             "Time to first token under load", "How long the first token takes, against how many requests are answered.",
@@ -214,13 +208,12 @@ def _distributions(runs: Sequence[Named[Summary]]) -> list[Chart]:
         series = tuple(
             Series(name or "requests", _steps(run.series[key]), "steps") for name, _, run in runs if run.series.get(key)
         )
-        if series:
-            made.append(
-                Chart(
-                    title, "The share of samples that took no longer than so many milliseconds.",
-                    Axis("milliseconds", "ms"), Axis("share of samples (%)", "%"), series,
-                )
-            )  # fmt: skip
+        made.append(
+            Chart(
+                title, "The share of samples that took no longer than so many milliseconds.",
+                Axis("milliseconds", "ms"), Axis("share of samples (%)", "%"), series,
+            )
+        )  # fmt: skip
     return made
 
 
@@ -241,7 +234,7 @@ def _memory(records: Sequence[Named[Record]], runs: Sequence[Named[Summary]]) ->
         for kind, values in (("weights", weights), ("peak", peaks))
     )
     about = "What the weights take, and the most that was in use: of the process on a CPU, of the device on a GPU."
-    return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(labels), series)] if labels else []
+    return [Bars("Memory", about, Axis("GiB", "GiB"), tuple(labels), series)]
 
 
 def _roofline(records: Sequence[Named[Record]]) -> list[Chart]:

@@ -87,17 +87,17 @@ class Sweep:
                 f"a depth of {odd[0]} tokens does not end where a block of the KV cache does",
                 f"take a multiple of {BLOCK_SIZE}: {below} or {below + BLOCK_SIZE}",
             )
-        if not self.trials():
+        trials = self.trials()
+        if not trials:
             raise UsageError("there is nothing to measure", "give -p, -n or -pg a number above 0")
-        generates = any(test.num_gen for test in self.trials())
-        if self.parallel != (1,) and not generates:
+        if self.parallel != (1,) and not any(test.num_gen for test in trials):
             raise UsageError("-npl is about generating, and no test does", "give -n or -pg a number above 0")
-        if len(self.trials()) > MAX_VALUES or len(self.models) > MAX_VALUES:
+        if len(trials) > MAX_VALUES or len(self.models) > MAX_VALUES:
             raise UsageError(f"more than {MAX_VALUES} tests", "sweep fewer values")
 
     def setups(self) -> Iterator[Setup]:
         """In an order in which a model's own settings come together."""
-        yield from itertools.starmap(
+        return itertools.starmap(
             Setup,
             itertools.product(
                 self.models,

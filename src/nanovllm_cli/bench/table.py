@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.record import Record
@@ -31,20 +31,10 @@ from nanovllm_cli.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
     from nanovllm_cli.llm import LLM
-    from nanovllm_cli.model_spec import ModelSpec
 
 
 # What a roofline calls the compute types.
 _KINDS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-
-
-class Generates(Protocol):
-    """The part of an LLM that a trial needs."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    def generate(self, prompts: list[list[int]], params: SamplingParams, /) -> list[RequestOutput]: ...
 
 
 class Procedure(NamedTuple):
@@ -109,7 +99,7 @@ def check_room(llm: LLM, trials: Sequence[Trial]) -> None:
 
 
 def run_trial(
-    llm: Generates, trial: Trial, draw: random.Random, procedure: Procedure, progress: LoadProgress
+    llm: LLM, trial: Trial, draw: random.Random, procedure: Procedure, progress: LoadProgress
 ) -> tuple[int, ...]:
     """Nanoseconds of each repetition. Raises RequestError where the engine did other work than the trial is about."""
     vocab_size = llm.spec.vocab_size

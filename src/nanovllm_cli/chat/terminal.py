@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from nanovllm_cli.chat.flow import Flow
 from nanovllm_cli.chat.keys import AnswerKeys
@@ -121,7 +121,7 @@ class TerminalDisplay:
     def _new_flow(self) -> Flow:
         return Flow(self._console.styled, self._console.out.width)
 
-    def _new_stream(self) -> _AnswerStream:
+    def _new_stream(self) -> MarkdownStream | _AsItIs:
         if not self._renders:
             return _AsItIs(self._console.styled)
         return MarkdownStream(self._console.styled, self._console.out.width, color=self._console.out.color)
@@ -165,12 +165,6 @@ class TerminalDisplay:
             style = "1" if label else ""
         styled = f"\x1b[0;{style}m{label or one_line(text)}\x1b[0m" if style else label
         self._console.styled(f"{styled}{one_line(text) if label else ''}\n")
-
-
-class _AnswerStream(Protocol):
-    def feed(self, text: str) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class _AsItIs:

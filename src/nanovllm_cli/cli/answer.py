@@ -5,8 +5,9 @@ A printer sees pieces, in order, and is told how it ended; it knows nothing abou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Piece, Result
@@ -23,18 +24,22 @@ def shows_reasoning(choice: ReasoningChoice, console: Console) -> bool:
     return choice == "show" or (choice == "auto" and console.err.is_terminal and not console.quiet)
 
 
-class Printer(Protocol):
+class Printer(ABC):
     """Shows an answer. Either `finish` comes last, or `cut` where the run was interrupted."""
 
-    def step(self, pieces: list[Piece]) -> None: ...
+    def step(self, pieces: list[Piece]) -> None:
+        """As they come."""
+        return
 
+    @abstractmethod
     def finish(self, result: Result, statistics: records.Statistics) -> None: ...
 
     def cut(self, held_back: str) -> None:
         """held_back: the end of the first answer, which has not come as a piece."""
+        return
 
 
-class TextPrinter:
+class TextPrinter(Printer):
     """The answer as it is. The first of several answers streams, the others follow after a line of three dashes."""
 
     def __init__(self, console: Console, write: Write, *, reasoning: ReasoningChoice, extract: bool) -> None:
@@ -87,7 +92,7 @@ class TextPrinter:
             self._put("\n")
 
 
-class JsonPrinter:
+class JsonPrinter(Printer):
     """One object at the end, and nothing before. name: the model's."""
 
     def __init__(self, write: Write, name: str, *, reasoning: ReasoningChoice) -> None:
@@ -95,18 +100,12 @@ class JsonPrinter:
         self._name = name
         self._keeps_reasoning = reasoning != "hide"
 
-    def step(self, pieces: list[Piece]) -> None:
-        pass
-
     def finish(self, result: Result, statistics: records.Statistics) -> None:
         record = records.result_record(result, self._name, keeps_reasoning=self._keeps_reasoning)
         self._write(records.dumps(record | {"statistics": records.statistics_record(statistics)}) + "\n")
 
-    def cut(self, held_back: str) -> None:
-        pass
 
-
-class JsonLinesPrinter:
+class JsonLinesPrinter(Printer):
     """An event for each step of each answer, then an "end" event with how it ended and the statistics. name: the model's.
     splits: whether reasoning is told apart."""
 
@@ -130,6 +129,3 @@ class JsonLinesPrinter:
     def finish(self, result: Result, statistics: records.Statistics) -> None:
         record = {"event": "end", **records.end_record(result, self._name)}
         self._write(records.dumps(record | {"statistics": records.statistics_record(statistics)}) + "\n")
-
-    def cut(self, held_back: str) -> None:
-        pass

@@ -9,7 +9,6 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from nanovllm_cli.errors import OutputError
@@ -60,9 +59,7 @@ class WholeFile:
     def __enter__(self) -> WholeFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._discard()
 
     def _open(self, mode: int | None) -> BinaryIO:

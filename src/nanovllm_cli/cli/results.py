@@ -8,7 +8,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nanovllm_cli.cli.files import WholeFile, is_special, lock
@@ -104,11 +103,9 @@ class Results:
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
-            self._file.__exit__(kind, error, trace)
+            self._file.__exit__(*exception)
         if self._journal is not None:
             with contextlib.suppress(OSError):
                 if os.fstat(self._journal).st_size == 0:
