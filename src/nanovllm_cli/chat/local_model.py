@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_cli.chat.model import Reply, Settings
+from nanovllm_cli.chat.model import Model, Reply, Settings
 from nanovllm_cli.chat.prompt import Prompts
-from nanovllm_cli.chat.sampling import shown
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.answering import Settled
 from nanovllm_cli.cli.local import LocalAnswering
@@ -20,7 +19,6 @@ from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
-    from nanovllm_cli.chat.sampling import Setting
     from nanovllm_cli.cli.answering import Answering, Given
     from nanovllm_cli.cli.model import Loaded
     from nanovllm_cli.cli.options import Choice
@@ -31,7 +29,7 @@ Load = Callable[[], "Loaded"]
 logger = logging.getLogger(__name__)
 
 
-class LocalModel:
+class LocalModel(Model):
     """One model at a time. find: what loads a name's; both may raise any NanovllmError."""
 
     def __init__(self, find: Callable[[str], Load], settings: Settings) -> None:
@@ -121,9 +119,6 @@ class LocalModel:
 
     def settled(self, given: Given) -> Settled:
         return Settled(self.prompts.prompting.settled(given))
-
-    def shown(self, setting: Setting) -> str:
-        return shown(self.settled(self.settings.given).params, setting)
 
     def names(self) -> Iterable[tuple[str, str]]:
         from nanovllm_cli.cli.complete import models

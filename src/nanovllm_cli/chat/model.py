@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from nanovllm_cli.chat.sampling import Setting, shown
 from nanovllm_cli.cli.answering import Answering, Given, Settled
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
-    from nanovllm_cli.chat.sampling import Setting
     from nanovllm_cli.cli.options import Choice
 
 
@@ -82,6 +82,9 @@ class Model(Protocol):
 
     def shown(self, setting: Setting) -> str:
         """The value of a setting that counts now."""
+        settled = self.settled(self.settings.given)
+        is_known = settled.known is None or setting.field in settled.known
+        return shown(settled.params, setting) if is_known else "the server's own"
 
     def names(self) -> Iterable[tuple[str, str]]:
         """Models that one could switch to, and what each is."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from nanovllm_cli.chat.model import Model, Reply, Settings
 from nanovllm_cli.chat.prompt import for_template
-from nanovllm_cli.chat.sampling import shown
 from nanovllm_cli.cli.remote import RemoteAnswering, settled, waited_for
 from nanovllm_cli.client.endpoint import Endpoint, ServedModel, unknown_model
 from nanovllm_cli.client.wire import CHAT, chat_body
@@ -17,11 +16,8 @@ from nanovllm_cli.text.reasoning import thinking_variables
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
-    from nanovllm_cli.chat.sampling import Setting
     from nanovllm_cli.cli.answering import Answering, Given, Settled
     from nanovllm_cli.cli.options import Choice
-
-_UNKNOWN = "the server's own"
 
 
 class RemoteModel(Model):
@@ -71,10 +67,6 @@ class RemoteModel(Model):
 
     def settled(self, given: Given) -> Settled:
         return settled(given)
-
-    def shown(self, setting: Setting) -> str:
-        given = self.settings.given
-        return shown(settled(given).params, setting) if setting.field in given else _UNKNOWN
 
     def names(self) -> Iterable[tuple[str, str]]:
         return [(each.id, "") for each in self._listed()]

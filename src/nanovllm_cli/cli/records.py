@@ -142,7 +142,11 @@ def answer_record(answer: Answer, reasoning: str | None) -> Record:
     record: Record = {"index": answer.index, "text": answer.content}
     if reasoning is not None:
         record["reasoning"] = reasoning
-    record |= _how_it_ended(answer)
+    record |= {
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_tokens": answer.num_tokens,
+    }
     if answer.logprobs is not None:
         record["logprobs"] = answer.logprobs
     if answer.error is not None:
@@ -159,19 +163,11 @@ def result_record(result: Result, model: str, *, keeps_reasoning: bool) -> Recor
 
 def end_record(result: Result, model: str) -> Record:
     """A result without its texts."""
-    answers = [
-        {"index": answer.index, **_how_it_ended(answer)} | ({"error": answer.error} if answer.error is not None else {})
-        for answer in result.answers
-    ]
-    return {"model": model, "answers": answers, "usage": result.usage._asdict()}
-
-
-def _how_it_ended(answer: Answer) -> Record:
-    return {
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "num_tokens": answer.num_tokens,
-    }
+    record = result_record(result, model, keeps_reasoning=False)
+    for answer in record["answers"]:
+        del answer["text"]
+        answer.pop("logprobs", None)
+    return record
 
 
 def error_record(error: Exception) -> Record:
