@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 import tomllib
 import types
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
 from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections, sweeps
-from gpu.engines import decode, load, overlaps, serve
+from gpu.engines import decode, load, overlaps, release, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
 from gpu.timing import copies_for
@@ -675,6 +677,18 @@ def test_a_request_that_fails_ends_the_measuring(untied: Shape, monkeypatch: pyt
     monkeypatch.setattr(loaded.worker.model, "run", broken)
     with pytest.raises(RuntimeError, match="request 0-0 failed: an internal error"):
         decode(loaded, 1, 20, 3)
+
+
+def test_what_is_loaded_is_not_collected_at_and_its_memory_goes() -> None:
+    gc.unfreeze()
+    loaded = load(TINY, None, **ROOM)
+    assert gc.get_freeze_count()
+    model = weakref.ref(loaded.worker.model)
+    del loaded
+    release()
+    assert model() is None
+    assert not gc.get_freeze_count()
+    gc.freeze()  # as conftest.py has it
 
 
 @needs_emulation

@@ -103,7 +103,8 @@ def overlaps() -> bool:
 
 
 def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:
-    """An engine on a GPU, or on the CPU where device is None. settings: of EngineConfig."""
+    """An engine on a GPU, or on the CPU where device is None. settings: of EngineConfig. What is loaded is kept out of the
+    collector's rounds, as the command line keeps it, until `release`."""
     defaults = {"enable_prefix_caching": False, "max_model_len": 4096, "dtype": "bfloat16"}
     config = EngineConfig(**defaults | settings | ({"device": "cpu"} if device is None else {}))
     counting = None if device is None else CountingDevice(device)
@@ -115,11 +116,13 @@ def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:
         num_blocks=worker.num_blocks, ahead=worker.ahead,
         detokenizer_factory=detokenizers_of(tokenizer(worker.spec.vocab_size)),
     )  # fmt: skip
+    gc.freeze()
     return Loaded(engine, worker, counting, worker.spec.vocab_size)
 
 
 def release() -> None:
     """After the last reference to an engine is gone: its memory too."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
