@@ -237,7 +237,7 @@ def _result(path: Path, number: int, value: Any) -> Result:
     where = f"{path}: result {number}"
     if not isinstance(value, dict):
         raise UsageError(f"{where}: not an object")
-    machine = _machine(where, value)
+    machine = Machine(**_fields(where, Machine, _object(where, "machine", value.get("machine", {})), set()))
     if "samples_ns" in value:
         return _record(where, value, machine)
     if "metrics" in value:
@@ -286,10 +286,6 @@ def _vllm_run(where: str, value: dict[str, Any]) -> Summary:
     }
     settings = {name: value[name] for name in asked if name in value}
     return Summary("serve", _text(where, "model_id", value.get("model_id", "")), settings, metrics, series)
-
-
-def _machine(where: str, value: dict[str, Any]) -> Machine:
-    return Machine(**_fields(where, Machine, _object(where, "machine", value.get("machine", {})), set()))
 
 
 def _fields(where: str, cls: type[Any], value: Mapping[str, Any], leave_out: set[str]) -> dict[str, Any]:

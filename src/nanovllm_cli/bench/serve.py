@@ -109,7 +109,9 @@ def measure(
         "num_prompts": len(requests),
     }
     settings |= {name: value for name, value in workload.settings.items() if name != "seed"} | plan.settings
-    summary = Summary("serve", target.model, settings, _metrics(traces, plan), _series(traces), machine)
+    figures = summarize(traces, plan.percentiles, plan.goals).record()
+    metrics = {name: value for name, value in figures.items() if value is not None}
+    summary = Summary("serve", target.model, settings, metrics, _series(traces), machine)
     failures = Counter(trace.error for trace in traces if trace.error is not None).most_common()
     remarks = _remarks(load, summary)
     if interrupted is not None:
@@ -125,11 +127,6 @@ def _allow_connections(count: int) -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _metrics(traces: Sequence[Trace], plan: Plan) -> dict[str, float]:
-    record = summarize(traces, plan.percentiles, plan.goals).record()
-    return {name: value for name, value in record.items() if value is not None}
 
 
 def _series(traces: Sequence[Trace]) -> dict[str, list[float]]:

@@ -169,10 +169,6 @@ class Flow:
         self._is_wide = self._is_long = False
         self._last = ""
 
-    def _start_line(self) -> None:
-        self._begun = False
-        self._column = self._start = 0
-
     def _line_width(self) -> int:
         return self._width if self._begun else max(self._ask_width(), 1)
 
@@ -192,7 +188,8 @@ class Flow:
         self.reset()
         self._ready.append("\n")
         self._gap.clear()
-        self._start_line()
+        self._begun = False
+        self._column = self._start = 0
 
     def _lead(self, pieces: list[Piece], width: int = 0) -> list[Piece]:
         """What stands before a line, cut where it would take more than half of it."""

@@ -182,7 +182,8 @@ class Chat:
                 if not is_read and self._leaves_next:
                     return
                 if not is_read:
-                    self._interrupted_idle()
+                    self._edits_last, self._leaves_next = False, True
+                    self.display.say(LEAVING_HINT)
             except NanovllmError as error:
                 signals.forgive()
                 signals.check()  # what a request to end has broken, such as a terminal that was closed, is no failure
@@ -345,10 +346,6 @@ class Chat:
     def _take_draft(self) -> str:
         draft, self._draft = self._draft, ""
         return draft
-
-    def _interrupted_idle(self) -> None:
-        self._edits_last, self._leaves_next = False, True
-        self.display.say(LEAVING_HINT)
 
     def _forget(self) -> None:
         """Other messages than a moment ago: what was known of them is to be found out again."""

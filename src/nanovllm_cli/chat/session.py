@@ -103,7 +103,8 @@ class Session:
                 self.name = f"{chosen}-{number}"
         _lock(self._handle, self.name)
         header = {"event": "session", "format": FORMAT, "version": VERSION}
-        self._write(header | {"created": _now(), "model": self._model})
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._write(header | {"created": created, "model": self._model})
 
     def _write(self, event: Event) -> None:
         assert self._handle is not None
@@ -324,7 +325,3 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

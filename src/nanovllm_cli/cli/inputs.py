@@ -30,7 +30,7 @@ def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> st
     if STANDARD_INPUT in words or STANDARD_INPUT in files or (sys.stdin is not None and not sys.stdin.isatty()):
         parts.append(read_standard_input(console))
     parts += [decode(read_file(name), name) for name in files if name != STANDARD_INPUT]
-    parts = [_without_last_newline(part) for part in parts]
+    parts = [part.removesuffix("\n").removesuffix("\r") for part in parts]
     parts.append(" ".join(checked(word) for word in words if word != STANDARD_INPUT))
     return "\n\n".join(part for part in parts if part)
 
@@ -112,10 +112,6 @@ def _bounded(data: bytes, name: str) -> bytes:
     if len(data) > MAX_INPUT_BYTES:
         raise UsageError(f"{name} is longer than {MAX_INPUT_BYTES >> 20} MiB, more than any context holds")
     return data
-
-
-def _without_last_newline(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _has_data(seconds: float) -> bool:

@@ -6,9 +6,9 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -108,7 +108,8 @@ def plan(
     compared = _checked(name, source, planned.plan, config, screen) if options.check else None
     if options.json:
         record = {"model": name, "where": planned.where, "download_bytes": planned.download_bytes}
-        record |= planned.plan.as_json() | {"check": None if compared is None else [_record(each) for each in compared]}
+        checks = None if compared is None else [asdict(each) | {"share": each.share} for each in compared]
+        record |= planned.plan.as_json() | {"check": checks}
         screen.answer(json.dumps(record, ensure_ascii=False) + "\n")
     else:
         screen.answer("\n".join(_lines(planned, compared)) + "\n")
@@ -182,10 +183,6 @@ def _checked(name: str, source: PlannedWeights, made: Plan, config: EngineConfig
         found = compare(made, llm, config, peak_memory_bytes)
     screen.status("")
     return found
-
-
-def _record(each: Comparison) -> dict[str, Any]:
-    return {"what": each.what, "unit": each.unit, "planned": each.planned, "found": each.found, "share": each.share}
 
 
 def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str]:

@@ -27,7 +27,6 @@ from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.quantization.card import Card
     from nanovllm_cli.quantization.plan import Plan
     from nanovllm_cli.quantization.texts import NamedText
 
@@ -167,7 +166,8 @@ def quantize(
         screen.say(note)
     _print_table(plan, screen)
     if card is not None:
-        _print_card(card, screen)
+        screen.say(f"against the original, {card.quality.tokens} tokens of {card.text}:")
+        _print_columns([(name, value) for name, value in card.figures()], screen)
     if options.json:
         record = {
             "model": name, "output": str(output), "written": not options.dry_run, "seconds": round(time.monotonic() - began, 3),
@@ -243,11 +243,6 @@ def _print_table(plan: Plan, screen: Console) -> None:
          f"{plan.bits_a_weight:.2f}")
     )  # fmt: skip
     _print_columns(lines, screen)
-
-
-def _print_card(card: Card, screen: Console) -> None:
-    screen.say(f"against the original, {card.quality.tokens} tokens of {card.text}:")
-    _print_columns([(name, value) for name, value in card.figures()], screen)
 
 
 def _print_columns(lines: Sequence[tuple[str, ...]], screen: Console) -> None:
