@@ -187,7 +187,7 @@ class FakeModels:
         default_params: SamplingParams | None = None,
         thinking_switch: str | None = None,
     ) -> None:
-        facts = Facts(CONTEXT_LEN, CONTEXT_LEN, 256, 4, 256, 16, 1000, 4000, 65536, "float32", "cpu", 8)
+        facts = Facts(CONTEXT_LEN, 256, 4, 16, 1000, 4000, 65536, "float32", "cpu", 8)
         self.in_use = 0
         self.served = {
             name: ServedModel(

@@ -35,7 +35,7 @@ TEMPLATE = (
     "</tool_call>{% endif %}{% if enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}"
     "{% if refuse %}{{ raise_exception('no') }}{% endif %}"
 )
-FACTS = Facts(512, 1024, 300, 3, 4, 16, 1, 1, 1, "float32", "cpu", 8)
+FACTS = Facts(512, 300, 3, 16, 1, 1, 1, "float32", "cpu", 8)
 CALLER = Caller("request")
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

@@ -29,7 +29,7 @@ from server_fakes import FakePool
 
 TINY = Path(nanovllm_cli.__file__).parent / "assets" / "tiny"
 CONFIG = EngineConfig(num_blocks=64, threads=1)
-FACTS = Facts(2048, 2048, 4096, 256, 64, 16, 1, 1, 1, "bfloat16", "cpu", 8)
+FACTS = Facts(2048, 4096, 256, 16, 1, 1, 1, "bfloat16", "cpu", 8)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 

@@ -127,13 +127,10 @@ class Loop:
 
 
 def _facts(llm: LLM, config: EngineConfig) -> Facts:
-    stats = llm.stats()
     return Facts(
         context_len=llm.context_len,
-        max_model_len=llm.max_model_len,
         vocab_size=llm.spec.vocab_size,
         hidden_size=llm.spec.hidden_size,
-        num_blocks=stats.free_blocks + stats.used_blocks + stats.cached_blocks,
         block_size=config.block_size,
         num_parameters=llm.num_parameters,
         weight_bytes=llm.weight_bytes,

@@ -67,10 +67,8 @@ class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache."""
 
     context_len: int
-    max_model_len: int
     vocab_size: int
     hidden_size: int
-    num_blocks: int
     block_size: int
     num_parameters: int
     weight_bytes: int
