@@ -113,7 +113,7 @@ def test_what_is_sent_is_what_arrives(message: Start | Generate | Embed | Abort)
 
 def test_steps_arrive_with_their_floats_to_the_bit() -> None:
     logprobs = [TokenLogprobs(4, -0.1234567890123456789, 2, ((4, -1e-300), (5, float("-inf"))))]
-    output = Output(1, [Piece(0, "a\N{GRINNING FACE}", [4], logprobs, "stop", "x")], True, 16, 1, (0.1, 0.2, None))
+    output = Output(1, [Piece(0, "a\N{GRINNING FACE}", [4], logprobs, "stop", "x")], True, 16, 1, times=(0.1, 0.2, None))
     from nanovllm_cli.engine.engine import EngineStats
 
     step = Step([output], EngineStats(*range(10)))

@@ -48,8 +48,8 @@ def traced(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
 
 def run(observer: Tracing, caller: Caller | None, error: ApiError | None = None) -> None:
     watch = observer.accepted("tiny", "chat", 40, PARAMS, caller)
-    watch.output(Output(1, [Piece(1, SECRET, [4, 5], finish_reason="length")], False, 32, 1, (0.25, 0.5, None)))
-    watch.output(Output(1, [Piece(0, SECRET, [6], finish_reason="stop")], True, 32, 2, (0.25, 0.5, 0.75)))
+    watch.output(Output(1, [Piece(1, SECRET, [4, 5], finish_reason="length")], False, 32, 1, times=(0.25, 0.5, None)))
+    watch.output(Output(1, [Piece(0, SECRET, [6], finish_reason="stop")], True, 32, 2, times=(0.25, 0.5, 0.75)))
     watch.end(error)
 
 
