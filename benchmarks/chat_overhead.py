@@ -73,7 +73,7 @@ class Scripted:
             text = "".join(itertools.islice(pieces, len(answer.delta_ids)))
             if answer.token_ids and not self.first:
                 self.first = time.perf_counter()
-            yield dataclasses.replace(output, outputs=(dataclasses.replace(answer, delta_text=text),))
+            yield output._replace(outputs=(dataclasses.replace(answer, delta_text=text),))
 
 
 def measure(model: str, num_tokens: int, threads: int, rounds: int) -> list[dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -262,12 +261,18 @@ def test_metrics_tell_the_story_of_a_request() -> None:
 def test_outputs_are_snapshots() -> None:
     engine, _ = make_engine(factory=LETTERS)
     engine.add("a", [1], SamplingParams(temperature=0.0, max_tokens=5, logprobs=0))
-    kept: list[tuple[RequestOutput, RequestOutput]] = []
+    kept: list[RequestOutput] = []
     while engine.has_unfinished():
-        (output,) = engine.step()
-        kept.append((output, dataclasses.replace(output)))
-    assert [len(output.outputs[0].token_ids) for output, _ in kept] == [1, 2, 3, 4, 5]
-    assert all(output == copy for output, copy in kept)
+        kept += engine.step()
+    answers = [output.outputs[0] for output in kept]
+    whole = answers[-1]
+    assert whole.logprobs is not None
+    for count, answer in enumerate(answers, start=1):  # read only now
+        assert (answer.num_tokens, answer.token_ids) == (count, whole.token_ids[:count])
+        assert answer.logprobs == whole.logprobs[:count]
+        assert answer.text == whole.text[: len(answer.text)]
+    assert [len(answer.text) for answer in answers] == sorted({len(answer.text) for answer in answers})
+    assert [output.finished for output in kept] == [False] * 4 + [True]
 
 
 # Abort

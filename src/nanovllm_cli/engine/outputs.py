@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 
@@ -62,8 +62,7 @@ class CompletionOutput:
         return tuple(self.all_logprobs[self.num_tokens - len(self.delta_ids) : self.num_tokens])
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
+class RequestMetrics(NamedTuple):
     """Seconds on time.monotonic's clock; counts in tokens.
 
     arrival: when it was added. first_scheduled: when its prompt first ran. first_token, finished: None until they
@@ -85,8 +84,7 @@ class RequestMetrics:
     num_held_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """A request after a step in which something of it changed (a prefill chunk counts).
 
     pooled: [hidden] of a text that was embedded, with its last output; not normalised.

@@ -102,7 +102,7 @@ def _joined(first: RequestOutput, last: RequestOutput) -> RequestOutput:
     """`last`, with deltas that begin where those of `first` do."""
     if first is last:
         return last
-    return dataclasses.replace(last, outputs=tuple(map(_joined_answer, first.outputs, last.outputs)))
+    return last._replace(outputs=tuple(map(_joined_answer, first.outputs, last.outputs)))
 
 
 def _joined_answer(first: CompletionOutput, last: CompletionOutput) -> CompletionOutput:
