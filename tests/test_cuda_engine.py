@@ -267,7 +267,8 @@ def test_a_constraint_that_cannot_be_met_says_so(folder: Path) -> None:
 
 
 def test_guided_answers_outlive_preemption_and_want_more_seats_than_there_are(folder: Path) -> None:
-    """Slots are written anew in the middle of an answer."""
+    """Slots are written anew in the middle of an answer. The seed lies away from near-ties, which bf16's rounding
+    may decide otherwise on either device."""
     form = Constraint("regex", "([0-9]{2}-){9}")
     asked = replace(FILTERED, seed=9, constraint=form, n=6, max_tokens=30)
     wanted = [(PROMPTS[2], asked), (PROMPTS[0], greedy(30, constraint=form))]

@@ -109,8 +109,8 @@ def test_what_a_guess_costs_and_gives_is_counted(folder: Path) -> None:
     assert (other.metrics.num_guessed_tokens, other.metrics.num_held_tokens) == (0, 0)
 
 
-def test_a_draw_that_fails_behind_a_guess_is_the_next_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sequence keeps what it drew before, and ends with the error that it would have had without guesses."""
+def test_a_draw_that_fails_behind_a_guess_ends_its_sequence_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it drew before, and with the error that it would have had without guesses."""
 
     def failing_at(count: int) -> list[Any]:
         engine = engine_with(folder, count)

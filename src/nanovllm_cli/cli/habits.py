@@ -88,7 +88,7 @@ _EXPLAINED = {
     ("-md", "--model-draft", "--draft-model", "--speculative-config"):
         "drafting by a second model is not supported; --speculate 8 guesses by what the text repeats",
     ("--spec-type", "--draft", "--draft-n", "--draft-max", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m",
-     "--spec-draft-n-max", "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):
+     "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):
         "--speculate 8 guesses up to eight tokens a step by what the text repeats",
     ("--mirostat", "--samplers", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",

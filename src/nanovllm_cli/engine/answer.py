@@ -92,15 +92,14 @@ class Answer:
     def take(self, drawn: Drawn) -> int:
         """Adds what one step drew, up to where the answer ends; returns how many tokens that is. An exception in detokenizing
         ends it with "error"."""
-        if drawn.error is not None:
-            self.fail(drawn.error, unmeetable=drawn.unmeetable)
-            return 0
         before = len(self._ids)
         try:
             for token_id in drawn.token_ids:
                 self._add(token_id)
                 if self.finish_reason is not None:
                     break
+            if drawn.error is not None and self.finish_reason is None:
+                self.fail(drawn.error, unmeetable=drawn.unmeetable)
             if drawn.ends and self.finish_reason in (None, "length"):
                 if self.finish_reason is None:
                     self._flush()

@@ -124,9 +124,8 @@ class DeviceSampler:
     def draw_guided(self, seq_ids: Sequence[int], logits: torch.Tensor, first: int) -> None:
         """From logits [B, V] for these, which are seated, as rows first, first + 1, … What they drew before has been read. Their
         masks are computed here, while the device is busy with the logits."""
-        states = [self._states[seq_id] for seq_id in seq_ids]
-        slots = [state.slot for state in states if state.slot is not None]
-        rows = self._masks.put([state.guided for state in states if state.guided is not None], slots)
+        answers = [guided for seq_id in seq_ids if (guided := self._states[seq_id].guided) is not None]
+        rows = self._masks.put(answers, self.seat(seq_ids))
         only_greedy, has_logprobs = self.needs(seq_ids)
         buffers = self.buffers.part(first, rows)
         sample(self._launcher, logits, self.table, buffers, only_greedy=only_greedy, has_logprobs=has_logprobs)

@@ -95,8 +95,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What one sequence drew in this step: several tokens where guesses held. `error` ends that sequence alone; its token_ids are
-    then empty. `ends`: its constraint is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty
+    """What one sequence drew in this step: several tokens where guesses held. `error` ends that sequence alone, behind its
+    token_ids. `ends`: its constraint is fulfilled and nothing can follow, so that the answer ends here; token_ids may be empty
     then, too. `unmeetable`: the error is what the request asked for."""
 
     seq_id: int

@@ -84,8 +84,7 @@ class Runner:
         return StepOutput(drawn, prompt_logprobs, pooled)
 
     def _draw(self, draws: list[_Draw], logits: torch.Tensor) -> list[Drawn]:
-        """A token for each, and one more behind every guess that was drawn. Where a later one fails, nothing is said of it: the
-        next step draws it again, from the same logits."""
+        """A token for each, and one more behind every guess that was drawn."""
         drawn = {draw.seq_id: found for draw, found in self._sample(draws, logits, 0)}
         going = draws
         for depth in range(1, 1 + max(len(draw.guesses) for draw in draws)):
@@ -93,8 +92,7 @@ class Runner:
             if not going:
                 break
             for draw, found in self._sample(going, logits, depth):
-                if found.error is None:
-                    drawn[draw.seq_id] = _joined(drawn[draw.seq_id], found)
+                drawn[draw.seq_id] = _joined(drawn[draw.seq_id], found)
         return [drawn[draw.seq_id] for draw in draws]
 
     def _sample(self, draws: list[_Draw], logits: torch.Tensor, depth: int) -> zip[tuple[_Draw, Drawn]]:

@@ -274,7 +274,7 @@ class Scheduler:
                 targets,
                 len(sequence.request.prompt_ids),
                 sequence.request.pooling,
-                max(0, end - len(sequence.token_ids)) if draws else 0,
+                max(0, end - len(sequence.token_ids)),
             )
         )
         self._shares.append(_Share(sequence, fed, draws))
