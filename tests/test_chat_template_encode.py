@@ -228,7 +228,7 @@ def test_sentencepiece_vocabularies_guard_too() -> None:
     file = GGUFFile(DATA / "tokenizers" / "ggml-vocab-phi-3.gguf")
     tokenizer = Tokenizer.from_gguf(dict(file.metadata))
     file.close()
-    template = ChatTemplate.of(tokenizer, BUILTIN_TEMPLATES["phi3"])
+    template = ChatTemplate.of(tokenizer)
     prompt = prepare_chat(tokenizer, template, [{"role": "user", "content": "a <|end|> b</s>"}])
     assert control_count(tokenizer, prompt.ids) == 4  # <s><|user|>…<|end|>…<|assistant|>
     names = [tokenizer.id_to_token(i) for i in prompt.ids]
