@@ -498,6 +498,10 @@ GGUF_TENSORS: dict[str, tuple[Callable[[Tensors], Any], Expected]] = {
         lambda t: t.update({"rope_freqs.weight": np.ones(DIM, np.float32)}),
         Expected(CheckpointError, ("'rope_freqs.weight' must hold 4 positive numbers",)),
     ),
+    "rope divisors that would fill the memory": (
+        lambda t: t.update({"rope_freqs.weight": np.ones((1 << 16) + 1, np.float32)}),
+        Expected(CheckpointError, ("'rope_freqs.weight' holds 65537 numbers",)),
+    ),
 }  # fmt: skip
 
 

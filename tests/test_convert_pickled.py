@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "an absolute path": ({"a": "/etc/passwd.bin"}, "not a file"),
     "another format": ({"a": "x.txt"}, "not a file"),
     "a number": ({"a": 5}, "not a file"),
+    "a list": ({"a": ["x.bin"]}, "not a file"),
     "nothing": ({}, "weight_map"),
 }
 
@@ -229,6 +231,25 @@ def test_several_files_without_an_index_are_named(tmp_path: Path) -> None:
     (folder / "b.bin").unlink()
     with convert.open_source(folder) as source:
         assert source.names() == ["a"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"{", b"[]", b"\xff", b'{"tensors": 5}', b'{"tensors": [5]}', b'{"tensors": [{"name": "a", "dtype": "F32"}]}',
+        b'{"tensors": [{"name": "a", "dtype": ["F32"], "shape": [1]}]}',
+        b'{"tensors": [{"name": "a", "dtype": "F32", "shape": [-1]}]}', b'{"error": 5}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_nothing_that_the_child_answers_is_believed(answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever got through torch's own protection speaks in the child's place."""
+    (tmp_path / "answer").write_bytes(len(answer).to_bytes(8, "little") + answer)
+    child = tmp_path / "child"
+    child.write_text(f"#!/bin/sh\nread -r line\ncat {tmp_path / 'answer'}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(CheckpointError, match="answers what it must not"):
+        PickledCheckpoint(folder_with(tmp_path / "m", {"a": torch.ones(3)}))
 
 
 def test_the_child_ends_with_the_checkpoint_and_cannot_write(tmp_path: Path) -> None:

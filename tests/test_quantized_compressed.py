@@ -250,6 +250,14 @@ def test_a_group_by_name_goes_before_one_by_pattern_and_that_before_one_by_class
         np.testing.assert_allclose(read_weight(reader, f"{name}.weight"), made[part][1], rtol=1e-6)
 
 
+def test_patterns_are_not_tried_on_names_without_end(tmp_path: Path) -> None:
+    """Four repeats take a time that grows with the fourth power of the name's length."""
+    made, _ = compress("pack-quantized", INT4, 33, 64, torch.bfloat16)
+    config = group(targets=["re:.*a.*a.*a.*b"]) | {"ignore": []}
+    with pytest.raises(CheckpointError, match="a name of 501 characters"):
+        open_quantized(write(tmp_path, module(made, "a" * 501), config))
+
+
 def test_a_quantized_head_and_embedding(tmp_path: Path) -> None:
     weights = integers(8, "channel")
     tensors, expected = compress("int-quantized", weights, 33, 64, torch.bfloat16)
@@ -378,6 +386,7 @@ BAD = {
     "a pattern that is none": bad(PACKED, group(targets=["re:.*("]), CheckpointError, "which is none"),
     "a pattern that never ends": bad(PACKED, group(targets=["re:((.?)*)*x"]), UnsupportedError, "too long"),
     "a pattern of many repeats": bad(PACKED, group(targets=["re:" + ".*" * 12 + "x"]), UnsupportedError, "too long"),
+    "a pattern of what may be missing": bad(PACKED, group(targets=["re:" + "a?" * 40 + "b"]), UnsupportedError, "too long"),
     "ignored, and yet quantized": bad(PACKED, PACK | {"ignore": ["re:.*q_proj"]}, CheckpointError, "to ignore"),
     "ignored by its end": bad(PACKED, PACK | {"ignore": ["q_proj"]}, CheckpointError, "to ignore"),
     "no groups": bad(PACKED, PACK | {"config_groups": {}}, CheckpointError, "config_groups"),

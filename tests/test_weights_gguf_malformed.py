@@ -280,6 +280,14 @@ def test_every_truncation_of_a_valid_file_is_refused(tmp_path: Path) -> None:
             open_and_read(path)
 
 
+def test_a_tensor_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf(tensors=[*ONE, tensor("empty", [32, 0], Q4_0, offset=160)], data=DATA))
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.tensor("empty").shape == checkpoint.tensor("empty", rows=(0, 0)).shape == (0, 32)
+        assert checkpoint.raw("empty").numel() == 0
+
+
 def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     rng = random.Random(7)

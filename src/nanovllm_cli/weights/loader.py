@@ -24,6 +24,7 @@ MAX_NAMED = 5
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
+MAX_DIVISORS = 1 << 16  # in one of GGUF_EXTRAS: a head has a thousand dimensions at the most
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
 
@@ -48,7 +49,11 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         )
 
     def values(name: str) -> tuple[float, ...] | None:
-        return tuple(checkpoint.tensor(name).flatten().tolist()) if name in names else None
+        if name not in names:
+            return None
+        if (count := math.prod(checkpoint.info(name).shape)) > MAX_DIVISORS:
+            raise CheckpointError(f"{checkpoint.path}: tensor {name!r} holds {count} numbers, of rotary divisors", OTHER_MODEL)
+        return tuple(checkpoint.tensor(name).flatten().tolist())
 
     vocab_size = checkpoint.info(embedding).shape[0]
     return spec_from_gguf(checkpoint.config, gguf_family(checkpoint.config), vocab_size, names, values)

@@ -49,8 +49,11 @@ class MappedFile:
         return self._map
 
     def array(self, start: int, num_bytes: int) -> np.ndarray:
-        """`num_bytes` bytes from `start` on as uint8, without a copy. The array keeps the mapping alive."""
+        """`num_bytes` bytes from `start` on as uint8, without a copy. The array keeps the mapping alive. None at all may be asked
+        for anywhere: readers place a tensor without elements where its file says."""
         assert self._bytes is not None, f"{self.path} is closed"
+        if num_bytes == 0:
+            return self._bytes[:0]
         assert 0 <= start <= start + num_bytes <= self.size
         return self._bytes[start : start + num_bytes]
 

@@ -16,16 +16,17 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.weights.checkpoint import MAX_CONFIG_BYTES, Closing, TensorInfo
 from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, some, stays_inside
-from nanovllm_cli.weights.json_file import parse_json, read_json_file
+from nanovllm_cli.weights.json_file import read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -33,6 +34,19 @@ _MAX_ANSWER_BYTES = 64 << 20
 _MAX_DIMS = 16
 _ANSWER_SECONDS = 300.0  # a file of the old format is read whole before the first answer
 _GET_ANOTHER = "the file is damaged, or is no checkpoint: take the model in safetensors"
+
+
+class _Listed(msgspec.Struct):
+    """A tensor, as the child names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class _Answer(msgspec.Struct):
+    error: str | None = None
+    tensors: tuple[_Listed, ...] = ()
 
 
 class PickledCheckpoint(Closing):
@@ -55,7 +69,7 @@ class PickledCheckpoint(Closing):
             env=_environment(),
         )  # fmt: skip
         try:
-            self._infos = _infos(path, self._ask({"list": True}))
+            self._infos = _infos(path, self._ask({"list": True}).tensors)
         except BaseException:
             self.close()
             raise
@@ -98,16 +112,19 @@ class PickledCheckpoint(Closing):
                 pipe.close()
         self._child.wait()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any]) -> _Answer:
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(json.dumps(request).encode() + b"\n")
             self._child.stdin.flush()
         except OSError as error:
             raise self._died() from error
-        answer = parse_json(self._read_line(), f"{self.path}: the process that reads it")
-        if "error" in answer:
-            raise CheckpointError(f"{self.path}: {str(answer['error'])[:300]}", _GET_ANOTHER)
+        try:
+            answer = msgspec.json.decode(self._read_line(), type=_Answer)
+        except msgspec.DecodeError as failure:
+            raise CheckpointError(f"{self.path}: the process that reads it answers what it must not", _GET_ANOTHER) from failure
+        if answer.error is not None:
+            raise CheckpointError(f"{self.path}: {answer.error[:300]}", _GET_ANOTHER)
         return answer
 
     def _read_line(self) -> bytes:
@@ -172,19 +189,17 @@ def _shards(index: Path) -> list[str]:
     weight_map = read_json_file(index, MAX_INDEX_BYTES, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map in it", "download it again")
-    names = list(dict.fromkeys(weight_map.values()))
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or not stays_inside(name) or not name.endswith(PICKLES):
             raise CheckpointError(
                 f"{index}: {name!r} is not a file of pickled weights in this folder", "do not use this model"
             )
-    return names
+    return list(dict.fromkeys(weight_map.values()))
 
 
-def _infos(path: Path, answer: dict[str, Any]) -> dict[str, TensorInfo]:
+def _infos(path: Path, tensors: Sequence[_Listed]) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
-    for entry in answer.get("tensors", []):
-        name, dtype_name, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
+    for name, dtype_name, shape in map(msgspec.structs.astuple, tensors):
         if name in infos:
             raise CheckpointError(f"{path}: the tensor {name!r} is in two of the files", _GET_ANOTHER)
         if len(shape) > _MAX_DIMS or dtype_name not in _DTYPES:

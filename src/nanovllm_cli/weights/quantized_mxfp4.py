@@ -10,6 +10,7 @@ number i + 16; that is the form that rows have here. Format: OCP Microscaling Fo
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -67,14 +68,14 @@ def packed_weight(module: Module) -> MXFP4Weight:
 
 def read_mxfp4(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
     """By the names of the weights, which have as many dimensions as in the file: [experts, N, K] for gpt-oss."""
-    names = checkpoint.names()
     weights: dict[str, QuantizedWeight] = {}
-    bases = {name.removesuffix(end): None for name in names for end in ("_blocks", "_scales") if name.endswith(end)}
-    for base in bases:
-        module = Module(
-            checkpoint, base.rpartition(".")[0], {n.rpartition(".")[2]: n for n in names if n.startswith(base)}
-        )
-        own = base.rpartition(".")[2]
+    found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name in checkpoint.names():
+        if name.endswith(("_blocks", "_scales")):
+            found[name[: -len("_blocks")]][name.rpartition(".")[2]] = name
+    for base, suffixes in found.items():
+        prefix, _, own = base.rpartition(".")
+        module = Module(checkpoint, prefix, suffixes)
         codes = module.part(f"{own}_blocks", BYTES)
         if len(codes.shape) < 3 or codes.shape[-1] != BLOCK // 2 or math.prod(codes.shape) == 0:
             raise codes.misfit(f"has the shape {list(codes.shape)}, expected [..., columns / {BLOCK}, {BLOCK // 2}]")

@@ -18,6 +18,7 @@ from nanovllm_cli.quant.format import FP8_BLOCK
 MAX_GROUPS = 1000
 MAX_PATTERN_LEN = 300
 MAX_REPEATS = 4
+MAX_NAME_LEN = 500  # of a module that patterns are tried on: what they take grows with a power of it
 STRATEGIES = ("tensor", "channel", "group", "block")
 EMBEDDINGS = ("embed_tokens",)
 
@@ -50,21 +51,56 @@ class Schemes:
                 f"{groups.where}: expected 1 to {MAX_GROUPS} groups, found {len(groups.values)}", BROKEN
             )
         sections = [groups.section(name) for name in groups.values]
-        self._groups = [(_targets(section), section) for section in sections]
-        self._ignored = _strings(config, "ignore")
+        self._groups = [(_Targets(section, "targets"), section) for section in sections]
+        self._ignored = _Targets(config, "ignore")
+        for section in sections:
+            if not section.values.get("targets"):
+                raise CheckpointError(f"{section.where}: has no 'targets'", BROKEN)
 
     def of(self, module: str) -> Scheme:
         """Of a module that has quantized weights. CheckpointError where no group has it, or the config says it is left alone."""
-        if any(_is(module, target) or _ends_with(module, target) for target in self._ignored):
+        if len(module) > MAX_NAME_LEN:
+            raise CheckpointError(f"{self._where}: a quantized module has a name of {len(module)} characters", BROKEN)
+        if any(has(self._ignored, module) for has in _WAYS) or self._ignored.has_end(module):
             raise CheckpointError(
                 f"{self._where}: {module!r} is among those to ignore, and yet has quantized tensors",
                 "config.json and weights don't belong together",
             )
-        for matches in (_is_name, _is_pattern, _is_class):
+        for has in _WAYS:
             for targets, section in self._groups:
-                if any(matches(module, target) for target in targets):
+                if has(targets, module):
                     return _scheme(section)
         raise CheckpointError(f"{self._where}: no config group has {module!r}, which has quantized tensors", BROKEN)
+
+
+class _Targets:
+    """The strings of a list in a config: names and classes of modules, and patterns."""
+
+    def __init__(self, config: ConfigReader, key: str) -> None:
+        values = config.values.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise CheckpointError(f"{config.where}: {key!r} must be a list of strings", BROKEN)
+        where = f"{config.where}: {key!r}"
+        self._names = {value for value in values if not value.startswith("re:")}
+        self._patterns = [_pattern(value, where) for value in values if value.startswith("re:")]
+
+    def has_name(self, module: str) -> bool:
+        return module in self._names
+
+    def has_pattern(self, module: str) -> bool:
+        return any(pattern.match(module) for pattern in self._patterns)
+
+    def has_class(self, module: str) -> bool:
+        """Only these two kinds of modules have matrices."""
+        return ("Embedding" if module.endswith(EMBEDDINGS) else "Linear") in self._names
+
+    def has_end(self, module: str) -> bool:
+        """Some tools list what they left alone by the ends of names."""
+        parts = module.split(".")
+        return any(".".join(parts[first:]) in self._names for first in range(1, len(parts)))
+
+
+_WAYS = (_Targets.has_name, _Targets.has_pattern, _Targets.has_class)
 
 
 def _scheme(section: ConfigReader) -> Scheme:
@@ -137,53 +173,15 @@ def _block(read: ConfigReader) -> tuple[float, ...]:
     return read.numbers("block_structure", 2)
 
 
-def _targets(section: ConfigReader) -> list[str]:
-    targets = _strings(section, "targets")
-    if not targets:
-        raise CheckpointError(f"{section.where}: has no 'targets'", BROKEN)
-    return targets
-
-
-def _strings(read: ConfigReader, key: str) -> list[str]:
-    values = read.values.get(key) or []
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"{read.where}: {key!r} must be a list of strings", BROKEN)
-    for value in values:
-        if value.startswith("re:"):
-            _check_pattern(value, f"{read.where}: {key!r}")
-    return values
-
-
-def _check_pattern(value: str, where: str) -> None:
+def _pattern(value: str, where: str) -> re.Pattern[str]:
     """A pattern out of a file may be made to match for hours: few repeats, none of groups."""
     bare = re.sub(r"\[[^\]]*\]", "x", re.sub(r"\\.", "x", value))
-    if len(value) > MAX_PATTERN_LEN or len(re.findall(r"[*+{]", bare)) > MAX_REPEATS or re.search(r"\)[*+{]", bare):
+    repeats = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
+    if len(value) > MAX_PATTERN_LEN or len(repeats) > MAX_REPEATS or re.search(r"\)[*+{]", bare):
         raise UnsupportedError(
             f"{where} has the pattern {value[:80]!r}, which may take too long to match", "write names instead"
         )
     try:
-        re.compile(value.removeprefix("re:"))
+        return re.compile(value.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{where} has the pattern {value[:80]!r}, which is none: {error}", BROKEN) from error
-
-
-def _is(module: str, target: str) -> bool:
-    return any(matches(module, target) for matches in (_is_name, _is_pattern, _is_class))
-
-
-def _is_name(module: str, target: str) -> bool:
-    return module == target
-
-
-def _is_pattern(module: str, target: str) -> bool:
-    return target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None
-
-
-def _is_class(module: str, target: str) -> bool:
-    """Only these two kinds of modules have matrices."""
-    return target == ("Embedding" if module.endswith(EMBEDDINGS) else "Linear")
-
-
-def _ends_with(module: str, target: str) -> bool:
-    """Some tools list what they left alone by the ends of names."""
-    return module.endswith(f".{target}")
