@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGUFValueType
+from gguf.gguf_writer import GGUFValue
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -473,6 +476,31 @@ def test_any_architecture_can_change_its_dtype(tmp_path: Path) -> None:
     found = load_file(tmp_path.parent / "any-half" / "model.safetensors")
     assert torch.equal(found["a"], values["a"].half())
     assert torch.equal(found["codes"], values["codes"])
+
+
+def test_halves_of_surrogate_pairs_are_carried(tmp_path: Path) -> None:
+    """JSON can say them, UTF-8 can't."""
+    folder = make(tmp_path / "m", LlamaConfig(**BASE))
+    config = json.loads((folder / "config.json").read_text()) | {"note": "\ud800 é"}
+    (folder / "config.json").write_text(json.dumps(config))
+    converted(folder, tmp_path / "half", "hf", "f16")
+    assert json.loads((tmp_path / "half" / "config.json").read_text(encoding="utf-8"))["note"] == "\ud800 é"
+
+
+def test_settings_without_a_word_in_json_are_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", LlamaConfig(**BASE))
+    config = (folder / "config.json").read_text().rstrip()
+    (folder / "config.json").write_text(f'{config[:-1]}, "note": 1e999}}')  # which Python reads as infinite
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
+        converted(folder, tmp_path / "half", "hf", "f16")
+    (folder / "config.json").write_text(config)
+    with convert.open_source(folder) as source:
+        made = convert.plan(source, "gguf")
+        made.header["general.sampling.temp"] = GGUFValue(math.nan, GGUFValueType.FLOAT32)
+        convert.write(source, made, tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
+        converted(tmp_path / "m.gguf", tmp_path / "back", "hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
 
 
 def test_blocks_become_floats_that_lose_nothing(tmp_path: Path) -> None:

@@ -429,3 +429,12 @@ def test_what_only_a_gpu_has_is_said_on_a_cpu(settings: dict[str, Any], said: st
     heard: list[str] = []
     select_platform(EngineConfig(device="cpu", **settings), Notes())
     assert [line[: len(said)] for line in heard] == ([said] if said else [])
+
+
+def test_no_revision_is_remembered_outside_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    for revision in ("../../escaped", "x/../../escaped", str(tmp_path / "escaped"), ""):
+        hub.remember_revision("org/m", revision, "c" * 40)
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]  # the folder of all tests in this file
+    hub.remember_revision("org/m", "refs/pr/1", "c" * 40)
+    assert (tmp_path / "cache" / "models--org--m" / "refs" / "refs" / "pr" / "1").read_text() == "c" * 40

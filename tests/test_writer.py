@@ -105,6 +105,25 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path: Path, ext
     assert names(tmp_path / "home") == sorted(["config.json", extra])
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "src.bin", "tokenizer.json", "additional_chat_templates"])
+def test_what_lies_in_folders_of_a_model_is_never_replaced(tmp_path: Path, name: str) -> None:
+    home = tmp_path / "home"
+    (home / name).mkdir(parents=True)
+    (home / "config.json").write_text("{}")
+    (home / name / "thesis.docx").write_text("years")
+    with pytest.raises(UsageError, match=name):
+        OutputFolder(home, replace=True)
+    (home / name / "thesis.docx").rename(home / name / "tools.jinja")
+    if name == "additional_chat_templates":
+        check_replaceable(home)
+
+
+@pytest.mark.parametrize("kind", [OutputFile, OutputFolder])
+def test_the_root_is_never_replaced(kind: type[OutputFile | OutputFolder]) -> None:
+    with pytest.raises(UsageError, match="not replaced"):
+        kind(Path("/"), replace=True)
+
+
 def test_a_folder_that_is_no_model_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.md").write_text("dear")

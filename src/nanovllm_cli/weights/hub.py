@@ -34,6 +34,7 @@ from nanovllm_cli.errors import (
     NanovllmError,
 )
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.weights.files import stays_inside
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ def read_range(repo: str, commit: str, name: str, first: int, count: int, token:
 def remember_revision(repo: str, revision: str, commit: str) -> None:
     """Writes `refs/<revision>`, as `huggingface_hub` does: whole or not at all. A read-only cache is left alone."""
     path = repo_folder(repo) / "refs" / revision
-    if revision == commit or ".." in Path(revision).parts:
+    if revision == commit or not stays_inside(revision):
         return
     with suppress(OSError, ValueError):
         if path.is_file() and path.read_text() == commit:

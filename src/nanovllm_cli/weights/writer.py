@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
-from nanovllm_cli.errors import DoesNotFitError, OutputError, UsageError
+from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
 from nanovllm_cli.weights.files import PICKLES, is_setting, some
 
 SAFETENSORS_DTYPES = {
@@ -36,7 +36,8 @@ SAFETENSORS_DTYPES = {
 """torch's dtypes under the names of a safetensors header."""
 
 _MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".md", ".txt", *PICKLES)
-_MODEL_FILES = {"LICENSE", "NOTICE", ".gitattributes", "additional_chat_templates"}
+_MODEL_FILES = {"LICENSE", "NOTICE", ".gitattributes"}
+_TEMPLATES = "additional_chat_templates"
 
 
 class _Output:
@@ -45,13 +46,14 @@ class _Output:
     def __init__(self, target: Path, *, replace: bool) -> None:
         self.target = Path(os.path.realpath(target))
         self.replace = replace
-        self.temporary = self.target.with_name(f".{self.target.name}.partial")
+        self.temporary = self._neighbour("partial")
         self._shown = target
         self._handles: list[int] = []
         self._begun = False
 
-    def commit(self) -> None:
-        raise NotImplementedError
+    def _neighbour(self, kind: str) -> Path:
+        """Of "/" as well, which has no name."""
+        return self.target.parent / f".{self.target.name}.{kind}"
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +176,8 @@ class OutputFolder(_Output):
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         super().__init__(target, replace=replace)
-        self._old = self.target.with_name(f".{self.target.name}.replaced")
-        self._discarded = self.target.with_name(f".{self.target.name}.discarded")
+        self._old = self._neighbour("replaced")
+        self._discarded = self._neighbour("discarded")
         try:
             self._recover()
             self._check_target()
@@ -241,16 +243,21 @@ def check_replaceable(folder: Path) -> None:
     """Raises UsageError where `folder` is no model, or holds anything else: replacing it would delete that."""
     if not folder.is_dir() or folder.is_symlink():
         raise UsageError(f"{folder}: not a folder, and so not replaced by one", "choose another output")
-    names = sorted(entry.name for entry in folder.iterdir())
-    others = [
-        name for name in names if not (is_setting(name) or name in _MODEL_FILES or name.endswith(_MODEL_SUFFIXES))
-    ]
+    entries = sorted(folder.iterdir())
+    names = [entry.name for entry in entries]
+    others = [entry.name for entry in entries if not _is_of_a_model(entry)]
     is_model = "config.json" in names or any(name.endswith(".gguf") for name in names)
     if names and (others or not is_model):
         raise UsageError(
             f"{folder}: not replaced, because there is more in it than a model: {some(others or names)}",
             "choose another output",
         )
+
+
+def _is_of_a_model(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name == _TEMPLATES and all(file.suffix == ".jinja" for file in entry.iterdir())
+    return is_setting(entry.name) or entry.name in _MODEL_FILES or entry.name.endswith(_MODEL_SUFFIXES)
 
 
 def check_room(target: Path, num_bytes: int) -> None:
@@ -306,7 +313,7 @@ class SafetensorsWriter:
             }
             end += tensor.num_bytes
             self._left.append((tensor.name, tensor.num_bytes))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text = _encoded(json.dumps(header, separators=(",", ":"), ensure_ascii=False))
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
 
@@ -351,7 +358,18 @@ def index_file(groups: list[list[TensorOut]]) -> bytes:
 
 
 def as_json(value: Mapping[str, object]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """CheckpointError for numbers that JSON has no word for."""
+    try:
+        return _encoded(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    except ValueError as error:
+        raise CheckpointError(
+            "the model's settings hold a number that is infinite or NaN", "the file is damaged: download it again"
+        ) from error
+
+
+def _encoded(json_text: str) -> bytes:
+    """Halves of surrogate pairs, which strings of JSON may hold and UTF-8 may not, as the escapes that JSON has for them."""
+    return json_text.encode("utf-8", "backslashreplace")
 
 
 def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
