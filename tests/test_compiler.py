@@ -7,10 +7,11 @@ import stat
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import pytest
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.kernels import compiler, norm
+from nanovllm_cli.kernels import compiler, cpu, norm
 from nanovllm_cli.kernels.compiler import Compiled
 from nanovllm_cli.kernels.kernel import Kernel
 
@@ -58,6 +59,19 @@ def test_second_compilation_comes_from_the_cache(cache: Path, compilations: list
     assert len(compilations) == 1
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert stat.S_IMODE(entry(cache).stat().st_mode) == 0o600
+
+
+def test_a_relative_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As XDG asks: code would lie in whatever folder a command is called from, and be missed in all others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+    monkeypatch.chdir(tmp_path)
+    compiler.compile(KERNEL, "sm_80")
+    cpu._use_own_cache_folder()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert len(list((tmp_path / "home/.cache/nanovllm/cuda").iterdir())) == 1
+    assert numba.config.CACHE_DIR.startswith(str(tmp_path / "home/.cache/nanovllm/kernels/"))
 
 
 @pytest.mark.parametrize("change", ["architecture", "constants", "options", "header", "source", "driver", "entry"])

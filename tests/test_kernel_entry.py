@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+import torch
 from numba import carray
 from numba.core.dispatcher import Dispatcher
 
@@ -182,6 +184,25 @@ def test_threads_that_start_kernels_at_once_take_turns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", THREADS, str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("workqueue -1.0 -1.0\n", 0), done.stderr
+
+
+def test_what_another_thread_computes_meanwhile_is_not_recorded() -> None:
+    """Two models in one process: one records a step while the other takes one."""
+    found = []
+    with cpu.Program(cpu.MemoryPool()):
+        other = threading.Thread(target=lambda: found.append(cpu.gated_activation(torch.ones(3, 16), "silu")))
+        other.start()
+        other.join()
+        mine = cpu.gated_activation(torch.ones(1, 16), "silu").fill_(0)
+    expected = 1 / (1 + np.exp(-1))
+    assert torch.allclose(found[0], torch.full((3, 8), expected))
+    assert not mine.any(), "it is the one that is recorded, and has not run"
+
+
+def test_what_breaks_a_recording_off_comes_out_as_it_is() -> None:
+    with pytest.raises(MemoryError), cpu.Program(cpu.MemoryPool()):
+        raise MemoryError
+    assert cpu.gated_activation(torch.zeros(1, 2), "silu").tolist() == [[0.0]], "nothing is recorded any more"
 
 
 def test_no_two_compiled_functions_of_a_module_have_one_name() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.folders import cache_folder
 from nanovllm_cli.kernels.kernel import SOURCES, Kernel, read_sources
 
 # C++20 as in the tests' emulation. Denormal fp32 numbers are taken for zero, which makes division and square roots cheaper.
@@ -203,13 +204,9 @@ def _install_wheels(major: str) -> str:
 # ---- the cache ----
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "cuda"
-
-
 def _load(key: str) -> Compiled | None:
     """A sound entry, or None; a broken one is removed."""
-    path = cache_folder() / key
+    path = cache_folder() / "cuda" / key
     content = _read_own(path)
     if content is None:
         return None
@@ -225,7 +222,7 @@ def _load(key: str) -> Compiled | None:
 def _store(key: str, compiled: Compiled) -> None:
     """Under a temporary name first, so that no reader meets half an entry; on disk before it gets its name."""
     body = json.dumps(compiled.resources).encode() + b"\n" + compiled.cubin
-    folder = cache_folder()
+    folder = cache_folder() / "cuda"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(folder.lstat()):

@@ -12,6 +12,7 @@ import itertools
 import math
 import mmap
 import os
+import threading
 import weakref
 from pathlib import Path
 
@@ -19,21 +20,23 @@ import numba
 import numpy as np
 import torch
 
+from nanovllm_cli.folders import cache_folder
+
 
 def _use_own_cache_folder() -> None:
     """Numba's own cache key misses changes in the functions a kernel calls; a folder named by all sources does not."""
     digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    numba.config.CACHE_DIR = str(base / "nanovllm" / "kernels" / digest.hexdigest()[:16])
+    numba.config.CACHE_DIR = str(cache_folder() / "kernels" / digest.hexdigest()[:16])
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
     _use_own_cache_folder()
 from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
 from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
-from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS  # noqa: E402
+from nanovllm_cli.kernels.simd import TILE_COLUMNS  # noqa: E402
+from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
 
 CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -49,27 +52,30 @@ TASKS_A_THREAD = 2
 """Of attention, where one task is a whole sequence's for a KV head: fewer leave threads idle."""
 
 
-class _State:
-    """Threads that the calling thread's next kernel uses, and at most (asking numba costs a microsecond, so only changes are
-    told); and the recording that is going on, if any."""
+class _Thread(threading.local):
+    """Of the calling thread, as two models may run in one process: threads that its next kernel uses, and at most (asking numba
+    costs a microsecond, so only changes are told); and its recording that is going on, if any."""
 
     most = current = 0
     recording: Program | None = None
 
 
+_thread = _Thread()
+
+
 def set_num_threads(threads: int) -> None:
     """For kernels of the calling thread. Torch is left one thread: two pools that wait by spinning rob each other."""
-    _State.most = _State.current = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
-    numba.set_num_threads(_State.most)
+    _thread.most = _thread.current = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(_thread.most)
     torch.set_num_threads(1)
 
 
 def use_threads_for(work: float) -> None:
     """Choose the threads for kernels of so many multiply-adds. It changes who computes, never what: every bit is the same."""
-    threads = 1 if work < SERIAL_WORK else _State.most or numba.config.NUMBA_NUM_THREADS
-    if threads != _State.current:
+    threads = 1 if work < SERIAL_WORK else _thread.most or numba.config.NUMBA_NUM_THREADS
+    if threads != _thread.current:
         numba.set_num_threads(threads)
-        _State.current = threads
+        _thread.current = threads
 
 
 # ---- memory ----
@@ -128,12 +134,14 @@ class Program:
         self._rows = self._arguments = torch.empty(0)
 
     def __enter__(self) -> Program:
-        assert _State.recording is None
-        _State.recording = self
+        assert _thread.recording is None
+        _thread.recording = self
         return self
 
-    def __exit__(self, *_: object) -> None:
-        _State.recording = None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _thread.recording = None
+        if kind is not None:
+            return
         sizes = [len(arguments) for _, arguments in self._steps]
         assert all(size % ALIGNMENT == 0 for size in sizes)
         self._arguments = torch.frombuffer(bytearray(b"".join(arguments for _, arguments in self._steps)), dtype=torch.int64)
@@ -153,15 +161,15 @@ class Program:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What a kernel writes to, of the recording if there is one."""
-    if _State.recording is not None:
-        return _State.recording.pool.empty(shape, dtype)
+    if _thread.recording is not None:
+        return _thread.recording.pool.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
 
 
 def launch(kernel: Kernel, work: int, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
     """Run a kernel, or write it into the recording. work: its multiply-adds. tags: `tags_of` its element types."""
-    if _State.recording is not None:
-        _State.recording.add(kernel.step(tags, ints, floats), work)
+    if _thread.recording is not None:
+        _thread.recording.add(kernel.step(tags, ints, floats), work)
         return
     use_threads_for(work)
     kernel.run(tags, ints, floats)
@@ -219,7 +227,7 @@ def matmul(
     tokens, width = x.shape
     pair = _PAIRS[x.dtype]
     if width % pair:
-        assert _State.recording is None, "an odd width needs a copy, which can't be recorded"
+        assert _thread.recording is None, "an odd width needs a copy, which can't be recorded"
         x, width = torch.nn.functional.pad(x, (0, 1)), width + 1
     assert packed.numel() == packed_size(num_rows, width, x.dtype)
     out = new_tensor((tokens, num_rows), out_dtype)
@@ -335,7 +343,7 @@ def attention_tiles(query_starts: torch.Tensor, kv_lens: torch.Tensor, group: in
 def _num_splits(tasks: int, table_width: int) -> int:
     """Into how many parts of `cpu_attention.SPLIT` keys sequences are cut, so that no thread is without work: all that there may
     be, or 1. Like the number of threads it changes who computes, never what."""
-    enough = TASKS_A_THREAD * (_State.most or numba.config.NUMBA_NUM_THREADS)
+    enough = TASKS_A_THREAD * (_thread.most or numba.config.NUMBA_NUM_THREADS)
     return 1 if tasks >= enough else -(-table_width * BLOCK // cpu_attention.SPLIT)
 
 
