@@ -38,7 +38,8 @@ from nanovllm_cli.kernels.cpu_numbers import (
     whole_lines,
 )
 from nanovllm_cli.kernels.entry import fields, kernel, share
-from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd_ir import LANES
 from nanovllm_cli.kernels.simd_sums import sum_f32
 
 KEYS = TILE_COLUMNS

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.cpu_numbers import bits_of, float_of, store
-from nanovllm_cli.kernels.simd import prefetch, typed_pointer
+from nanovllm_cli.kernels.simd import by_type, prefetch, typed_pointer
 
 BLOCK = 16
 SCALE_BYTES = 4 * BLOCK
@@ -28,45 +28,13 @@ _INFINITY_BITS = np.uint32(0x7F800000)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
-def encode(kind: Any, row: Any, codes: Any) -> Any:
-    """codes = what `kind` keeps of a row of fp32; returns its scale."""
-    raise NotImplementedError("compiled code only")
-
-
-def put_scale(kind: Any, record: Any, num_codes: Any, offset: Any, scale: Any) -> Any:
-    """The scale of the row at `offset` in a record of so many codes."""
-    raise NotImplementedError("compiled code only")
-
-
-def take_scales(kind: Any, record: Any, num_codes: Any, target: Any) -> Any:
-    """target [16] fp32 = the scales of a record."""
-    raise NotImplementedError("compiled code only")
-
-
-def scale_by(kind: Any, row: Any, scales: Any) -> Any:
-    """row *= scales."""
-    raise NotImplementedError("compiled code only")
-
-
-def scratch_size(kind: Any, count: Any) -> Any:
-    """Elements of scratch that `readable` needs for so many codes."""
-    raise NotImplementedError("compiled code only")
-
-
-def readable(tag: Any, kind: Any, record: Any, num_codes: Any, scratch: Any, ahead: Any) -> Any:
-    """Where a record's codes lie as elements of the compute type: in the record itself, or now in scratch. Addresses.
-
-    Unpacking asks for the record at `ahead` line by line: records lie anywhere, and waiting for them took longer than the work.
-    """
-    raise NotImplementedError("compiled code only")
-
-
 def _is_dense(kind: Any) -> bool:
     return kind in (types.uint16, types.float32)
 
 
-@overload(encode)
-def _encode(kind, row, codes):
+@by_type()
+def encode(kind, row, codes):
+    """codes = what `kind` keeps of a row of fp32; returns its scale."""
     if _is_dense(kind):
 
         def as_it_is(kind, row, codes):
@@ -114,8 +82,9 @@ def _to_e4m3(x):
     return np.uint8(code | np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@overload(put_scale)
-def _put_scale(kind, record, num_codes, offset, scale):
+@by_type()
+def put_scale(kind, record, num_codes, offset, scale):
+    """The scale of the row at `offset` in a record of so many codes."""
     if _is_dense(kind):
         return lambda kind, record, num_codes, offset, scale: None
 
@@ -125,8 +94,9 @@ def _put_scale(kind, record, num_codes, offset, scale):
     return put
 
 
-@overload(take_scales)
-def _take_scales(kind, record, num_codes, target):
+@by_type()
+def take_scales(kind, record, num_codes, target):
+    """target [16] fp32 = the scales of a record."""
     if _is_dense(kind):
         return lambda kind, record, num_codes, target: None
 
@@ -138,8 +108,9 @@ def _take_scales(kind, record, num_codes, target):
     return take
 
 
-@overload(scale_by)
-def _scale_by(kind, row, scales):
+@by_type()
+def scale_by(kind, row, scales):
+    """row *= scales."""
     if _is_dense(kind):
         return lambda kind, row, scales: None
 
@@ -150,15 +121,20 @@ def _scale_by(kind, row, scales):
     return multiply
 
 
-@overload(scratch_size)
-def _scratch_size(kind, count):
+@by_type()
+def scratch_size(kind, count):
+    """Elements of scratch that `readable` needs for so many codes."""
     if _is_dense(kind):
         return lambda kind, count: 0
     return lambda kind, count: count
 
 
-@overload(readable)
-def _readable(tag, kind, record, num_codes, scratch, ahead):
+@by_type()
+def readable(tag, kind, record, num_codes, scratch, ahead):
+    """Where a record's codes lie as elements of the compute type: in the record itself, or now in scratch. Addresses.
+
+    Unpacking asks for the record at `ahead` line by line: records lie anywhere, and waiting for them took longer than the work.
+    """
     if _is_dense(kind):
         return lambda tag, kind, record, num_codes, scratch, ahead: record
     step = 32 if tag == types.uint16 else 16

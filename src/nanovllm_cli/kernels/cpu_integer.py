@@ -129,6 +129,17 @@ def record_bytes(width, step_bytes, group, scale, low):
 
 
 @njit(nogil=True, error_model="numpy")
+def records_of(width, step_bytes, group, scale, low):
+    """Of a tile: its columns with those that fill up the last step, how many records they are, and bytes: of a record but the
+    last, of all."""
+    padded = (width + STEP - 1) // STEP * STEP
+    num_chunks = (padded + CHUNK - 1) // CHUNK
+    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
+    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
+    return padded, num_chunks, full, tile_bytes
+
+
+@njit(nogil=True, error_model="numpy")
 def codes_at(width, group, scale, low):
     """See `record_kinds.RecordLayout.codes_at`."""
     groups = (width + group - 1) // group
@@ -223,10 +234,7 @@ def integer_matmul(arguments, thread, team):
         bias, out, out_stride,
     ) = fields(arguments)  # fmt: skip
     bits = step_bytes // UNIT_BYTES
-    padded = (width + STEP - 1) // STEP * STEP
-    num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
+    padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
@@ -304,10 +312,7 @@ def integer_rows(arguments, thread, team):
         out_tag, weight, ids, num_ids, width, step_bytes, group, scale, low, offset, unit, table, unpacker, order, out,
     ) = fields(arguments)  # fmt: skip
     bits = 8 if unpacker != 0 else step_bytes // UNIT_BYTES
-    padded = (width + STEP - 1) // STEP * STEP
-    num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
+    padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     columns = carray(typed_pointer(order, np.int32(0)), (width,))
     dst = carray(typed_pointer(out, out_tag), (num_ids, width))

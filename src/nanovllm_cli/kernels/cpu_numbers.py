@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.simd import (
+    by_type,
     dot64_bf16,
     dot64_f32,
     paged16_bf16,
@@ -73,25 +74,17 @@ def bits_of(typing: Any, number: Any) -> Any:
     return types.uint32(types.float32), code
 
 
-def load(array: Any, i: Any) -> Any:
+@by_type(inline="always")
+def load(array, i):
     """array[i] as fp32."""
-    raise NotImplementedError("compiled code only")
-
-
-def store(array: Any, i: Any, value: Any) -> Any:
-    """array[i] = fp32 value, rounded to nearest even where the array is bf16."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(load, inline="always")
-def _load(array, i):
     if array.dtype == types.uint16:
         return lambda array, i: float_of(np.uint32(array[i]) << np.uint32(16))
     return lambda array, i: array[i]
 
 
-@overload(store, inline="always")
-def _store(array, i, value):
+@by_type(inline="always")
+def store(array, i, value):
+    """array[i] = fp32 value, rounded to nearest even where the array is bf16."""
     if array.dtype == types.uint16:
 
         def store_bf16(array, i, value):
@@ -127,46 +120,28 @@ def exp_not_positive(x):
     return p * float_of(n << np.int32(23))
 
 
+@by_type()
 def dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
     """`simd.dot_tile` over 64 columns, for the element type of `tag`. Addresses and byte strides."""
-    raise NotImplementedError("compiled code only")
+    dot = dot64_bf16 if tag == types.uint16 else dot64_f32
+    return lambda tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add: dot(
+        rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, 0
+    )
 
 
+@by_type()
 def paged64(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
     """The same of a weight in pages, added to what is there: see `simd._make_tile`."""
-    raise NotImplementedError("compiled code only")
+    dot = paged64_bf16 if tag == types.uint16 else paged64_f32
+    return lambda tag, rows, x, xs, table, page_bits, begin, step, steps, out, os: dot(
+        rows, x, xs, table, page_bits, begin, step, steps, out, os
+    )
 
 
+@by_type()
 def paged16(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
     """The same over 16 columns."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(dot64)
-def _dot64(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
-    dot = dot64_bf16 if tag == types.uint16 else dot64_f32
-
-    def call(tag, rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add):
-        dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, 0)
-
-    return call
-
-
-@overload(paged64)
-def _paged64(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
-    dot = paged64_bf16 if tag == types.uint16 else paged64_f32
-
-    def call(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
-        dot(rows, x, xs, table, page_bits, begin, step, steps, out, os)
-
-    return call
-
-
-@overload(paged16)
-def _paged16(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
     dot = paged16_bf16 if tag == types.uint16 else paged16_f32
-
-    def call(tag, rows, x, xs, table, page_bits, begin, step, steps, out, os):
-        dot(rows, x, xs, table, page_bits, begin, step, steps, out, os)
-
-    return call
+    return lambda tag, rows, x, xs, table, page_bits, begin, step, steps, out, os: dot(
+        rows, x, xs, table, page_bits, begin, step, steps, out, os
+    )

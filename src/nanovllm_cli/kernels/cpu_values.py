@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import overload
 
-from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, record_bytes, unpack_panel, unpack_scales
+from nanovllm_cli.kernels.cpu_integer import codes_at, packed_code, records_of, unpack_panel, unpack_scales
 from nanovllm_cli.kernels.cpu_numbers import bits_of, dot64, float_of, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.record_kinds import CHUNK, MIN, STEP, SUB_MIN, TILE, ZERO
-from nanovllm_cli.kernels.simd import MAX_ROWS, typed_pointer
+from nanovllm_cli.kernels.simd import MAX_ROWS, by_type, typed_pointer
 from nanovllm_cli.kernels.simd_ir import UNIT_BYTES
 from nanovllm_cli.kernels.simd_unpack import PREFETCH_BYTES
 
@@ -56,12 +55,6 @@ def _value(code, kind, table, taken):
 def _upper(value):
     """The bf16 bits of an fp32 that is a bf16, in the lower half of 32 bits."""
     return bits_of(value) >> np.uint32(16)
-
-
-def fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
-    """codes u32 [units * 64], each four codes along k, become a panel of the compute type, as `dot64` reads weights. taken: fp32
-    [groups * 64], scales and lows likewise; the last two count in fp32 only."""
-    raise NotImplementedError("compiled code only")
 
 
 def _filler(fill, kind):
@@ -120,18 +113,16 @@ def _make_fill(unit):
 _fill_bf16, _fill_f32 = _make_fill(_unit_bf16), _make_fill(_unit_f32)
 
 
-@overload(fill_panel)
-def _fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
+@by_type()
+def fill_panel(tag, codes, units, group, kind, table, taken, scales, lows, panel):
+    """codes u32 [units * 64], each four codes along k, become a panel of the compute type, as `dot64` reads weights. taken: fp32
+    [groups * 64], scales and lows likewise; the last two count in fp32 only."""
     return _fill_bf16 if tag == types.uint16 else _fill_f32
 
 
+@by_type()
 def scaled_after(tag):
     """True if a panel holds numbers that are yet to be multiplied by their group's scale."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(scaled_after)
-def _scaled_after(tag):
     after = tag == types.uint16
     return lambda tag: after
 
@@ -150,10 +141,7 @@ def value_matmul(arguments, thread, team):
         table, unpacker, kind, numbers, bias, out, out_stride,
     ) = fields(arguments)  # fmt: skip
     size = 4 // _per_word(tag)
-    padded = (width + STEP - 1) // STEP * STEP
-    num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
+    padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
@@ -245,10 +233,7 @@ def value_rows(arguments, thread, team):
     type. Whole numbers: `cpu_integer.integer_rows`."""
     tag, weight, ids, num_ids, width, step_bytes, group, scale, low, kind, numbers, out = fields(arguments)
     bits = step_bytes // UNIT_BYTES
-    padded = (width + STEP - 1) // STEP * STEP
-    num_chunks = (padded + CHUNK - 1) // CHUNK
-    full = record_bytes(min(CHUNK, padded), step_bytes, group, scale, low)
-    tile_bytes = (num_chunks - 1) * full + record_bytes(padded - (num_chunks - 1) * CHUNK, step_bytes, group, scale, low)
+    padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
     rows = carray(typed_pointer(ids, np.int64(0)), (num_ids,))
     values = carray(typed_pointer(numbers, np.float32(0)), (16,))
     dst = carray(typed_pointer(out, tag), (num_ids, width))
@@ -316,12 +301,8 @@ def _to_e4m3(value):
     return rounded if value == value else np.float32(np.nan)
 
 
+@by_type()
 def _per_word(tag):
     """Numbers of the compute type in 32 bits."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_per_word)
-def _per_word_of(tag):
     count = 2 if tag == types.uint16 else 1
     return lambda tag: count

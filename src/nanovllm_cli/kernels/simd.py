@@ -18,20 +18,32 @@ Pairs mean that w holds [.., k / 2, 16, 2] bf16 and x holds bf16 rows, read 32 b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-LANES = 16
+from nanovllm_cli.kernels.simd_ir import (
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI,
+    ask_for,
+    at_address,
+    fma,
+    host_has,
+    known_function,
+    multiple,
+    splat,
+)  # fmt: skip
+
 MAX_ROWS = 6
 VECTORS = 4
 TILE_COLUMNS = LANES * VECTORS
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _MultiplyAdd = Callable[[ir.IRBuilder, Any, Any, Any], Any]
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -49,49 +61,29 @@ class _BFloatVector(ir.Type):  # type: ignore[misc]
         return hash("<32 x bfloat>")
 
 
-def host_has(feature: str) -> bool:
-    """True if LLVM says that this processor has the feature, by LLVM's name for it ("avx512bf16")."""
-    return bool(llvm.get_host_cpu_features().get(feature, False))
-
-
 HAS_BF16_DOT = host_has("avx512bf16")
 # With 32 wide registers, 6 rows x 4 vectors of sums fit; with 16 narrower ones, one vector at a time does.
 TILE_VECTORS = VECTORS if host_has("avx512f") else 1
 
 
-def _function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
-    known = builder.module.globals.get(name)
-    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    return builder.call(_function(builder, "llvm.fma.v16f32", _VF, _VF, _VF, _VF), [a, b, c])
-
-
-def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
-    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    hint = _function(builder, "llvm.prefetch.p0", ir.VoidType(), pointer.type, _I32, _I32, _I32)
-    builder.call(hint, [pointer, _I32(0), _I32(3), _I32(1)])
-
-
 def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     """acc + w.low * x.low + w.high * x.high for 16 pairs of bf16, by the processor's own instruction."""
     pairs = _BFloatVector()
-    dot = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VF, _VF, pairs, pairs)
+    dot = known_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF, VF, pairs, pairs)
     return builder.call(dot, [acc, builder.bitcast(w, pairs), builder.bitcast(x, pairs)])
 
 
 def _pair_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     """The same by widening: a bf16 is the upper half of an fp32."""
-    sixteen = ir.Constant(_VI, [16] * LANES)
-    upper = ir.Constant(_VI, [0xFFFF0000] * LANES)
+    sixteen = ir.Constant(VI, [16] * LANES)
+    upper = ir.Constant(VI, [0xFFFF0000] * LANES)
     for half in (lambda v: builder.shl(v, sixteen), lambda v: builder.and_(v, upper)):
-        acc = _fma(builder, builder.bitcast(half(w), _VF), builder.bitcast(half(x), _VF), acc)
+        acc = fma(builder, builder.bitcast(half(w), VF), builder.bitcast(half(x), VF), acc)
     return acc
 
 
 def _float_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
-    return _fma(builder, builder.bitcast(w, _VF), builder.bitcast(x, _VF), acc)
+    return fma(builder, builder.bitcast(w, VF), builder.bitcast(x, VF), acc)
 
 
 def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: bool, paged: bool) -> Any:
@@ -105,26 +97,22 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, x_stride, *bases, w_step, steps, out, out_stride, accumulate, ahead = args
-        at = lambda base, offset, kind: b.inttoptr(b.add(base, offset), kind.as_pointer())
-        scaled = lambda value, n: b.mul(value, ir.Constant(_I64, n))
         cells = [(r, v) for r in range(rows) for v in range(vectors)]
-        out_at = {
-            (r, v): at(out, b.add(scaled(out_stride, r), ir.Constant(_I64, 4 * LANES * v)), _VF) for r, v in cells
-        }
+        out_at = {(r, v): at_address(b, out, b.add(multiple(b, out_stride, r), I64(4 * LANES * v)), VF) for r, v in cells}
 
-        zero = ir.Constant(_VF, [0.0] * LANES)
+        zero = ir.Constant(VF, [0.0] * LANES)
         entry, function = b.block, b.function
         load, loop, end = (function.append_basic_block(n) for n in ("load", "loop", "end"))
-        b.cbranch(b.icmp_signed("!=", accumulate, ir.Constant(_I64, 0)), load, loop)
+        b.cbranch(b.icmp_signed("!=", accumulate, I64(0)), load, loop)
         b.position_at_end(load)
         carried = {cell: b.load(out_at[cell], align=4) for cell in cells}
         b.branch(loop)
 
         b.position_at_end(loop)
-        step = b.phi(_I64)
-        sums = {cell: b.phi(_VF) for cell in cells}
-        step.add_incoming(ir.Constant(_I64, 0), entry)
-        step.add_incoming(ir.Constant(_I64, 0), load)
+        step = b.phi(I64)
+        sums = {cell: b.phi(VF) for cell in cells}
+        step.add_incoming(I64(0), entry)
+        step.add_incoming(I64(0), load)
         for cell, phi in sums.items():
             phi.add_incoming(zero, entry)
             phi.add_incoming(carried[cell], load)
@@ -133,20 +121,19 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
             table, page_bits, begin, _ = bases
             page = b.lshr(step, page_bits)
             in_page = b.sub(step, b.shl(page, page_bits))
-            start = b.add(b.load(at(table, scaled(page, 8), _I64), align=8), begin)
-            bases = [b.add(start, ir.Constant(_I64, 4 * LANES * v)) for v in range(vectors)]
-        w_offset, x_offset = b.mul(in_page, w_step), scaled(step, 4)
+            start = b.add(b.load(at_address(b, table, multiple(b, page, 8), I64), align=8), begin)
+            bases = [b.add(start, I64(4 * LANES * v)) for v in range(vectors)]
+        w_offset, x_offset = b.mul(in_page, w_step), multiple(b, step, 4)
         if fetches:
-            _prefetch(b, b.add(ahead, scaled(step, 64)))
-        w = [b.load(at(bases[v], w_offset, _VI), align=4) for v in range(vectors)]
+            ask_for(b, b.add(ahead, multiple(b, step, 64)))
+        w = [b.load(at_address(b, bases[v], w_offset, VI), align=4) for v in range(vectors)]
         new = {}
         for r in range(rows):
-            word = b.load(at(x, b.add(scaled(x_stride, r), x_offset), _I32), align=4)
-            first = b.insert_element(ir.Constant(_VI, ir.Undefined), word, ir.Constant(_I32, 0))
-            spread = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+            word = b.load(at_address(b, x, b.add(multiple(b, x_stride, r), x_offset), I32), align=4)
+            spread = splat(b, word, VI)
             for v in range(vectors):
                 new[r, v] = multiply_add(b, sums[r, v], w[v], spread)
-        following = b.add(step, ir.Constant(_I64, 1))
+        following = b.add(step, I64(1))
         step.add_incoming(following, loop)
         for cell, phi in sums.items():
             phi.add_incoming(new[cell], loop)
@@ -176,6 +163,21 @@ def named(name: str) -> Callable[[Function], Function]:
         return function
 
     return rename
+
+
+def by_type(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of what is given the types of its arguments, and returns the function that is compiled for these: for compiled
+    code, which calls it with the arguments. options: of numba's `overload`."""
+
+    def declare(choose: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(choose)
+        def compiled_only(*arguments: Any) -> Any:
+            raise NotImplementedError("compiled code only")
+
+        overload(compiled_only, **options)(choose)
+        return compiled_only
+
+    return declare
 
 
 def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False, paged: bool = False) -> Any:
@@ -263,7 +265,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at an address, to be read soon. Any address will do; nothing happens otherwise."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        _prefetch(builder, args[0])
+        ask_for(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), code

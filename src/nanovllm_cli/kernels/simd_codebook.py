@@ -20,19 +20,21 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
-from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, named, typed_pointer
-from nanovllm_cli.kernels.simd import prefetch as ask_for
+from nanovllm_cli.kernels.simd import VECTORS, named, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I32,
     I64,
+    LANES,
     STEP_UNITS,
     UNIT_BYTES,
     VI,
+    ask_for,
     at_address,
+    counted,
+    host_has,
     known_function,
     multiple,
-    prefetch,
 )  # fmt: skip
 
 _BY_VECTORS = host_has("avx512vbmi")
@@ -122,46 +124,38 @@ def _write_loop(
     planes = [b.add(table, I64(plane << index_bits)) for plane in range(length * code_bits // 8)]
     behind = b.add(planes[-1], I64(1 << index_bits))
     numbers = [_numbers(b, at_address(b, behind, I64(16 * sign), ir.VectorType(I32, 4)), code_bits) for sign in range(2)]
-    entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
-    b.branch(loop)
-    b.position_at_end(loop)
-    step = b.phi(I64)
-    step.add_incoming(I64(0), entry)
-    advance = multiple(b, step, num_bytes)
-    read, write = b.add(source, advance), b.add(target, multiple(b, step, UNIT_BYTES * STEP_UNITS))
-    for line in range(0, num_bytes, _LINE):
-        prefetch(b, b.add(b.add(ahead, advance), I64(line)))
+    with counted(b, steps) as step:
+        advance = multiple(b, step, num_bytes)
+        read, write = b.add(source, advance), b.add(target, multiple(b, step, UNIT_BYTES * STEP_UNITS))
+        for line in range(0, num_bytes, _LINE):
+            ask_for(b, b.add(b.add(ahead, advance), I64(line)))
 
-    def word(place: int, kind: ir.Type) -> Any:
-        return b.load(at_address(b, read, I64(place), kind), align=1)
+        def word(place: int, kind: ir.Type) -> Any:
+            return b.load(at_address(b, read, I64(place), kind), align=1)
 
-    lows = [word(TILE * row, BYTES) for row in range(low_rows)]
-    if index_bits == 7:
-        tops = [b.and_(b.lshr(low, _bytes(7 - bit)), _bytes(1 << bit)) for bit, low in enumerate(lows)]
-        last = tops[0]
-        for top in tops[1:]:
-            last = b.or_(last, top)
-        lows.append(last)
-    for row, low in enumerate(lows):
-        words = [word(high_at + 8 * (row * high_bits + bit), I64) for bit in range(high_bits)]
-        choices = [b.icmp_signed("<", low, _bytes(0))] if index_bits >= 8 else []
-        choices += [b.bitcast(of_columns, _BITS) for of_columns in words]
-        found = [_look_up(b, plane, low, choices) for plane in planes]
-        turned = word(signs_at + 8 * row, I64) if signs > SIGN_A_CODE else None
-        for unit in range(row * units, (row + 1) * units):
-            for v in range(VECTORS):
-                codes = _spread(b, found, unit % units, v, code_bits)
-                plain, other = (_look_up_numbers(b, side, codes) for side in numbers)
-                if signs == SIGN_A_CODE:
-                    mask = b.bitcast(word(signs_at + 32 * unit + 8 * v, I64), _BITS)
-                    plain = b.select(mask, other, plain)
-                elif turned is not None:
-                    plain = b.select(_of_columns(b, turned, v), other, plain)
-                b.store(plain, at_address(b, write, I64(UNIT_BYTES * unit + 64 * v), BYTES), align=4)
-    following = b.add(step, I64(1))
-    step.add_incoming(following, b.block)
-    b.cbranch(b.icmp_signed("<", following, steps), loop, end)
-    b.position_at_end(end)
+        lows = [word(TILE * row, BYTES) for row in range(low_rows)]
+        if index_bits == 7:
+            tops = [b.and_(b.lshr(low, _bytes(7 - bit)), _bytes(1 << bit)) for bit, low in enumerate(lows)]
+            last = tops[0]
+            for top in tops[1:]:
+                last = b.or_(last, top)
+            lows.append(last)
+        for row, low in enumerate(lows):
+            words = [word(high_at + 8 * (row * high_bits + bit), I64) for bit in range(high_bits)]
+            choices = [b.icmp_signed("<", low, _bytes(0))] if index_bits >= 8 else []
+            choices += [b.bitcast(of_columns, _BITS) for of_columns in words]
+            found = [_look_up(b, plane, low, choices) for plane in planes]
+            turned = word(signs_at + 8 * row, I64) if signs > SIGN_A_CODE else None
+            for unit in range(row * units, (row + 1) * units):
+                for v in range(VECTORS):
+                    codes = _spread(b, found, unit % units, v, code_bits)
+                    plain, other = (_look_up_numbers(b, side, codes) for side in numbers)
+                    if signs == SIGN_A_CODE:
+                        mask = b.bitcast(word(signs_at + 32 * unit + 8 * v, I64), _BITS)
+                        plain = b.select(mask, other, plain)
+                    elif turned is not None:
+                        plain = b.select(_of_columns(b, turned, v), other, plain)
+                    b.store(plain, at_address(b, write, I64(UNIT_BYTES * unit + 64 * v), BYTES), align=4)
 
 
 def _bytes(value: int) -> ir.Constant:
@@ -222,7 +216,7 @@ def _unpack_words(index_bits, length, code_bits, signs, source, steps, target, a
     for step in range(steps):
         read = source + step * num_bytes
         for line in range(0, num_bytes, _LINE):
-            ask_for(ahead + step * num_bytes + line)
+            prefetch(ahead + step * num_bytes + line)
         low = carray(typed_pointer(read, np.uint8(0)), (low_rows, TILE))
         high = carray(typed_pointer(read + high_at, np.uint64(0)), (rows, high_bits))
         bits = carray(typed_pointer(read + signs_at, np.uint64(0)), (4 * STEP_UNITS,))

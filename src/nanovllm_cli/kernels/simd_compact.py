@@ -21,17 +21,20 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import LANES, TILE_COLUMNS, VECTORS, host_has, pair_multiply_add
+from nanovllm_cli.kernels.simd import TILE_COLUMNS, VECTORS, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
     I32,
     I64,
+    LANES,
     SHORTS,
     VF,
     VI,
+    ask_for,
     at_address,
+    counted,
+    host_has,
     known_function,
     multiple,
-    prefetch,
     splat,
 )  # fmt: skip
 
@@ -77,20 +80,11 @@ def unpack_steps(typing: Any, codes, table, steps, panel):  # type: ignore[no-un
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, table, steps, panel = args
         exponents = b.load(b.inttoptr(table, SHORTS.as_pointer()), align=4)
-        entry = b.block
-        loop, end = (b.function.append_basic_block(n) for n in ("unpack", "unpacked"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        step = b.phi(I64)
-        step.add_incoming(I64(0), entry)
-        offset = multiple(b, step, STEP_BYTES)
-        write = b.add(panel, multiple(b, step, 4 * LANES * VECTORS))
-        for v, pairs in enumerate(_unpacked(b, b.add(codes, offset), exponents)):
-            b.store(pairs, at_address(b, write, I64(64 * v), VI), align=4)
-        following = b.add(step, I64(1))
-        step.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, steps), loop, end)
-        b.position_at_end(end)
+        with counted(b, steps) as step:
+            offset = multiple(b, step, STEP_BYTES)
+            write = b.add(panel, multiple(b, step, 4 * LANES * VECTORS))
+            for v, pairs in enumerate(_unpacked(b, b.add(codes, offset), exponents)):
+                b.store(pairs, at_address(b, write, I64(64 * v), VI), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), code
@@ -120,7 +114,7 @@ def _make_rows(rows: int) -> Any:
         def weights(step: Any) -> list[Any]:
             read = b.add(codes, multiple(b, step, STEP_BYTES))
             for line in range(3):
-                prefetch(b, b.add(read, I64(PREFETCH_BYTES + 64 * line)), again=False)
+                ask_for(b, b.add(read, I64(PREFETCH_BYTES + 64 * line)), again=False)
             return _unpacked(b, read, exponents)
 
         def add_products(step: Any, w: list[Any], sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:

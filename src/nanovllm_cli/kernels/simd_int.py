@@ -19,23 +19,25 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import LANES, MAX_ROWS, VECTORS, host_has, named
+from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, named
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
     I32,
     I64,
+    LANES,
     STEP_UNITS,
     UNIT_BYTES,
     VF,
     VI,
+    ask_for,
     at_address,
     byte_dot,
     code_bytes,
+    fma,
+    host_has,
     keep_order,
-    known_function,
     multiple,
-    prefetch,
     splat,
 )  # fmt: skip
 
@@ -64,7 +66,6 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         out_at = {(r, v): at_address(b, out, b.add(multiple(b, out_stride, r), I64(64 * v)), VF) for r, v in cells}
         x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
         x_codes = [b.add(row, multiple(b, groups, 12)) for row in x_rows]
-        fma = known_function(b, "llvm.fma.v16f32", VF, VF, VF, VF)
         negative = b.neg(b.trunc(offset, I32))
 
         entry, function = b.block, b.function
@@ -104,7 +105,7 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         w_offset, x_offset = multiple(b, unit, UNIT_BYTES), multiple(b, unit, 4)
         if vectors < VECTORS:
             for line in (0, 128):
-                prefetch(b, b.add(b.add(ahead, b.mul(unit, ahead_step)), I64(line)))
+                ask_for(b, b.add(b.add(ahead, b.mul(unit, ahead_step)), I64(line)))
         w = [b.load(at_address(b, codes, b.add(w_offset, I64(64 * v)), VI), align=4) for v in range(vectors)]
         new = {}
         for r in range(rows):
@@ -127,8 +128,8 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
             xl = splat(b, number(r, 1, F32), VF) if with_low else None
             for v in range(vectors):
                 scaled = b.fmul(b.sitofp(new[r, v], VF), scale[v])
-                total = b.call(fma, [scaled, xs, sums[r, v]])
-                folded[r, v] = b.call(fma, [low[v], xl, total]) if with_low else total
+                total = fma(b, scaled, xs, sums[r, v])
+                folded[r, v] = fma(b, low[v], xl, total) if with_low else total
         next_group = b.add(g, I64(1))
         g.add_incoming(next_group, fold)
         first.add_incoming(last, fold)
@@ -205,7 +206,6 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate = args
         lanes = range(VECTORS)
-        fma = known_function(b, "llvm.fma.v16f32", VF, VF, VF, VF)
         negative, x_codes = b.neg(b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
         out_at = [at_address(b, out, I64(64 * v), VF) for v in lanes]
 
@@ -227,7 +227,7 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
                     def in_order(row: int, v: int = v) -> Any:
                         if (row, v) not in packed:
                             line = b.add(read, I64(row * UNIT_BYTES + 64 * v))
-                            prefetch(b, b.add(line, I64(ROW_PREFETCH_BYTES)), again=False)
+                            ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), again=False)
                             packed[row, v] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
                             keep_order(b)
                         return packed[row, v]
@@ -243,8 +243,8 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
             for v in lanes:
                 at = b.add(multiple(b, g, UNIT_BYTES), I64(64 * v))
                 scaled = b.fmul(b.sitofp(dots[v], VF), b.load(at_address(b, scales, at, VF), align=4))
-                total = b.call(fma, [scaled, xs, sums[v]])
-                folded.append(b.call(fma, [b.load(at_address(b, lows, at, VF), align=4), xl, total]) if with_low else total)
+                total = fma(b, scaled, xs, sums[v])
+                folded.append(fma(b, b.load(at_address(b, lows, at, VF), align=4), xl, total) if with_low else total)
             return folded
 
         entry = b.block

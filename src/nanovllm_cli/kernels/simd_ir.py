@@ -1,14 +1,21 @@
-"""What kernels written as LLVM vectors are made of: types, addresses, requests to memory, products of bytes."""
+"""What kernels written as LLVM vectors are made of: types, addresses, loops, requests to memory, products of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 
-from nanovllm_cli.kernels.simd import LANES, host_has
 
+def host_has(feature: str) -> bool:
+    """True if LLVM says that this processor has the feature, by LLVM's name for it ("avx512bf16")."""
+    return bool(llvm.get_host_cpu_features().get(feature, False))
+
+
+LANES = 16
 HAS_BYTE_DOT = host_has("avx512vnni")
 UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
@@ -17,7 +24,6 @@ STEP_UNITS = 8
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VI, VF = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
-
 
 
 def known_function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
@@ -29,8 +35,28 @@ def at_address(b: ir.IRBuilder, base: Any, offset: Any, kind: ir.Type) -> Any:
     return b.inttoptr(b.add(base, offset), kind.as_pointer())
 
 
-def prefetch(b: ir.IRBuilder, address: Any, *, again: bool = True) -> None:
-    """again: it is worth a place in the caches behind the first, too."""
+def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of fp32 vectors, with one rounding."""
+    return b.call(known_function(b, "llvm.fma.v16f32", VF, VF, VF, VF), [x, y, z])
+
+
+@contextmanager
+def counted(b: ir.IRBuilder, count: Any, step: int = 1) -> Iterator[Any]:
+    """What is built within is a loop's body, for the number that it gives: 0, step, 2 step, … below count, which is above 0."""
+    entry, loop, end = b.block, *(b.function.append_basic_block(name) for name in ("loop", "end"))
+    b.branch(loop)
+    b.position_at_end(loop)
+    number = b.phi(I64)
+    number.add_incoming(I64(0), entry)
+    yield number
+    following = b.add(number, I64(step))
+    number.add_incoming(following, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), loop, end)
+    b.position_at_end(end)
+
+
+def ask_for(b: ir.IRBuilder, address: Any, *, again: bool = True) -> None:
+    """For the cache line at an address. again: it is worth a place in the caches behind the first, too."""
     pointer = I8.as_pointer()
     hint = known_function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32, I32, I32)
     b.call(hint, [b.inttoptr(address, pointer), I32(0), I32(3 if again else 0), I32(1)])

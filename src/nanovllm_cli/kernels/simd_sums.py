@@ -10,15 +10,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import LANES
-from nanovllm_cli.kernels.simd_ir import F32, I16, I32, I64, VF, VI, at_address, known_function, multiple
-
-
-def sum_of_squares(tag: Any, address: Any, count: Any) -> Any:
-    """fp32, of `count` elements of tag's type: sixteen sums, halved four times, then what is left over, one by one."""
-    raise NotImplementedError("compiled code only")
+from nanovllm_cli.kernels.simd import by_type
+from nanovllm_cli.kernels.simd_ir import F32, I16, I32, I64, LANES, VF, VI, at_address, known_function, multiple
 
 
 def _make(size: int, squares: bool) -> Any:
@@ -95,8 +90,9 @@ sum_f32 = _make(4, False)
 """sum_f32(address, count): the same without squares, of fp32."""
 
 
-@overload(sum_of_squares)
-def _sum_of_squares(tag, address, count):
+@by_type()
+def sum_of_squares(tag, address, count):
+    """fp32, of `count` elements of tag's type: sixteen sums, halved four times, then what is left over, one by one."""
     if tag == types.uint16:
         return lambda tag, address, count: _of_bf16(address, count)
     return lambda tag, address, count: _of_f32(address, count)

@@ -10,21 +10,24 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.record_kinds import TILE
-from nanovllm_cli.kernels.simd import LANES, VECTORS, host_has, typed_pointer
+from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I8,
     I32,
     I64,
+    LANES,
     STEP_UNITS,
     UNIT_BYTES,
     VF,
     VI,
+    ask_for,
     at_address,
     code_bytes,
+    counted,
+    host_has,
     known_function,
     multiple,
-    prefetch,
     splat,
 )  # fmt: skip
 
@@ -40,30 +43,22 @@ def _make_unpack(planes: tuple[int, ...]) -> Any:
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, steps, target, ahead = args
-        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        step = b.phi(I64)
-        step.add_incoming(I64(0), entry)
-        advance, write = multiple(b, step, UNIT_BYTES * bits), multiple(b, step, UNIT_BYTES * STEP_UNITS)
-        read = b.add(source, advance)
-        packed: dict[tuple[int, int], Any] = {}
-        for unit in range(STEP_UNITS):
-            for v in range(VECTORS):
+        with counted(b, steps) as step:
+            advance, write = multiple(b, step, UNIT_BYTES * bits), multiple(b, step, UNIT_BYTES * STEP_UNITS)
+            read = b.add(source, advance)
+            packed: dict[tuple[int, int], Any] = {}
+            for unit in range(STEP_UNITS):
+                for v in range(VECTORS):
 
-                def in_order(row: int, v: int = v) -> Any:
-                    if (row, v) not in packed:
-                        place = I64(row * UNIT_BYTES + 64 * v)
-                        prefetch(b, b.add(b.add(ahead, advance), place))
-                        packed[row, v] = b.load(at_address(b, read, place, BYTES), align=4)
-                    return packed[row, v]
+                    def in_order(row: int, v: int = v) -> Any:
+                        if (row, v) not in packed:
+                            place = I64(row * UNIT_BYTES + 64 * v)
+                            ask_for(b, b.add(b.add(ahead, advance), place))
+                            packed[row, v] = b.load(at_address(b, read, place, BYTES), align=4)
+                        return packed[row, v]
 
-                whole = code_bytes(b, planes, unit, in_order)
-                b.store(whole, at_address(b, target, b.add(write, I64(unit * UNIT_BYTES + 64 * v)), BYTES), align=4)
-        following = b.add(step, I64(1))
-        step.add_incoming(following, b.block)
-        b.cbranch(b.icmp_signed("<", following, steps), loop, end)
-        b.position_at_end(end)
+                    whole = code_bytes(b, planes, unit, in_order)
+                    b.store(whole, at_address(b, target, b.add(write, I64(unit * UNIT_BYTES + 64 * v)), BYTES), align=4)
         return context.get_dummy_value()
 
     @intrinsic
@@ -107,27 +102,19 @@ def _make_times(kind: str) -> Any:
         factor = [b.load(at_address(b, factors, I64(64 * v), VF), align=4) for v in lanes]
         if kind.startswith("-"):
             factor = [b.fneg(f) for f in factor]
-        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        g = b.phi(I64)
-        g.add_incoming(I64(0), entry)
-        for v in lanes:
-            codes = b.load(at_address(b, source, b.add(multiple(b, g, TILE), I64(LANES * v)), vector), align=1)
-            for line, half in enumerate(halves):
-                whole = b.sext(codes, VI) if kind == "i8" else b.zext(codes, VI)
-                if half.endswith("lower"):
-                    whole = b.and_(whole, ir.Constant(VI, [15] * LANES))
-                elif half.endswith("upper"):
-                    whole = b.lshr(whole, ir.Constant(VI, [4] * LANES))
-                if kind == "odd":
-                    whole = b.or_(b.shl(whole, ir.Constant(VI, [1] * LANES)), ir.Constant(VI, [1] * LANES))
-                at = b.add(multiple(b, g, 4 * TILE * len(halves)), I64(4 * TILE * line + 64 * v))
-                b.store(b.fmul(b.sitofp(whole, VF), factor[v]), at_address(b, target, at, VF), align=4)
-        following = b.add(g, I64(1))
-        g.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, count), loop, end)
-        b.position_at_end(end)
+        with counted(b, count) as g:
+            for v in lanes:
+                codes = b.load(at_address(b, source, b.add(multiple(b, g, TILE), I64(LANES * v)), vector), align=1)
+                for line, half in enumerate(halves):
+                    whole = b.sext(codes, VI) if kind == "i8" else b.zext(codes, VI)
+                    if half.endswith("lower"):
+                        whole = b.and_(whole, ir.Constant(VI, [15] * LANES))
+                    elif half.endswith("upper"):
+                        whole = b.lshr(whole, ir.Constant(VI, [4] * LANES))
+                    if kind == "odd":
+                        whole = b.or_(b.shl(whole, ir.Constant(VI, [1] * LANES)), ir.Constant(VI, [1] * LANES))
+                    at = b.add(multiple(b, g, 4 * TILE * len(halves)), I64(4 * TILE * line + 64 * v))
+                    b.store(b.fmul(b.sitofp(whole, VF), factor[v]), at_address(b, target, at, VF), align=4)
         return context.get_dummy_value()
 
     @intrinsic
@@ -148,19 +135,11 @@ def _halves_vectors(typing: Any, source, count, factor, target):  # type: ignore
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, count, factor, target = args
         spread = splat(b, factor, VF)
-        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        at = b.phi(I64)
-        at.add_incoming(I64(0), entry)
-        for v in range(VECTORS):
-            place = b.add(at, I64(LANES * v))
-            half = b.load(at_address(b, source, multiple(b, place, 2), ir.VectorType(ir.HalfType(), LANES)), align=2)
-            b.store(b.fmul(b.fpext(half, VF), spread), at_address(b, target, multiple(b, place, 4), VF), align=4)
-        following = b.add(at, I64(VECTORS * LANES))
-        at.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, count), loop, end)
-        b.position_at_end(end)
+        with counted(b, count, VECTORS * LANES) as at:
+            for v in range(VECTORS):
+                place = b.add(at, I64(LANES * v))
+                half = b.load(at_address(b, source, multiple(b, place, 2), ir.VectorType(ir.HalfType(), LANES)), align=2)
+                b.store(b.fmul(b.fpext(half, VF), spread), at_address(b, target, multiple(b, place, 4), VF), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.int64), code
@@ -193,17 +172,9 @@ def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyp
         spread = ir.Constant(VI, list(range(4)) * 4)
         entries = b.bitcast(b.shuffle_vector(quarter, quarter, spread), BYTES)
         shuffle = known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES)
-        entry, loop, end = b.block, *(b.function.append_basic_block(n) for n in ("loop", "end"))
-        b.branch(loop)
-        b.position_at_end(loop)
-        at = b.phi(I64)
-        at.add_incoming(I64(0), entry)
-        place = at_address(b, codes, at, BYTES)
-        b.store(b.call(shuffle, [entries, b.load(place, align=4)]), place, align=4)
-        following = b.add(at, I64(4 * LANES))
-        at.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, count), loop, end)
-        b.position_at_end(end)
+        with counted(b, count, 4 * LANES) as at:
+            place = at_address(b, codes, at, BYTES)
+            b.store(b.call(shuffle, [entries, b.load(place, align=4)]), place, align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), code
@@ -211,10 +182,7 @@ def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyp
 
 @njit(nogil=True, error_model="numpy")
 def _look_up_bytes(codes, count, table):
-    values, places = (
-        carray(typed_pointer(table, np.uint8(0)), (16,)),
-        carray(typed_pointer(codes, np.uint8(0)), (count,)),
-    )
+    values, places = carray(typed_pointer(table, np.uint8(0)), (16,)), carray(typed_pointer(codes, np.uint8(0)), (count,))
     for i in range(count):
         places[i] = values[places[i]]
 
