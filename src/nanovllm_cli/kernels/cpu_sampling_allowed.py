@@ -50,6 +50,12 @@ def ordered(x):
 
 
 @inner
+def of_order(key):
+    """The logit that `ordered` gave this of."""
+    return float_of(np.int32(key ^ np.int32((key >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+@inner
 def block_peaks(logits, peaks):
     """The largest of each block to peaks [P], and of all; -inf where there is none, +inf for a row that is not finite."""
     size = len(logits)
@@ -68,11 +74,11 @@ def block_peaks(logits, peaks):
                 key = ordered(logits[i])
                 top = max(top, key)
                 lowest = min(lowest, key)
-        peaks[block] = float_of(np.int32(top ^ np.int32((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+        peaks[block] = of_order(top)
         highest = max(highest, top)
     if highest >= ordered(np.float32(np.inf)) or lowest < ordered(NEG_INF):
         return np.float32(np.inf)
-    return float_of(np.int32(highest ^ np.int32((highest >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+    return of_order(highest)
 
 
 @inner

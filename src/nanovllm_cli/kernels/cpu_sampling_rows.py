@@ -29,6 +29,7 @@ from nanovllm_cli.kernels.cpu_sampling_allowed import (
     gather_allowed,
     inner,
     num_allowed,
+    of_order,
     ordered,
 )
 from nanovllm_cli.kernels.entry import fields, kernel, share
@@ -179,8 +180,7 @@ def _most_likely(logits, peaks, floor, limit, ids):
     """Ids, ascending, of the `limit` (0: all) most likely tokens of those that reach floor, to ids; how many."""
     if 0 < limit < len(peaks):
         bound, _ = _last_that_counts(_keys_of_float32(peaks), np.ones(len(peaks), np.int64), limit, np.int64(32))
-        bits = np.int32(np.int64(bound) - np.int64(0x80000000))
-        floor = max(floor, float_of(np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))))
+        floor = max(floor, of_order(np.int32(np.int64(bound) - np.int64(0x80000000))))
     count = _at_least(logits, peaks, floor, ids)
     if 0 < limit < count:
         values = np.empty(count, np.float32)
