@@ -201,7 +201,6 @@ def measure_schemas(path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int) -> dict[str, Any]:
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.engine.engine import Engine
-    from nanovllm_cli.engine.executor import InProcessExecutor
     from nanovllm_cli.engine.worker import Worker
     from nanovllm_cli.sampling_params import SamplingParams
     from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -218,7 +217,7 @@ def measure_overhead(path: Path, tokenizer: Tokenizer, rounds: int, threads: int
             tokenizer.control_ids,
         )
     engine = Engine(
-        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, prepare=worker.prepare,
     )  # fmt: skip
     ids = range(tokenizer.vocab_size)

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -133,7 +132,7 @@ def main() -> None:
 def again(llm: LLM, config: EngineConfig, count: int) -> Engine:
     """An engine on the same weights and cache that guesses so many tokens, and remembers nothing."""
     return Engine(
-        InProcessExecutor(llm._worker), replace(config, num_speculative_tokens=count), vocab_size=llm.spec.vocab_size,
+        llm._worker, replace(config, num_speculative_tokens=count), vocab_size=llm.spec.vocab_size,
         max_model_len=llm._worker.max_model_len, num_blocks=llm._worker.num_blocks,
     )  # fmt: skip
 

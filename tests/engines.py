@@ -9,7 +9,6 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
@@ -50,7 +49,7 @@ def worker_for(folder: Path, **settings: Any) -> Worker:
 
 def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), **settings: Any) -> Engine:
     return Engine(
-        InProcessExecutor(worker),
+        worker,
         EngineConfig(**settings),
         vocab_size=worker.spec.vocab_size,
         max_model_len=worker.max_model_len,

@@ -26,7 +26,6 @@ from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
@@ -54,7 +53,7 @@ def engine_on(folder: Path, device: EmulatedDevice | None, **settings: Any) -> E
     with open_checkpoint(folder) as checkpoint:
         worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES, platform=platform)
     return Engine(
-        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead, prepare=worker.prepare,
     )  # fmt: skip
 
@@ -319,7 +318,7 @@ def test_more_answers_to_a_prompt_than_seats(folder: Path) -> None:
 def test_a_closed_engine_holds_no_memory_of_the_device(folder: Path) -> None:
     engine = engine_on(folder, EmulatedDevice())
     tokens(engine, greedy(2), PROMPTS[:1])
-    runner = weakref.ref(engine._executor._worker.runner)
+    runner = weakref.ref(engine._executor.runner)
     engine.close()
     gc.collect()
     assert runner() is None

@@ -9,10 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fake_model import GREEDY, VOCAB, FakeClock, drain, expected_tokens, make_engine
-from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
-from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm_cli.engine.plan import Plan, Scheduled
 from nanovllm_cli.errors import PromptTooLongError, RequestError, UsageError
@@ -547,11 +544,7 @@ def test_random_faults_leave_the_others_and_the_memory_alone() -> None:
                     assert len(output.token_ids) == 10
 
 
-def test_in_process_executor_passes_on_plans_and_the_end() -> None:
-    _, model = make_engine()
-    executor = InProcessExecutor(model)
-    share = Scheduled(0, [1, 2], 0, [0], ())
-    assert executor.execute(Plan([share], [], [], [])).drawn == []
-    assert model.plans[-1].scheduled == [share]
-    Engine(executor, EngineConfig(), vocab_size=VOCAB, max_model_len=100, num_blocks=4).close()
+def test_closing_the_engine_closes_its_executor() -> None:
+    engine, model = make_engine()
+    engine.close()
     assert model.closed

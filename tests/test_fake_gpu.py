@@ -15,7 +15,6 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import ReasoningPhase
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.format import Blocks
@@ -61,7 +60,7 @@ def test_steps_need_nothing_of_the_host(settings: dict[str, Any], count: int, fo
             platform = CudaPlatform(config, device)
             worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES, platform=platform)
         engine = Engine(
-            InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+            worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
             num_blocks=worker.num_blocks, ahead=worker.ahead,
         )  # fmt: skip
         params = [

@@ -17,7 +17,6 @@ from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.kernels import blocks, norm
@@ -52,7 +51,7 @@ def outputs(
     with open_checkpoint(folder) as checkpoint:
         worker = Worker(checkpoint, config, platform=platform)
     engine = Engine(
-        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead,
     )  # fmt: skip
     found = run(engine, [(prompt, params) for prompt in PROMPTS])

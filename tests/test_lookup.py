@@ -16,7 +16,6 @@ from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.config import MAX_GUESSES, EngineConfig
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.lookup import LONGEST_WAIT, MATCHED, MOST_ROWS, Lookup, Past
 from nanovllm_cli.engine.plan import Drawn
 from nanovllm_cli.engine.sampler import Sampler
@@ -42,7 +41,7 @@ def engine_with(folder: Path, num_guesses: int, **more: Any) -> Engine:
     with open_checkpoint(folder) as checkpoint:
         worker = Worker(checkpoint, config, lambda text: list(text.encode()), lambda: BYTES)
     return Engine(
-        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, eos_ids=(1,), prepare=worker.prepare,
     )  # fmt: skip
 

@@ -22,7 +22,6 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.kernels.device import Device, Event, Graph, Memory
@@ -112,7 +111,7 @@ def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:
     where = torch.device("cpu") if counting is None else counting.launcher.device
     worker = Worker(RandomCheckpoint(shape, where), config, platform=platform)
     engine = Engine(
-        InProcessExecutor(worker), config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
+        worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead,
         detokenizer_factory=detokenizers_of(tokenizer(worker.spec.vocab_size)),
     )  # fmt: skip

@@ -31,7 +31,6 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.engine import Engine, EngineStats
-from nanovllm_cli.engine.executor import InProcessExecutor
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Pooling
@@ -112,7 +111,7 @@ class LLM:
         self.default_params = SamplingParams.from_generation_config(generation_config)
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self.engine = Engine(
-            InProcessExecutor(self._worker),
+            self._worker,
             config,
             detokenizer_factory=detokenizers_of(self.tokenizer, visible),
             vocab_size=self.spec.vocab_size,

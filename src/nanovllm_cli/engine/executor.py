@@ -1,4 +1,4 @@
-"""Who carries out a plan: this process, or others. The engine knows only the protocol."""
+"""Who carries out a plan: a `Worker` in this process. The engine knows only the protocol."""
 
 from __future__ import annotations
 
@@ -49,26 +49,3 @@ class RunsAhead(Protocol):
 Prepare = Callable[[SamplingParams], "Future[Any] | None"]
 """What must be there before a request's first draw and takes its time (a constraint that is compiled); None for nothing. An
 exception of the future is the request's own; whoever waits for the draw holds on to the future."""
-
-
-class InProcessExecutor:
-    """One worker in this process. A worker has the executor's methods."""
-
-    def __init__(self, worker: Executor) -> None:
-        self._worker = worker
-
-    def execute(self, plan: Plan) -> StepOutput:
-        return self._worker.execute(plan)
-
-    @property
-    def block_bytes(self) -> int:
-        return self._worker.block_bytes
-
-    def read_blocks(self, blocks: list[int]) -> memoryview:
-        return self._worker.read_blocks(blocks)
-
-    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
-        self._worker.write_blocks(blocks, data)
-
-    def close(self) -> None:
-        self._worker.close()
