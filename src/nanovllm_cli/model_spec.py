@@ -66,6 +66,14 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
 
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def interleaved(self) -> bool:
+        return self.rope is not None and self.rope.interleaved
+
 
 @dataclass(frozen=True, slots=True)
 class MLASpec:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import QKNorm
+from nanovllm_cli.attention.backend import Angles, QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import cpu
@@ -74,19 +74,16 @@ class CpuAttention:
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        norm: QKNorm | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        norm: QKNorm,
+        angles: Angles,
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
         q = cpu.rope_and_cache(
-            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
-            *angles, spec.rope.interleaved if spec.rope else False, step.slots, step.run, *cache,
-        )  # fmt: skip
+            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, *cache
+        )
         tiles = step.tiles[spec.num_heads // spec.num_kv_heads]
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         return cpu.paged_attention(
-            q, *cache, tiles, step.block_tables, scale, spec.window or 0, spec.softcap or 0.0, sinks
+            q, *cache, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
         )

@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import QKNorm
+from nanovllm_cli.attention.backend import Angles, QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
@@ -95,7 +95,6 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
-        self._specs = specs
         self._shapes = {_shape(spec) for spec in specs}
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         if not deterministic:
@@ -105,6 +104,10 @@ class CudaAttention:
         most_heads = max(spec.num_kv_heads for spec in specs)
         quantized = cache_dtype == torch.float8_e4m3fn
         self._scales = torch.ones(most_heads, device=launcher.device) if quantized else None
+        plain = all(spec.window is None and not spec.softcap and not spec.sinks for spec in specs)
+        dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
+        same_type = cache_dtype == dtype
+        self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
     def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape = (num_blocks, kv_heads, self.block_size, dim)
@@ -145,8 +148,8 @@ class CudaAttention:
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        norm: QKNorm | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        norm: QKNorm,
+        angles: Angles,
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: CudaStep,
@@ -154,13 +157,8 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
-        projected = Projected(
-            qkv, heads, kv_heads, dim,
-            norm.q if norm else None, norm.k if norm else None, norm.eps if norm else 0.0,
-            *angles, spec.rope.interleaved if spec.rope else False,
-        )  # fmt: skip
-        scale = dim**-0.5 if spec.scale is None else spec.scale
-        softcap = spec.softcap or 0.0
+        projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved)
+        scale, softcap = spec.score_scale, spec.softcap or 0.0
         if step.work is None and step.prompts is None:
             return decode_attention(
                 self.launcher, projected, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
@@ -174,13 +172,6 @@ class CudaAttention:
             self.launcher, q, *cache, step.work[shape], step.block_tables, self._counters,
             scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
         )  # fmt: skip
-
-    @property
-    def _takes_flash_attention(self) -> bool:
-        plain = all(spec.window is None and not spec.softcap and not spec.sinks for spec in self._specs)
-        dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in self._specs)
-        same_type = self.cache_dtype == self.dtype
-        return self.launcher.capability == HOPPER and plain and dims_fit and same_type and not self.deterministic
 
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float

@@ -52,12 +52,16 @@ class CacheLayout(Protocol):
     """The part of an AttentionBackend that says what its cache looks like."""
 
     cache_dtypes: tuple[torch.dtype, torch.dtype]
+    """Of K's and V's tensors."""
 
-    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
+    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's K and V; the first axis counts blocks."""
 
-    def empty_cache(self, num_bytes: int) -> torch.Tensor: ...
+    def empty_cache(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory for a cache, as uint8."""
 
-    def block_mover(self, layers: list[LayerCache]) -> BlockMover: ...
+    def block_mover(self, layers: list[LayerCache]) -> BlockMover:
+        """What copies whole blocks in all layers of this cache, and takes them out and in."""
 
 
 class KVCache:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.backend import QKNorm
+from nanovllm_cli.attention.backend import Angles, QKNorm
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
@@ -24,35 +24,26 @@ class Attention:
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, kit, spec.qkv_bias)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
-        ones = kit.zeros(2, spec.head_dim).fill_(1)
-        self.norm = QKNorm(ones[0], ones[1], norm.eps) if spec.qk_norm else None
+        q_gains, k_gains = kit.zeros(2, spec.head_dim).fill_(1)
+        self.norm = QKNorm(q_gains, k_gains, norm.eps) if spec.qk_norm else QKNorm()
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
-    def __call__(
-        self, x: Hidden, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
-    ) -> torch.Tensor:
+    def __call__(self, x: Hidden, angles: Angles, cache: LayerCache, step: Any) -> torch.Tensor:
         return self.out(self._attend(x, angles, cache, step))
 
     def onto(
-        self,
-        residual: torch.Tensor,
-        x: Hidden,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        cache: LayerCache,
-        step: Any,
+        self, residual: torch.Tensor, x: Hidden, angles: Angles, cache: LayerCache, step: Any
     ) -> torch.Tensor | None:
         """See `Linear.onto`."""
         return self.out.onto(residual, self._attend(x, angles, cache, step))
 
-    def _attend(
-        self, x: Hidden, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, step: Any
-    ) -> torch.Tensor:
+    def _attend(self, x: Hidden, angles: Angles, cache: LayerCache, step: Any) -> torch.Tensor:
         return self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, step)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()
-        if self.norm is not None:
-            slots |= {"q_norm.weight": table_slot(self.norm.q), "k_norm.weight": table_slot(self.norm.k)}
+        norms = {"q_norm.weight": self.norm.q, "k_norm.weight": self.norm.k}
+        slots |= {name: table_slot(weight) for name, weight in norms.items() if weight is not None}
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm_cli.attention.backend import Angles
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import UnsupportedError
@@ -18,8 +19,6 @@ from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, RopeSpec
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class StepInputs(NamedTuple):
