@@ -12,6 +12,7 @@ import torch
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tokenizer import load_tokenizer
@@ -30,8 +31,7 @@ class Original:
     @property
     def folder(self) -> Path:
         """Where its files are."""
-        path = self.checkpoint.path
-        return path if path.is_dir() else path.parent
+        return folder_of(self.checkpoint.path)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.checkpoint)

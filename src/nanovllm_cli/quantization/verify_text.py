@@ -11,6 +11,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.gguf_export import PROBES
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -60,7 +61,7 @@ def folder_for_transformers(path: Path) -> Path:
     """The folder of a model. UnsupportedError for a GGUF file: what lies beside it is another model."""
     if path.suffix == ".gguf":
         raise UnsupportedError(f"{path} is GGUF, and transformers reads folders", "nanovllm convert makes one of it")
-    return path if path.is_dir() else path.parent
+    return folder_of(path)
 
 
 class TransformersWords:

@@ -11,7 +11,7 @@ in `source.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -26,14 +26,14 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
-from nanovllm_cli.weights.files import PICKLES, gguf_models, pickle_error, read_index, some, split_parts
+from nanovllm_cli.weights.files import PICKLES, folder_of, gguf_models, pickle_error, read_index, some, split_parts
 from nanovllm_cli.weights.gguf import GGUFFile
-from nanovllm_cli.weights.json_file import read_json_file
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
 from nanovllm_cli.weights.shapes import RANDOM
 
-MAX_CONFIG_BYTES = 10_000_000
+TensorFile = SafetensorsFile | GGUFFile
 
 # GGUF's general.sampling.* under the names of generation_config.json
 SAMPLING_KEYS = {
@@ -141,11 +141,21 @@ def _open_path(path: Path) -> Checkpoint:
     )
 
 
-class Closing:
-    """The context manager of both formats."""
+class BaseCheckpoint:
+    """What all kinds of checkpoint share. Nothing is open."""
+
+    def names(self) -> list[str]:
+        raise NotImplementedError
+
+    def info(self, name: str) -> TensorInfo:
+        raise NotImplementedError
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.info(name).num_bytes for name in self.names())
 
     def close(self) -> None:
-        raise NotImplementedError
+        pass
 
     def __enter__(self) -> Self:
         return self
@@ -156,100 +166,20 @@ class Closing:
         self.close()
 
 
-class SafetensorsCheckpoint(Closing):
-    """A Hugging Face folder. `files` maps each tensor's name to the open file that holds it."""
+class _FilesCheckpoint(BaseCheckpoint):
+    """Tensors of open files, which are closed with it. `by_name`: the file that each is in."""
 
-    format: Literal["hf", "gguf"] = "hf"
-
-    def __init__(self, path: Path, folder: Path, files: Mapping[str, SafetensorsFile]) -> None:
+    def __init__(self, path: Path, files: Iterable[TensorFile], by_name: Mapping[str, TensorFile]) -> None:
         self.path = path
         self._files = files
-        try:
-            self.config: Mapping[str, Any] = _read_config(folder)
-            generation = folder / "generation_config.json"
-            self.generation_config: Mapping[str, Any] = (
-                read_json_file(generation, MAX_CONFIG_BYTES) if generation.exists() else {}
-            )
-        except NanovllmError:
-            self.close()
-            raise
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.entries[name].num_bytes for name, file in self._files.items())
+        self._by_name = by_name
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return list(self._by_name)
 
     def info(self, name: str) -> TensorInfo:
         entry = self._file(name).entries[name]
         return TensorInfo(name, entry.shape, entry.dtype_name, entry.num_bytes)
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        view = self._file(name).tensor(name)
-        if rows is not None:
-            view = view[rows[0] : rows[1]]
-        return view if dtype is None else view.to(dtype)
-
-    def raw(self, name: str) -> torch.Tensor:
-        shape = self.info(name).shape
-        data = self._file(name).raw(name)
-        return data.reshape(shape[0], -1) if len(shape) > 1 and data.numel() else data.reshape(1, -1)
-
-    def release(self, name: str) -> None:
-        self._file(name).release(name)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _file(self, name: str) -> SafetensorsFile:
-        if name not in self._files:
-            raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
-        return self._files[name]
-
-
-class GGUFCheckpoint(Closing):
-    """A GGUF file, or all parts of a split one, of which any may be named. The first part's metadata count."""
-
-    format: Literal["hf", "gguf"] = "gguf"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._parts = _open_parts(path)
-        self._files: dict[str, GGUFFile] = {}
-        try:
-            for part in self._parts:
-                for name in part.entries:
-                    if name in self._files:
-                        raise CheckpointError(f"{part.path}: tensor {name!r} is also in {self._files[name].path.name}")
-                    self._files[name] = part
-            expected = self._parts[0].metadata.get("split.tensors.count", len(self._files))
-            if len(self._parts) > 1 and expected != len(self._files):
-                raise CheckpointError(
-                    f"{path}: the parts should hold {expected} tensors, they hold {len(self._files)}", DOWNLOAD_AGAIN
-                )
-        except NanovllmError:
-            self.close()
-            raise
-        self.config: Mapping[str, Any] = self._parts[0].metadata
-        self.metadata_types: Mapping[str, tuple[int, int | None]] = self._parts[0].metadata_types
-        self.generation_config: Mapping[str, Any] = {
-            SAMPLING_KEYS[key.rpartition(".")[2]]: value
-            for key, value in self.config.items()
-            if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS
-        }
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.entries[name].num_bytes for name, file in self._files.items())
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def info(self, name: str) -> TensorInfo:
-        entry = self._file(name).entries[name]
-        return TensorInfo(name, entry.shape, entry.type.name, entry.num_bytes)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
         return self._file(name).tensor(name, dtype, rows)
@@ -261,13 +191,61 @@ class GGUFCheckpoint(Closing):
         self._file(name).release(name)
 
     def close(self) -> None:
-        for part in self._parts:
-            part.close()
+        for file in self._files:
+            file.close()
 
-    def _file(self, name: str) -> GGUFFile:
-        if name not in self._files:
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._by_name:
             raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
-        return self._files[name]
+        return self._by_name[name]
+
+
+class SafetensorsCheckpoint(_FilesCheckpoint):
+    """A Hugging Face folder, or a file in it."""
+
+    format: Literal["hf", "gguf"] = "hf"
+
+    def __init__(self, path: Path, by_name: Mapping[str, SafetensorsFile]) -> None:
+        super().__init__(path, dict.fromkeys(by_name.values()), by_name)
+        folder = folder_of(path)
+        try:
+            self.config: Mapping[str, Any] = _read_config(folder)
+            self.generation_config = read_generation_config(folder)
+        except NanovllmError:
+            self.close()
+            raise
+
+
+class GGUFCheckpoint(_FilesCheckpoint):
+    """A GGUF file, or all parts of a split one, of which any may be named. The first part's metadata count."""
+
+    format: Literal["hf", "gguf"] = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        parts = _open_parts(path)
+        by_name: dict[str, GGUFFile] = {}
+        super().__init__(path, parts, by_name)
+        try:
+            for part in parts:
+                for name in part.entries:
+                    if name in by_name:
+                        raise CheckpointError(f"{part.path}: tensor {name!r} is also in {by_name[name].path.name}")
+                    by_name[name] = part
+            expected = parts[0].metadata.get("split.tensors.count", len(by_name))
+            if len(parts) > 1 and expected != len(by_name):
+                raise CheckpointError(
+                    f"{path}: the parts should hold {expected} tensors, they hold {len(by_name)}", DOWNLOAD_AGAIN
+                )
+        except NanovllmError:
+            self.close()
+            raise
+        self.config: Mapping[str, Any] = parts[0].metadata
+        self.metadata_types: Mapping[str, tuple[int, int | None]] = parts[0].metadata_types
+        self.generation_config: Mapping[str, Any] = {
+            SAMPLING_KEYS[key.rpartition(".")[2]]: value
+            for key, value in self.config.items()
+            if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS
+        }
 
 
 def _open_parts(path: Path) -> list[GGUFFile]:
@@ -312,12 +290,12 @@ def _open_folder(folder: Path) -> Checkpoint:
     """The first of: model.safetensors, its index, the only other index or file, consolidated.safetensors, GGUF."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return _single_file(single, folder)
+        return _single_file(folder, single)
     if index.is_file():
-        return SafetensorsCheckpoint(folder, folder, open_sharded(index))
+        return SafetensorsCheckpoint(folder, open_sharded(index))
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
-        return SafetensorsCheckpoint(folder, folder, open_sharded(indexes[0]))
+        return SafetensorsCheckpoint(folder, open_sharded(indexes[0]))
     files = sorted(folder.glob("*.safetensors"))
     models = gguf_models(folder)
     if models and not (files and (folder / "config.json").is_file()):
@@ -329,7 +307,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return GGUFCheckpoint(models[0])
     others = [file for file in files if file.name != "consolidated.safetensors"]
     if len(others) == 1 or (files and not others):
-        return _single_file((others or files)[0], folder)
+        return _single_file(folder, (others or files)[0])
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedError(f"{folder}: an adapter, not a model", "merge it into its base model first")
     if others:
@@ -348,15 +326,13 @@ def _open_safetensors(path: Path) -> SafetensorsCheckpoint:
     """A single file, or the whole of a model of which this file is a shard."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")):
         if path.name in read_index(index).values():
-            return SafetensorsCheckpoint(path, path.parent, open_sharded(index))
-    checkpoint = _single_file(path, path.parent)
-    checkpoint.path = path
-    return checkpoint
+            return SafetensorsCheckpoint(path, open_sharded(index))
+    return _single_file(path, path)
 
 
-def _single_file(path: Path, folder: Path) -> SafetensorsCheckpoint:
-    file = SafetensorsFile(path)
-    return SafetensorsCheckpoint(folder, folder, dict.fromkeys(file.entries, file))
+def _single_file(path: Path, weights: Path) -> SafetensorsCheckpoint:
+    file = SafetensorsFile(weights)
+    return SafetensorsCheckpoint(path, dict.fromkeys(file.entries, file))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -365,6 +341,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
         )
     return read_json_file(folder / "config.json", MAX_CONFIG_BYTES)
+
+
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """{} where the folder has none."""
+    path = folder / "generation_config.json"
+    return read_json_file(path, MAX_CONFIG_BYTES) if path.exists() else {}
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

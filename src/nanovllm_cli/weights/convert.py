@@ -49,7 +49,7 @@ from nanovllm_cli.weights.convert_tensors import (
     safetensors_type,
     slices,
 )
-from nanovllm_cli.weights.files import beside_weights, some, split_parts
+from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, part_names
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
@@ -141,7 +141,7 @@ def plan(
     if source.format == "hf" and target == "hf":
         result = _folder_to_folder(source, outtype)
     elif source.format == "hf":
-        result = _folder_to_gguf(source, outtype, name or folder_of(source).resolve().name)
+        result = _folder_to_gguf(source, outtype, name or folder_of(source.path).resolve().name)
     elif target == "hf":
         result = _gguf_to_folder(source, outtype)
     else:
@@ -216,7 +216,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         steps.append(_turned(Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after)),
                              spec, family, to_gguf=True))  # fmt: skip
     names = {step.name for step in steps}
-    header = gguf_header(source, folder_of(source), model_name, spec, family, names, _file_type(outtype, steps))
+    header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize
         steps.append(Step(name, None, tuple(tensor.shape), "-", 0, "F32", size, value=tensor))
@@ -277,7 +277,7 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
         after = safetensors_type(info.dtype_name, outtype)
         size = torch.Size(info.shape).numel() * _dtype(after).itemsize
         steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
-    kept, left = beside_weights(folder_of(source))
+    kept, left = beside_weights(folder_of(source.path))
     made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], copies=kept)
     if outtype != "auto":
         config = {key: value for key, value in source.config.items() if key != "dtype"}
@@ -382,10 +382,6 @@ def _read_again(made: Plan, path: Path) -> None:
             read_spec(written, PlainReader(written))
 
 
-def folder_of(source: Checkpoint) -> Path:
-    return source.path if source.path.is_dir() else source.path.parent
-
-
 def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
     """What was asked for, where a tensor has it; else what most bytes have."""
     asked = outtype.upper()
@@ -424,7 +420,7 @@ def _is_input_file(source: Checkpoint, target: Path) -> bool:
     if source.format == "gguf":
         inputs = [source.path.with_name(part) for part in split_parts(source.path.name)]
     else:
-        inputs = [entry for entry in folder_of(source).iterdir() if entry.suffix != ".gguf"]
+        inputs = [entry for entry in folder_of(source.path).iterdir() if entry.suffix != ".gguf"]
     return any(entry.is_file() and entry.samefile(target) for entry in inputs)
 
 

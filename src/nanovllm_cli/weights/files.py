@@ -152,6 +152,11 @@ def stays_inside(name: str) -> bool:
     )
 
 
+def folder_of(path: Path) -> Path:
+    """Where the files of a model lie that is opened by this path: a folder, or a file in it."""
+    return path if path.is_dir() else path.parent
+
+
 def is_setting(name: str) -> bool:
     """Whether a file of this name is one of those that a Hugging Face model has beside its weights."""
     return name in _SETTINGS

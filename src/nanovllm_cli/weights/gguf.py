@@ -74,6 +74,10 @@ class GGUFEntry(NamedTuple):
     num_bytes: int
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.type.name)
+
+    @property
     def row_bytes(self) -> int:
         block_len: int
         block_bytes: int

@@ -12,9 +12,9 @@ from pathlib import Path
 from nanovllm_cli.errors import CheckpointError, DownloadError, OutputError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights import hub
-from nanovllm_cli.weights.checkpoint import MAX_CONFIG_BYTES
 from nanovllm_cli.weights.files import MAX_INDEX_BYTES, read_index
 from nanovllm_cli.weights.gguf import MAX_METADATA_BYTES, GGUFFile
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES
 from nanovllm_cli.weights.loader import GGUF_EXTRAS
 from nanovllm_cli.weights.safetensors import MAX_HEADER_BYTES
 from nanovllm_cli.weights.source import RemoteModel

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 
+MAX_CONFIG_BYTES = 10_000_000  # of config.json and its kin
 MAX_DEPTH = 200  # of nesting; the deepest of real configs has about six
 
 

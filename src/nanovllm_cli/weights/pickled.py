@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
-from nanovllm_cli.weights.checkpoint import MAX_CONFIG_BYTES, Closing, TensorInfo
-from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, some, stays_inside
-from nanovllm_cli.weights.json_file import read_json_file
+from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo, read_generation_config
+from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, some, stays_inside
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -49,20 +49,16 @@ class _Answer(msgspec.Struct):
     tensors: tuple[_Listed, ...] = ()
 
 
-class PickledCheckpoint(Closing):
+class PickledCheckpoint(BaseCheckpoint):
     """A Checkpoint over one or several pickled files. Every tensor that is asked for comes through the child, as a copy."""
 
     format: Literal["hf", "gguf"] = "hf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.folder = path if path.is_dir() else path.parent
         files = _files(path)
-        self.config: Mapping[str, Any] = read_json_file(self.folder / "config.json", MAX_CONFIG_BYTES)
-        generation = self.folder / "generation_config.json"
-        self.generation_config: Mapping[str, Any] = (
-            read_json_file(generation, MAX_CONFIG_BYTES) if generation.exists() else {}
-        )
+        self.config: Mapping[str, Any] = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES)
+        self.generation_config = read_generation_config(folder_of(path))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
@@ -73,10 +69,6 @@ class PickledCheckpoint(Closing):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(info.num_bytes for info in self._infos.values())
 
     def names(self) -> list[str]:
         return list(self._infos)

@@ -12,15 +12,14 @@ import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
 from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.families import HF_NAMES, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.weights.checkpoint import TensorInfo
+from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo
 from nanovllm_cli.weights.shapes import shape_config
 
 STD = 0.02
@@ -29,7 +28,7 @@ POOL = (1 << 24) + 127
 BF16_BYTES = 2
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(BaseCheckpoint):
     """A Checkpoint for any config.json that is supported. device: where tensors are made. Raises what reading a config raises."""
 
     format: Literal["hf", "gguf"] = "hf"
@@ -44,10 +43,6 @@ class RandomCheckpoint:
         pool = _pool(seed)
         self._matrices = (pool * STD).to(torch.bfloat16).to(device)
         self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.info(name).num_bytes for name in self._shapes)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -76,17 +71,6 @@ class RandomCheckpoint:
 
     def release(self, name: str) -> None:
         """Nothing is mapped."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_random(shape: str, path: Path) -> RandomCheckpoint:

@@ -73,18 +73,22 @@ class SafetensorsFile:
             self.file.close()
             raise
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A read-only view over the file; UnsupportedError for dtypes that are not whole bytes."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """A read-only view over the file, or a copy in another `dtype`, of all or of rows from the first to before the second.
+        UnsupportedError for dtypes that are not whole bytes."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype_name][1]
-        if dtype is None:
+        stored = DTYPES[entry.dtype_name][1]
+        if stored is None:
             raise UnsupportedError(f"{self.path}: tensor {name!r} has the dtype {entry.dtype_name}, less than a byte")
-        return self.file.tensor(entry.start, entry.shape, dtype)
+        view = self.file.tensor(entry.start, entry.shape, stored)
+        view = view if rows is None else view[rows[0] : rows[1]]
+        return view if dtype is None else view.to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:
-        """The tensor's bytes as one row of uint8."""
+        """The tensor's bytes, uint8 of shape (rows, bytes of a row); a vector is one row."""
         entry = self.entries[name]
-        return self.file.tensor(entry.start, (entry.num_bytes,), torch.uint8)
+        data = self.file.tensor(entry.start, (entry.num_bytes,), torch.uint8)
+        return data.reshape(entry.shape[0] if len(entry.shape) > 1 and entry.num_bytes else 1, -1)
 
     def release(self, name: str) -> None:
         entry = self.entries[name]

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.errors import ModelNotFoundError
-from nanovllm_cli.weights.json_file import read_json_file
+from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 
 RANDOM = "random:"
 """A model's name that begins so means made-up weights: random:qwen3-0.6b, random:path/to/config.json."""
-MAX_CONFIG_BYTES = 10_000_000
 
 
 def _config(

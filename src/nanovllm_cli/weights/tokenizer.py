@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
 
 
@@ -14,5 +15,4 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return byte_tokenizer()
     if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config)
-    path = checkpoint.path
-    return Tokenizer.from_folder(path if path.is_dir() else path.parent)
+    return Tokenizer.from_folder(folder_of(checkpoint.path))
