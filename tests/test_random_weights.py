@@ -18,7 +18,8 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.random_weights import POOL, RandomCheckpoint, tensor_shapes
+from nanovllm_cli.weights.convert_names import tensor_shapes
+from nanovllm_cli.weights.random_weights import POOL, RandomCheckpoint
 from nanovllm_cli.weights.shapes import SHAPES, shape_config
 from nanovllm_cli.weights.source import resolve
 

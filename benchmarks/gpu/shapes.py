@@ -11,6 +11,7 @@ import torch
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights import random_weights, shapes
+from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.random_weights import BF16_BYTES, POOL
 
 __all__ = ["POOL", "SHAPES", "RandomCheckpoint", "Shape"]
@@ -69,7 +70,7 @@ class Shape:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by the checkpoint's names."""
-        return random_weights.tensor_shapes(spec_from_hf(self.config, hf_family(self.config)))
+        return tensor_shapes(spec_from_hf(self.config, hf_family(self.config)))
 
     @property
     def matrix_numbers(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved")
@@ -88,31 +88,34 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every weight of a model under its Hugging Face name. A tied head has none of its own."""
     hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        HF_NAMES["embedding.weight"]: (spec.vocab_size, hidden),
-        HF_NAMES["norm.weight"]: (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
     if not spec.tied_head:
-        shapes[HF_NAMES["head.weight"]] = (spec.vocab_size, hidden)
+        shapes["head.weight"] = (spec.vocab_size, hidden)
+    named = {HF_NAMES[name]: shape for name, shape in shapes.items()}
     for i, block in enumerate(spec.blocks):
-        attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, AttentionSpec)
-        assert isinstance(mlp, MLPSpec)
-        q_rows, kv_rows = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        rows = {"q": q_rows, "k": kv_rows, "v": kv_rows, "o": hidden, "gate": mlp.intermediate_size}
-        rows |= {"up": mlp.intermediate_size, "down": hidden}
-        columns = {"o": q_rows, "down": mlp.intermediate_size}
-        biased = {**dict.fromkeys("qkv", attention.qkv_bias), "o": attention.out_bias}
-        for part, count in rows.items():
-            shapes[HF_NAMES[f"blocks.{{i}}.{part}.weight"].replace("{i}", str(i))] = (count, columns.get(part, hidden))
-            if biased.get(part, mlp.bias):
-                shapes[HF_NAMES[f"blocks.{{i}}.{part}.bias"].replace("{i}", str(i))] = (count,)
-        norms = {"attention_norm": hidden, "mlp_norm": hidden}
-        if attention.qk_norm:
-            norms |= {"q_norm": attention.head_dim, "k_norm": attention.head_dim}
-        for part, count in norms.items():
-            shapes[HF_NAMES[f"blocks.{{i}}.{part}.weight"].replace("{i}", str(i))] = (count,)
+        own = _block_shapes(block, hidden)
+        named |= {HF_NAMES["blocks.{i}." + name].replace("{i}", str(i)): shape for name, shape in own.items()}
+    return named
+
+
+def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, MLPSpec)
+    q, kv, inner = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim, mlp.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns, biased in (
+        ("q", q, hidden, attention.qkv_bias), ("k", kv, hidden, attention.qkv_bias), ("v", kv, hidden, attention.qkv_bias),
+        ("o", hidden, q, attention.out_bias),
+        ("gate", inner, hidden, mlp.bias), ("up", inner, hidden, mlp.bias), ("down", hidden, inner, mlp.bias),
+    ):  # fmt: skip
+        shapes[f"{name}.weight"] = (rows, columns)
+        if biased:
+            shapes[f"{name}.bias"] = (rows,)
+    shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+    if attention.qk_norm:
+        shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
     return shapes

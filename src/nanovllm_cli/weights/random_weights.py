@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
-from nanovllm_cli.models.families import HF_NAMES, spec_from_hf
+from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo
+from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.shapes import shape_config
 
 STD = 0.02
@@ -76,43 +76,6 @@ class RandomCheckpoint(BaseCheckpoint):
 def open_random(shape: str, path: Path) -> RandomCheckpoint:
     """shape: see `shapes.shape_config`. path: what the checkpoint calls itself."""
     return RandomCheckpoint(shape_config(shape), path=path)
-
-
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint of this model holds, under Hugging Face's names."""
-    hidden = spec.hidden_size
-    found: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
-    if not spec.tied_head:
-        found["head.weight"] = (spec.vocab_size, hidden)
-    named = {HF_NAMES[name]: shape for name, shape in found.items()}
-    for i, block in enumerate(spec.blocks):
-        assert isinstance(block.attention, AttentionSpec)
-        assert isinstance(block.mlp, MLPSpec)
-        parts = _attention_shapes(block.attention, hidden) | _mlp_shapes(block.mlp, hidden)
-        parts |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
-        named |= {HF_NAMES["blocks.{i}." + name].replace("{i}", str(i)): shape for name, shape in parts.items()}
-    return named
-
-
-def _attention_shapes(spec: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "q.weight": (q, hidden), "k.weight": (kv, hidden), "v.weight": (kv, hidden), "o.weight": (hidden, q)
-    }  # fmt: skip
-    if spec.qkv_bias:
-        shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
-    if spec.out_bias:
-        shapes["o.bias"] = (hidden,)
-    if spec.qk_norm:
-        shapes |= {"q_norm.weight": (spec.head_dim,), "k_norm.weight": (spec.head_dim,)}
-    return shapes
-
-
-def _mlp_shapes(spec: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    inner = spec.intermediate_size
-    outputs = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in outputs.items()}
-    return shapes | ({f"{name}.bias": shape[:1] for name, shape in outputs.items()} if spec.bias else {})
 
 
 @functools.cache

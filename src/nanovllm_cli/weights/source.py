@@ -328,7 +328,8 @@ def _local(path: Path, name: str, quant: str | None) -> ResolvedModel:
 
 def _made_up(name: str) -> ResolvedModel:
     """Weights that no file holds: their size follows from the shape."""
-    from nanovllm_cli.weights.random_weights import BF16_BYTES, tensor_shapes
+    from nanovllm_cli.weights.convert_names import tensor_shapes
+    from nanovllm_cli.weights.random_weights import BF16_BYTES
 
     config = shape_config(name.removeprefix(RANDOM))
     shapes = tensor_shapes(spec_from_hf(config, hf_family(config))).values()
