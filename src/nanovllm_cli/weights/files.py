@@ -55,6 +55,12 @@ class Weights(NamedTuple):
     quant: str | None = None
     note: str | None = None
 
+    def with_shards(self, folder: Path) -> Weights:
+        """`files` and those that the index in `folder` names. Raises what `read_index` raises."""
+        if self.index_file is None:
+            return self
+        return self._replace(files=(*self.files, *dict.fromkeys(read_index(folder / self.index_file).values())))
+
 
 def choose(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
     """The files of the model among `names`, paths with `/` below a repository or snapshot that is called `where`.

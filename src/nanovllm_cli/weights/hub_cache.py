@@ -6,13 +6,13 @@ Which of its files make a model is `files.py`'s matter; whether that can be run,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.weights import hub
-from nanovllm_cli.weights.files import Weights, choose, quants, read_index, some
+from nanovllm_cli.weights.files import Weights, choose, quants, some
 from nanovllm_cli.weights.source import HubName
 
 
@@ -49,7 +49,7 @@ class Removal(NamedTuple):
 def cached_models() -> list[CachedModel]:
     """All models of the cache by name, also those that can't be opened. Raises AccessRefusedError."""
     found: list[CachedModel] = []
-    for repo in sorted(_scan(), key=lambda repo: str(repo.repo_id).lower()):
+    for repo in sorted(_models(_scan()), key=lambda repo: str(repo.repo_id).lower()):
         for revision in sorted(repo.revisions, key=lambda revision: -float(revision.last_modified)):
             found += _models_of(repo, revision)
     return found
@@ -70,16 +70,11 @@ def _models_of(repo: Any, revision: Any) -> list[CachedModel]:
         refs = tuple(sorted(revision.refs))
         return CachedModel(repo.repo_id, revision.commit_hash, refs, quant, path, len(names), size, used, problem)
 
-    kinds: list[str | None] = [None]
-    if "config.json" not in files and quants(files):
-        kinds = list(quants(files))
+    kinds: Sequence[str | None] = () if "config.json" in files else quants(files)
     rows = []
-    for quant in kinds:
+    for quant in kinds or (None,):
         try:
-            weights = choose(list(files), repo.repo_id, quant=quant)
-            if weights.index_file:
-                shards = dict.fromkeys(read_index(snapshot / weights.index_file).values())
-                weights = weights._replace(files=(*weights.files, *shards))
+            weights = choose(list(files), repo.repo_id, quant=quant).with_shards(snapshot)
             missing = [name for name in weights.files if name not in files]
             problem = f"incomplete: {some(missing, 2)} missing; models pull goes on" if missing else None
             rows.append(row(weights, problem, quant))
@@ -97,7 +92,8 @@ def removal(name: HubName) -> Removal:
         raise UsageError(
             f"only whole revisions are removed, and {name.quant or name.file} is a part of one", f"name {name.repo}"
         )
-    repo = next((repo for repo in _scan() if str(repo.repo_id) == name.repo), None)
+    info = _scan()
+    repo = next((repo for repo in _models(info) if str(repo.repo_id) == name.repo), None)
     if repo is None:
         there = some(hub.cached_repos(), 8)
         raise ModelNotFoundError(f"{name.repo} is not in the cache ({hub.cache_folder()})", f"cached are: {there or 'none'}")
@@ -108,7 +104,6 @@ def removal(name: HubName) -> Removal:
         if not revisions:
             there = some([", ".join(sorted(each.refs)) or each.commit_hash[:7] for each in repo.revisions], 8)
             raise ModelNotFoundError(f"{name.repo} has no revision {wanted!r} in the cache", f"there are: {there}")
-    info = _scan_info()
     strategy = info.delete_revisions(*(each.commit_hash for each in revisions))
     _check_inside(strategy)
     shown = tuple(each.commit_hash[:7] for each in revisions)
@@ -135,13 +130,12 @@ def _is_commit(commit: str, wanted: str) -> bool:
     return len(wanted) >= 7 and commit.startswith(wanted.lower())
 
 
-def _scan() -> list[Any]:
-    """The cache's repositories of models."""
-    info = _scan_info()
+def _models(info: Any) -> list[Any]:
+    """The repositories of models in what `_scan` gives."""
     return [] if info is None else [repo for repo in info.repos if repo.repo_type == "model"]
 
 
-def _scan_info() -> Any:
+def _scan() -> Any:
     """`huggingface_hub`'s view of the whole cache; None where there is no cache yet."""
     from huggingface_hub import errors, scan_cache_dir
 

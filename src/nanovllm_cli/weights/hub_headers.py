@@ -12,7 +12,7 @@ from pathlib import Path
 from nanovllm_cli.errors import CheckpointError, DownloadError, OutputError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights import hub
-from nanovllm_cli.weights.files import MAX_INDEX_BYTES, read_index
+from nanovllm_cli.weights.files import MAX_INDEX_BYTES
 from nanovllm_cli.weights.gguf import MAX_METADATA_BYTES, GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES
 from nanovllm_cli.weights.loader import GGUF_EXTRAS
@@ -28,13 +28,12 @@ def fetch_headers(remote: RemoteModel, folder: Path, progress: LoadProgress, tok
     """Fills `folder`, and gives the path to open. Raises what `hub.list_repo` raises, CheckpointError for a broken index, and
     OutputError where the folder cannot hold such files."""
     fetch = _Fetch(remote, folder, token)
-    files = [name for name in remote.weights.files if name.endswith((".safetensors", ".gguf"))]
     for name in remote.weights.files:
         if name in _CONFIGS:
             fetch.whole(name, MAX_CONFIG_BYTES)
     if remote.weights.index_file:
         fetch.whole(remote.weights.index_file, MAX_INDEX_BYTES)
-        files += dict.fromkeys(read_index(folder / remote.weights.index_file).values())
+    files = [name for name in remote.weights.with_shards(folder).files if name.endswith((".safetensors", ".gguf"))]
     progress.stage(f"reading headers of {remote.repo}", len(files), "tensors")
     try:
         for name in files:

@@ -18,9 +18,9 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-MAX_NAMED = 5
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
@@ -165,18 +165,14 @@ def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tup
     if spec.tied_head:
         ignored.add(HF_NAMES["head.weight"])
     ignored |= {name for name in there - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
+    shapes = {name: reader.shape(name) for name in there & wanted.keys()}
+    misshapen = [f"{n} (expected {list(wanted[n])}, found {list(s)})" for n, s in sorted(shapes.items()) if s != wanted[n]]
     problems = [
         ("missing", sorted(wanted.keys() - there)),
         ("not part of the model", sorted(there - wanted.keys() - ignored)),
+        ("of the wrong shape", misshapen),
     ]
-    shapes = {name: reader.shape(name) for name in there & wanted.keys()}
-    problems.append(
-        (
-            "of the wrong shape",
-            [f"{n} (expected {list(wanted[n])}, found {list(s)})" for n, s in sorted(shapes.items()) if s != wanted[n]],
-        )
-    )
-    lines = [f"{len(names)} {what}: {_some(names)}" for what, names in problems if names]
+    lines = [f"{len(names)} {what}: {some(names)}" for what, names in problems if names]
     if lines:
         raise CheckpointError(
             f"{checkpoint.path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}",
@@ -187,8 +183,3 @@ def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tup
 def _is_zero(reader: WeightReader, name: str) -> bool:
     """Some quantizers give every layer a bias, which adds nothing where the model has none."""
     return all(isinstance(rows, torch.Tensor) and not rows.any() for rows, _ in reader.slices(name))
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
-    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

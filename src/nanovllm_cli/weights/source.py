@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-from nanovllm_cli.weights.files import Weights, choose, quant_of, read_index, some, split_parts
+from nanovllm_cli.weights.files import Weights, choose, quant_of, some, split_parts
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -219,13 +219,11 @@ def parse_hub_name(name: str) -> HubName | None:
 def download(remote: RemoteModel, progress: LoadProgress, token: str | bool | None = None) -> ResolvedModel:
     """Fetches what the cache lacks of it. Raises what `hub.fetch` raises."""
     repo, weights, listing = remote.repo, remote.weights, remote.listing
-    files = weights.files
     if weights.index_file:
-        snapshot = hub.fetch(repo, listing, [weights.index_file], NullProgress(), token)
-        files = _with_shards(weights, snapshot)
-    snapshot = hub.fetch(repo, listing, files, progress, token)
+        weights = weights.with_shards(hub.fetch(repo, listing, [weights.index_file], NullProgress(), token))
+    snapshot = hub.fetch(repo, listing, weights.files, progress, token)
     hub.remember_revision(repo, remote.revision, listing.commit)
-    return _resolved(snapshot, listing.commit, weights, files, repo, remote.name)
+    return _resolved(snapshot, listing.commit, weights, repo, remote.name)
 
 
 def cached_copy(wanted: HubName, name: str) -> ResolvedModel | None:
@@ -270,25 +268,17 @@ def _from_cache(wanted: HubName, revision: str, name: str) -> ResolvedModel | No
     commit, snapshot = cached
     names = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.is_file()]
     try:
-        weights = choose(names, wanted.repo, quant=wanted.quant, file=wanted.file)
-        files = _with_shards(weights, snapshot) if weights.index_file else weights.files
+        weights = choose(names, wanted.repo, quant=wanted.quant, file=wanted.file).with_shards(snapshot)
     except NanovllmError:
         return None
-    if not all((snapshot / file).is_file() for file in files):
+    if not all((snapshot / file).is_file() for file in weights.files):
         return None
-    return _resolved(snapshot, commit, weights, files, wanted.repo, name)
+    return _resolved(snapshot, commit, weights, wanted.repo, name)
 
 
-def _with_shards(weights: Weights, snapshot: Path) -> tuple[str, ...]:
-    assert weights.index_file is not None
-    return (*weights.files, *dict.fromkeys(read_index(snapshot / weights.index_file).values()))
-
-
-def _resolved(
-    snapshot: Path, commit: str, weights: Weights, files: Collection[str], repo: str, name: str
-) -> ResolvedModel:
+def _resolved(snapshot: Path, commit: str, weights: Weights, repo: str, name: str) -> ResolvedModel:
     path = snapshot / weights.entry if weights.entry else snapshot
-    num_bytes = sum((snapshot / file).stat().st_size for file in files)
+    num_bytes = sum((snapshot / file).stat().st_size for file in weights.files)
     return ResolvedModel(path, name, repo, commit, weights.quant, num_bytes, "gguf" if weights.entry else "hf")
 
 
