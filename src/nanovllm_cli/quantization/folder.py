@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,41 +13,24 @@ from nanovllm_cli.quantization.compressed_tensors import encode, quantization_co
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
-from nanovllm_cli.weights.files import is_setting
+from nanovllm_cli.weights.files import beside_weights
 from nanovllm_cli.weights.loader import checkpoint_name
 from nanovllm_cli.weights.weight_reader import float_slices
-from nanovllm_cli.weights.writer import (
-    OutputFolder,
-    SafetensorsWriter,
-    TensorOut,
-    as_json,
-    index_file,
-    shard_names,
-    shards,
-)
+from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
-SHARD_BYTES = 5_000_000_000
-_CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")  # the last two: of an original's own quantization
-_ALSO_COPIED = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
-_TEMPLATES = "additional_chat_templates"
+# What is written anew, and two that say how an original was quantized.
+_OTHERS = ("config.json", "README.md", "quality.json", "quantize_config.json", "quant_config.json")
 
 
 def write_folder(original: Original, plan: Plan, parts: Parts, folder: OutputFolder, progress: LoadProgress) -> None:
     """Everything but the model card. The units of the plan are finished."""
     writer = _Tensors(original, plan, parts)
-    groups = shards(writer.outs, SHARD_BYTES)
     progress.stage("writing", sum(out.num_bytes for out in writer.outs), "B")
-    for name, group in zip(shard_names(len(groups)), groups, strict=True):
-        with (folder.path / name).open("wb") as file:
-            out_file = SafetensorsWriter(file, group)
-            for out in group:
-                out_file.write(out.name, writer.slices(out))
-                progress.advance(out.num_bytes)
-            out_file.finish()
-    if len(groups) > 1:
-        folder.write("model.safetensors.index.json", index_file(groups))
+    write_shards(folder, writer.outs, writer.slices, progress)
     folder.write("config.json", as_json(_config(original, plan)))
-    _copy_settings(original.folder, folder)
+    for path, name in beside_weights(original.folder).kept:
+        if name not in _OTHERS:
+            folder.copy(path, name)
 
 
 class _Tensors:
@@ -121,15 +102,3 @@ def _config(original: Original, plan: Plan) -> dict[str, Any]:
     if original.spec.tied_head and "lm_head" in formats:
         config["tie_word_embeddings"] = False  # the head has numbers of its own now
     return config | {"quantization_config": quantization_config({**formats, "lm_head": formats.get("lm_head")})}
-
-
-def _copy_settings(source: Path, folder: OutputFolder) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and (is_setting(file.name) or file.name in _ALSO_COPIED) and file.name not in _CONFIGS:
-            shutil.copyfile(file, folder.path / file.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, folder.path / _TEMPLATES, ignore=_only_jinja)
-
-
-def _only_jinja(_: str, names: list[str]) -> list[str]:
-    return [name for name in names if Path(name).suffix != ".jinja"]

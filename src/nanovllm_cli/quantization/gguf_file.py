@@ -37,12 +37,10 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
     steps = [_retyped(step, items.get(step.name)) for step in made.steps]
     steps += [_retyped(Step(item.weight.output, None, item.weight.shape, "-", 0, "F32", 0), item) for item in untied]
     source = _Source(original, plan, parts, items)
-    writer = GGUFPartWriter(output.file, header, [step.gguf() for step in steps])
     progress.stage("writing", sum(step.num_bytes for step in steps), "B")
-    for step in steps:
-        writer.write(step.name, source.slices(step))
-        progress.advance(step.num_bytes)
-    writer.finish()
+    by_name = {step.name: step for step in steps}
+    writer = GGUFPartWriter(output.file, header, [step.gguf() for step in steps])
+    writer.write_all(lambda tensor: source.slices(by_name[tensor.name]), progress)
     output.file.flush()
     return made.notes
 

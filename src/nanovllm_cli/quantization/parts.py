@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nanovllm_cli.errors import CheckpointError, OutputError
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 from nanovllm_cli.weights.safetensors import SafetensorsFile
 from nanovllm_cli.weights.writer import SafetensorsWriter, TensorOut, sync_folder
@@ -71,10 +72,7 @@ class Parts:
         try:
             with partial.open("wb") as file:
                 outs = [TensorOut(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-                writer = SafetensorsWriter(file, outs)
-                for name, tensor in tensors.items():
-                    writer.write(name, [tensor])
-                writer.finish()
+                SafetensorsWriter(file, outs).write_all(lambda out: [tensors[out.name]], NullProgress())
                 file.flush()
                 os.fsync(file.fileno())
             digest = _digest(partial)

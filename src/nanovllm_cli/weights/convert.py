@@ -11,8 +11,8 @@ Reading is `checkpoint.py` and `pickled.py`, writing `writer.py` and `gguf_write
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from nanovllm_cli.weights.convert_names import (
 )
 from nanovllm_cli.weights.convert_tensors import (
     Step,
+    dtype_of,
     gguf_bytes,
     gguf_type,
     is_blocks,
@@ -50,27 +51,26 @@ from nanovllm_cli.weights.convert_tensors import (
     slices,
 )
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
-from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, Header, header_of, part_names
+from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
+    SHARD_BYTES,
     OutputFile,
     OutputFolder,
-    SafetensorsWriter,
+    TensorOut,
     as_json,
     check_replaceable,
     check_room,
     exists_already,
-    index_file,
-    shard_names,
     shards,
+    write_shards,
 )
 
 Target = Literal["gguf", "hf"]
 
-SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
 _HEADER_BYTES = 1 << 20
 _FILE_TYPES = {
     "F32": "ALL_F32", "Q2_K": "MOSTLY_Q2_K", "Q3_K": "MOSTLY_Q3_K_S", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S",
@@ -112,6 +112,9 @@ class Plan:
     def requantized(self) -> list[Step]:
         """Blocks that become blocks of another type, and lose twice."""
         return [step for step in self.steps if is_blocks(step.before) and is_blocks(step.after) and not step.copied]
+
+    def gguf_tensors(self) -> list[GGUFTensor]:
+        return [step.gguf() for step in self.steps]
 
     @property
     def is_folder(self) -> bool:
@@ -175,19 +178,17 @@ def write(
     progress = progress or NullProgress()
     progress.stage("converting", sum(step.num_bytes for step in made.steps), "B")
     try:
-        if made.target == "hf":
+        if made.is_folder:
             with OutputFolder(output, replace=replace) as folder:
-                _write_folder(source, made, folder, progress)
-                _read_again(made, folder.path)
-                folder.commit()
-        elif made.split_bytes is not None:
-            with OutputFolder(output, replace=replace) as folder:
-                _write_parts(source, made, folder, output.name, progress)
+                if made.target == "hf":
+                    _write_folder(source, made, folder, progress)
+                else:
+                    _write_parts(source, made, folder, output.name, progress)
                 _read_again(made, folder.path)
                 folder.commit()
         else:
             with OutputFile(output, replace=replace) as file:
-                _write_gguf(source, made, file, progress)
+                GGUFPartWriter(file.file, made.header, made.gguf_tensors()).write_all(_slices(source, made), progress)
                 file.file.flush()
                 _read_again(made, file.temporary)
                 file.commit()
@@ -235,7 +236,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
         after = safetensors_type(info.dtype_name, outtype)
         if vectors is not None and len(info.shape) < 2:
             after = vectors
-        num_bytes = torch.Size(info.shape).numel() * _dtype(after).itemsize
+        num_bytes = torch.Size(info.shape).numel() * dtype_of(after).itemsize
         step = Step(name, theirs, info.shape, info.dtype_name, info.num_bytes, after, num_bytes)
         steps.append(_turned(step, spec, family, to_gguf=False))
     blocks = sorted(
@@ -245,7 +246,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
         notes.append(
             f"the blocks of {', '.join(blocks)}: their numbers become float32, exactly; --outtype bf16 rounds them to 16 bits"
         )
-    files = hf_files(source, spec, family, _dtype(main_type(steps)))
+    files = hf_files(source, spec, family, dtype_of(main_type(steps)))
     return Plan("hf", steps, notes + files.notes, files=files.files, tokenizer=files.tokenizer.tokenizer, is_known=True)
 
 
@@ -275,14 +276,14 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     for name in source.names():
         info = source.info(name)
         after = safetensors_type(info.dtype_name, outtype)
-        size = torch.Size(info.shape).numel() * _dtype(after).itemsize
+        size = torch.Size(info.shape).numel() * dtype_of(after).itemsize
         steps.append(Step(name, name, info.shape, info.dtype_name, info.num_bytes, after, size))
     kept, left = beside_weights(folder_of(source.path))
     made = Plan("hf", steps, [f"files: {some(left)}"] if left else [], copies=kept)
     if outtype != "auto":
         config = {key: value for key, value in source.config.items() if key != "dtype"}
         made.files["config.json"] = as_json(
-            config | {"torch_dtype": str(_dtype(outtype.upper())).removeprefix("torch.")}
+            config | {"torch_dtype": str(dtype_of(outtype.upper())).removeprefix("torch.")}
         )
         made.copies = [(path, name) for path, name in made.copies if name != "config.json"]
     return made
@@ -327,8 +328,7 @@ def _write_folder(source: Checkpoint, made: Plan, folder: OutputFolder, progress
     for name, data in made.files.items():
         folder.write(name, data)
     for path, name in made.copies:
-        (folder.path / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder.path / name)
+        folder.copy(path, name)
     if made.tokenizer is not None:
         text = same_tokens(made.tokenizer, Tokenizer.from_folder(folder.path))
         if text is not None:
@@ -336,40 +336,22 @@ def _write_folder(source: Checkpoint, made: Plan, folder: OutputFolder, progress
                 f"the tokenizer has no equal in tokenizer.json: {text[:60]!r} would become other tokens",
                 "keep the model as GGUF",
             )
-    groups = shards((step.safetensors(DTYPES_BY_NAME) for step in made.steps), made.split_bytes or SHARD_BYTES)
-    by_name = {step.name: step for step in made.steps}
-    for file_name, group in zip(shard_names(len(groups)), groups, strict=True):
-        with (folder.path / file_name).open("wb") as file:
-            writer = SafetensorsWriter(file, group)
-            for tensor in group:
-                writer.write(tensor.name, slices(source, by_name[tensor.name]))
-                progress.advance(tensor.num_bytes)
-            writer.finish()
-    if len(groups) > 1:
-        folder.write("model.safetensors.index.json", index_file(groups))
+    tensors = [step.safetensors() for step in made.steps]
+    write_shards(folder, tensors, _slices(source, made), progress, made.split_bytes or SHARD_BYTES)
 
 
 def _write_parts(source: Checkpoint, made: Plan, folder: OutputFolder, stem: str, progress: LoadProgress) -> None:
     assert made.split_bytes is not None
-    groups = shards(made.steps, made.split_bytes)
+    groups = shards(made.gguf_tensors(), made.split_bytes)
     for number, (name, group) in enumerate(zip(part_names(stem, len(groups)), groups, strict=True)):
         with (folder.path / name).open("wb") as file:
-            writer = GGUFPartWriter(
-                file, made.header, [step.gguf() for step in group], number, len(groups), len(made.steps)
-            )
-            _write_steps(source, group, writer, progress)
+            writer = GGUFPartWriter(file, made.header, group, number, len(groups), len(made.steps))
+            writer.write_all(_slices(source, made), progress)
 
 
-def _write_gguf(source: Checkpoint, made: Plan, output: OutputFile, progress: LoadProgress) -> None:
-    writer = GGUFPartWriter(output.file, made.header, [step.gguf() for step in made.steps])
-    _write_steps(source, made.steps, writer, progress)
-
-
-def _write_steps(source: Checkpoint, steps: list[Step], writer: GGUFPartWriter, progress: LoadProgress) -> None:
-    for step in steps:
-        writer.write(step.name, slices(source, step))
-        progress.advance(step.num_bytes)
-    writer.finish()
+def _slices(source: Checkpoint, made: Plan) -> Callable[[TensorOut | GGUFTensor], Iterator[torch.Tensor]]:
+    by_name = {step.name: step for step in made.steps}
+    return lambda tensor: slices(source, by_name[tensor.name])
 
 
 def _read_again(made: Plan, path: Path) -> None:
@@ -422,13 +404,3 @@ def _is_input_file(source: Checkpoint, target: Path) -> bool:
     else:
         inputs = [entry for entry in folder_of(source.path).iterdir() if entry.suffix != ".gguf"]
     return any(entry.is_file() and entry.samefile(target) for entry in inputs)
-
-
-def _dtype(kind: str) -> torch.dtype:
-    dtype = DTYPES[kind][1] if kind in DTYPES else None
-    if dtype is None:
-        raise UnsupportedError(f"the type {kind} cannot be written", "leave the model as it is")
-    return dtype
-
-
-DTYPES_BY_NAME = {kind: dtype for kind, (_, dtype) in DTYPES.items() if dtype is not None}

@@ -17,11 +17,11 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
+from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.weight_reader import SLICE_BYTES
 from nanovllm_cli.weights.writer import TensorOut
 
-SLICE_BYTES = 16 << 20  # of float32
-
-PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+PLAIN_TYPES = ("f32", "f16", "bf16")
 BLOCK_TYPES = (
     "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k", "tq2_0", "tq1_0", "mxfp4",
 )  # fmt: skip
@@ -41,7 +41,6 @@ _NARROW = {
 _TERNARY = ("tq1_0", "tq2_0")
 _VOCABULARY = ("token_embd.weight", "output.weight")
 
-_DTYPE_OF_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
@@ -71,8 +70,8 @@ class Step(NamedTuple):
     def gguf(self) -> GGUFTensor:
         return GGUFTensor(self.name, self.shape, GGMLQuantizationType[self.after])
 
-    def safetensors(self, dtypes: dict[str, torch.dtype]) -> TensorOut:
-        return TensorOut(self.name, self.shape, dtypes[self.after])
+    def safetensors(self) -> TensorOut:
+        return TensorOut(self.name, self.shape, dtype_of(self.after))
 
 
 def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
@@ -112,8 +111,8 @@ def _step_rows(step: Step, num_rows: int) -> int:
 
 
 def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
-    if step.after in _DTYPE_OF_TYPE:
-        converted = rows.to(_DTYPE_OF_TYPE[step.after])
+    if step.after in _FLOATS:
+        converted = rows.to(dtype_of(step.after))
         if step.after in ("F16", "F32") and bool((converted.isinf() & ~rows.isinf()).any()):
             raise CheckpointError(
                 f"tensor {step.source!r} has values that {step.after} cannot hold", "take bf16, or a wider type"
@@ -161,6 +160,14 @@ def safetensors_type(before: str, outtype: str) -> str:
     return before if outtype == "auto" or before not in _FLOATS else outtype.upper()
 
 
+def dtype_of(kind: str) -> torch.dtype:
+    """Of a type of a folder's. Raises UnsupportedError for those that torch has no whole bytes for."""
+    dtype = DTYPES[kind][1] if kind in DTYPES else None
+    if dtype is None:
+        raise UnsupportedError(f"the type {kind} cannot be written", "leave the model as it is")
+    return dtype
+
+
 def narrowed_vectors(checkpoint: Checkpoint, names: list[str]) -> str | None:
     """The 16-bit type that all matrices of a GGUF file have, if its float32 vectors came from it: then they go back.
 
@@ -174,7 +181,7 @@ def narrowed_vectors(checkpoint: Checkpoint, names: list[str]) -> str | None:
         info = checkpoint.info(name)
         if len(info.shape) < 2 and info.dtype_name == "F32":
             values = checkpoint.tensor(name)
-            if not torch.equal(values.to(_DTYPE_OF_TYPE[kind]).float(), values):
+            if not torch.equal(values.to(dtype_of(kind)).float(), values):
                 return None
     return kind
 

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-import torch
 from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
 from gguf.gguf_writer import SHARD_NAME_FORMAT, GGUFValue, WriterState
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.weights.gguf import DEFAULT_ALIGNMENT, MAX_NAME_BYTES
-from nanovllm_cli.weights.writer import write_tensor
+from nanovllm_cli.weights.writer import TensorWriter
 
 Header = dict[str, GGUFValue]
 
@@ -73,7 +72,7 @@ def header_of(metadata: Mapping[str, Any], types: Mapping[str, tuple[int, int | 
     return header
 
 
-class GGUFPartWriter:
+class GGUFPartWriter(TensorWriter[GGUFTensor]):
     """One `.gguf` file, whole or part `number` of `count` (from 0), whose tensors arrive in order, in slices.
 
     The first part has the header; the others say only which part they are. `total`: tensors of all parts.
@@ -88,8 +87,7 @@ class GGUFPartWriter:
         count: int = 1,
         total: int = 0,
     ) -> None:
-        self._file = file
-        self._left = list(tensors)
+        super().__init__(file, tensors, DEFAULT_ALIGNMENT)
         writer = GGUFWriter(None, header["general.architecture"].value)
         writer.kv_data = [dict(header) if number == 0 else {}]
         if count > 1:
@@ -112,17 +110,6 @@ class GGUFPartWriter:
         except (struct.error, ValueError, UnicodeEncodeError) as error:
             raise CheckpointError(f"the metadata cannot be written as GGUF: {error}") from error
         file.write(b"\0" * (-file.tell() % DEFAULT_ALIGNMENT))
-
-    def write(self, name: str, slices: Iterable[torch.Tensor]) -> None:
-        """The next tensor of the table, which must be `name`: its bytes as plain numbers of its type, or as uint8."""
-        tensor = self._left.pop(0)
-        assert name == tensor.name, f"{name} out of turn: {tensor.name} is next"
-        written = sum(write_tensor(self._file, piece) for piece in slices)
-        assert written == tensor.num_bytes, f"{name}: {written} bytes of {tensor.num_bytes}"
-        self._file.write(b"\0" * (-written % DEFAULT_ALIGNMENT))
-
-    def finish(self) -> None:
-        assert not self._left, f"not written: {self._left}"
 
 
 def part_names(stem: str, count: int) -> list[str]:

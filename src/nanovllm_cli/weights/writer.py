@@ -17,16 +17,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, Protocol, Self, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
+from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import PICKLES, is_setting, some
 
+SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
@@ -198,9 +200,15 @@ class OutputFolder(_Output):
 
     def write(self, name: str, data: bytes) -> None:
         """A small file, whole."""
-        (self.path / name).parent.mkdir(exist_ok=True)
-        with (self.path / name).open("wb") as file:
-            file.write(data)
+        self._place(name).write_bytes(data)
+
+    def copy(self, source: Path, name: str) -> None:
+        shutil.copyfile(source, self._place(name))
+
+    def _place(self, name: str) -> Path:
+        place = self.path / name
+        place.parent.mkdir(exist_ok=True)
+        return place
 
     def commit(self) -> None:
         """Everything in `path` is the folder, on the disk, under its name."""
@@ -276,10 +284,39 @@ def check_room(target: Path, num_bytes: int) -> None:
 
 class _Sized(Protocol):
     @property
+    def name(self) -> str: ...
+    @property
     def num_bytes(self) -> int: ...
 
 
 SizedT = TypeVar("SizedT", bound=_Sized)
+
+
+class TensorWriter(Generic[SizedT]):
+    """A file whose tensors arrive in the order of its header, in slices; each begins at a multiple of `alignment`."""
+
+    def __init__(self, file: BinaryIO, tensors: Iterable[SizedT], alignment: int = 1) -> None:
+        self._file = file
+        self._left = list(tensors)
+        self._alignment = alignment
+
+    def write_all(self, slices: Callable[[SizedT], Iterable[torch.Tensor]], progress: LoadProgress) -> None:
+        """`slices`: of the tensor that is next."""
+        for tensor in list(self._left):
+            self.write(tensor.name, slices(tensor))
+            progress.advance(tensor.num_bytes)
+        self.finish()
+
+    def write(self, name: str, slices: Iterable[torch.Tensor]) -> None:
+        """The next tensor, which must be `name`: numbers of its type, or its bytes as uint8."""
+        tensor = self._left.pop(0)
+        assert name == tensor.name, f"{name} out of turn: {tensor.name} is next"
+        written = sum(write_tensor(self._file, piece) for piece in slices)
+        assert written == tensor.num_bytes, f"{name}: {written} bytes of {tensor.num_bytes}"
+        self._file.write(b"\0" * (-written % self._alignment))
+
+    def finish(self) -> None:
+        assert not self._left, f"not written: {self._left}"
 
 
 class TensorOut(NamedTuple):
@@ -294,38 +331,42 @@ class TensorOut(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class SafetensorsWriter:
-    """One `.safetensors` file whose tensors arrive in order, in slices. The header is written at once.
+class SafetensorsWriter(TensorWriter[TensorOut]):
+    """One `.safetensors` file. The header is written at once.
 
     Format: https://github.com/huggingface/safetensors#format; the header is padded with spaces to a multiple of 8 bytes.
     """
 
     def __init__(self, file: BinaryIO, tensors: Iterable[TensorOut]) -> None:
-        self._file = file
-        self._left: list[tuple[str, int]] = []
+        super().__init__(file, tensors)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for tensor in tensors:
+        for tensor in self._left:
             header[tensor.name] = {
                 "dtype": SAFETENSORS_DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [end, end + tensor.num_bytes],
             }
             end += tensor.num_bytes
-            self._left.append((tensor.name, tensor.num_bytes))
         text = _encoded(json.dumps(header, separators=(",", ":"), ensure_ascii=False))
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
 
-    def write(self, name: str, slices: Iterable[torch.Tensor]) -> None:
-        """The next tensor of the header, which must be `name`."""
-        expected, num_bytes = self._left.pop(0)
-        assert name == expected, f"{name} out of turn: {expected} is next"
-        written = sum(write_tensor(self._file, piece) for piece in slices)
-        assert written == num_bytes, f"{name}: {written} bytes of {num_bytes}"
 
-    def finish(self) -> None:
-        assert not self._left, f"not written: {self._left}"
+def write_shards(
+    folder: OutputFolder,
+    tensors: Iterable[TensorOut],
+    slices: Callable[[TensorOut], Iterable[torch.Tensor]],
+    progress: LoadProgress,
+    max_bytes: int = SHARD_BYTES,
+) -> None:
+    """The weights of a Hugging Face folder: one file, or shards of at most `max_bytes` and their index."""
+    groups = shards(tensors, max_bytes)
+    for name, group in zip(shard_names(len(groups)), groups, strict=True):
+        with (folder.path / name).open("wb") as file:
+            SafetensorsWriter(file, group).write_all(slices, progress)
+    if len(groups) > 1:
+        folder.write("model.safetensors.index.json", index_file(groups))
 
 
 def shards(tensors: Iterable[SizedT], max_bytes: int) -> list[list[SizedT]]:
