@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from nanovllm_cli.kernels import gemv, norm, rope_tables
@@ -16,6 +18,7 @@ class CudaOps:
         self.launcher = launcher
         self.device = launcher.device
         self.deterministic = deterministic
+        self.rope_tables = partial(rope_tables.rope_tables, launcher)
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
@@ -28,16 +31,3 @@ class CudaOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
-
-    def rope_tables(
-        self,
-        positions: torch.Tensor,
-        frequencies: torch.Tensor,
-        attention_factor: float,
-        lengths: torch.Tensor | None,
-        long_frequencies: torch.Tensor | None,
-        original_len: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rope_tables.rope_tables(
-            self.launcher, positions, frequencies, attention_factor, lengths, long_frequencies, original_len
-        )

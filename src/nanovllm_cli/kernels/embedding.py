@@ -10,7 +10,6 @@ from nanovllm_cli.kernels.kernel import WARP, Arg, Kernel, Launcher, check, type
 THREADS = 256
 GROUP = 128
 """Columns of a scale, where a row has several."""
-CODE_NAMES = {torch.int8: "int8_t", torch.float8_e4m3fn: "fp8"}
 
 
 def embedding(
@@ -75,7 +74,7 @@ def _rows(
 
 
 def variant(code: torch.dtype, dtype: torch.dtype, vector: int) -> Kernel:
-    constants = (("CODE", CODE_NAMES.get(code) or type_name(code)), ("DTYPE", type_name(dtype)), ("VECTOR", vector))
+    constants = (("CODE", type_name(code)), ("DTYPE", type_name(dtype)), ("VECTOR", vector))
     return Kernel("embedding", "embedding", constants)
 
 
@@ -83,4 +82,4 @@ def variants() -> list[Kernel]:
     """What the compile gate builds."""
     types = (torch.bfloat16, torch.float16)
     plain = [variant(dtype, dtype, vector) for dtype in types for vector in (8, 1)]
-    return plain + [variant(code, dtype, 8) for code in CODE_NAMES for dtype in types]
+    return plain + [variant(code, dtype, 8) for code in (torch.int8, torch.float8_e4m3fn) for dtype in types]

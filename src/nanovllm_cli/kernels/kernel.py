@@ -16,7 +16,10 @@ import torch
 
 SOURCES = Path(__file__).parent
 # Names of the kernels' types in common.cuh. The 8-bit floats are e4m3.
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "half", torch.float8_e4m3fn: "fp8", torch.float32: "float"}
+TYPE_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "half", torch.float32: "float",
+    torch.float8_e4m3fn: "fp8", torch.int8: "int8_t", torch.int32: "int",
+}  # fmt: skip
 OLDEST_CAPABILITY = 75
 NEWEST_CAPABILITY = 999
 MAX_THREADS = 1024

@@ -17,7 +17,6 @@ SPAN = 8 * THREADS
 STEP = 128
 """Columns that matmuls of blocks take at once, at the least, and rows for them are padded to."""
 GROUPS = (16, 32, 64, 128, 256)
-CODE_NAMES = {torch.int8: "int8_t", torch.float8_e4m3fn: "fp8"}
 
 
 class Rounded(NamedTuple):
@@ -87,7 +86,7 @@ def _round(launcher: Launcher, x: Hidden, code: torch.dtype, group: int, fixed: 
 
 
 def rows_variant(dtype: torch.dtype, code: torch.dtype, vector: int) -> Kernel:
-    constants = (("DTYPE", type_name(dtype)), ("VECTOR", vector), ("CODE", CODE_NAMES[code]))
+    constants = (("DTYPE", type_name(dtype)), ("VECTOR", vector), ("CODE", type_name(code)))
     return Kernel("quantize_activations", "round_rows", constants)
 
 
@@ -99,5 +98,5 @@ def variants() -> list[Kernel]:
     """What the compile gate builds."""
     kernels = []
     for dtype in (torch.bfloat16, torch.float16):
-        kernels += [rows_variant(dtype, code, 8) for code in CODE_NAMES] + [blocks_variant(dtype, 8)]
+        kernels += [rows_variant(dtype, code, 8) for code in (torch.int8, torch.float8_e4m3fn)] + [blocks_variant(dtype, 8)]
     return [*kernels, rows_variant(torch.bfloat16, torch.int8, 1)]

@@ -10,7 +10,6 @@ from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
 
 VECTOR = 4
 THREADS = 256
-SUM_NAMES = {torch.int32: "int", torch.float32: "float"}
 
 
 def scale_sums(
@@ -42,7 +41,7 @@ def scale_sums(
 
 
 def variant(sums: torch.dtype, dtype: torch.dtype, out_dtype: torch.dtype) -> Kernel:
-    constants = (("SUM", SUM_NAMES[sums]), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)))
+    constants = (("SUM", type_name(sums)), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)))
     return Kernel("scale_sums", "scale_sums", constants)
 
 
@@ -50,7 +49,7 @@ def variants() -> list[Kernel]:
     """What the compile gate builds."""
     return [
         variant(sums, dtype, out_dtype)
-        for sums in SUM_NAMES
+        for sums in (torch.int32, torch.float32)
         for dtype in (torch.bfloat16, torch.float16)
         for out_dtype in (dtype, torch.float32)
     ]

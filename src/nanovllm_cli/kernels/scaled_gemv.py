@@ -17,8 +17,8 @@ STEP = 64
 """Columns of its loads, each of which has two rows of a strip."""
 CAPABILITIES = {torch.int8: 75, torch.float8_e4m3fn: 89}
 """Oldest GPUs with matrix instructions of such codes."""
-CODE_NAMES = {torch.int8: ("int8_t", "int"), torch.float8_e4m3fn: ("fp8", "float")}
-"""Of codes and their sums."""
+SUMS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+"""What products of such codes are summed in."""
 
 
 def scaled_gemv(
@@ -62,10 +62,9 @@ def scaled_gemv(
 def variant(
     kind: torch.dtype, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool, strips: int, activation: str | None
 ) -> Kernel:
-    code, total = CODE_NAMES[kind]
     constants = (
-        ("CODE", code), ("SUM", total), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)), ("GROUPED", int(grouped)),
-        ("STRIPS", strips), ("ACTIVATION", ACTIVATIONS[activation]), ("NORM", 0), ("VECTOR", 8),
+        ("CODE", type_name(kind)), ("SUM", type_name(SUMS[kind])), ("DTYPE", type_name(dtype)), ("OUT", type_name(out_dtype)),
+        ("GROUPED", int(grouped)), ("STRIPS", strips), ("ACTIVATION", ACTIVATIONS[activation]), ("NORM", 0), ("VECTOR", 8),
     )  # fmt: skip
     return Kernel("scaled_gemv", "scaled_gemv", constants, max(CAPABILITIES[kind], mma_capability(dtype)))
 
