@@ -73,6 +73,9 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
+    dtype: of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the
+    KV cache has room for it. read_bytes: what a step reads of the weights, however many sequences are in it. formats: how many
+    numbers of the matrices are kept in which format; None is the compute type.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -102,8 +105,17 @@ class LLM:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
-            self._worker = Worker(checkpoint, config, self._encode_plain, self._token_bytes, self.tokenizer.control_ids, progress)
+            self._worker = worker = Worker(
+                checkpoint, config, self._encode_plain, self._token_bytes, self.tokenizer.control_ids, progress
+            )
             generation_config = dict(checkpoint.generation_config)
+        self.spec: ModelSpec = worker.spec
+        self.dtype: torch.dtype = worker.dtype
+        self.max_model_len: int = worker.max_model_len
+        self.num_parameters: int = worker.num_parameters
+        self.weight_bytes: int = worker.weight_bytes
+        self.read_bytes: int = worker.read_bytes
+        self.formats: Mapping[Format | None, int] = worker.formats
         self.chat_template = self._choose_template(chat_template)
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         if self.answer_format is None and (tool_format or reasoning_format):
@@ -111,16 +123,17 @@ class LLM:
         self.default_params = SamplingParams.from_generation_config(generation_config)
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self.engine = Engine(
-            self._worker,
+            worker,
             config,
             detokenizer_factory=detokenizers_of(self.tokenizer, visible),
             vocab_size=self.spec.vocab_size,
-            max_model_len=self._worker.max_model_len,
-            num_blocks=self._worker.num_blocks,
-            ahead=self._worker.ahead,
-            prepare=self._worker.prepare,
+            max_model_len=self.max_model_len,
+            num_blocks=worker.num_blocks,
+            ahead=worker.ahead,
+            prepare=worker.prepare,
             eos_ids=_end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
+        self.context_len: int = self.engine.context_len
         self._max_num_seqs = config.max_num_seqs
         self._request_ids = itertools.count()
         self._readers = Readers(self.engine)
@@ -143,52 +156,15 @@ class LLM:
     # ---- what it is ----
 
     @property
-    def spec(self) -> ModelSpec:
-        return self._worker.spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return self._worker.dtype
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus answer, in tokens."""
-        return self._worker.max_model_len
-
-    @property
-    def context_len(self) -> int:
-        """The same, as far as the KV cache has room for it."""
-        return self.engine.context_len
-
-    @property
-    def num_parameters(self) -> int:
-        return self._worker.num_parameters
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._worker.weight_bytes
-
-    @property
     def threads(self) -> int | None:
         """Of the CPU, where it computes; None on a GPU."""
         platform = self._worker.platform
         return platform.threads if isinstance(platform, CpuPlatform) else None
 
     @property
-    def read_bytes(self) -> int:
-        """What a step reads of the weights, however many sequences are in it."""
-        return self._worker.read_bytes
-
-    @property
     def multiplies_whole(self) -> bool:
         """Whether most of the matrices are multiplied as whole numbers, int8 by int8."""
-        return 2 * self._worker.num_multiplied_whole > sum(self._worker.formats.values())
-
-    @property
-    def formats(self) -> Mapping[Format | None, int]:
-        """How many numbers of the matrices are kept in which format; None is the compute type."""
-        return self._worker.formats
+        return 2 * self._worker.num_multiplied_whole > sum(self.formats.values())
 
     @property
     def kv_bytes(self) -> int:
@@ -274,16 +250,11 @@ class LLM:
         row of its last or first one. Raises as `generate` does."""
         listed = _listed(texts)
         ids = [f"embedding-{next(self._request_ids)}" for _ in listed]
-        done: dict[str, list[float]] = {}
         try:
             for request_id, text in zip(ids, listed, strict=True):
                 prompt = self._ids(text)
                 self._readers.use(partial(Engine.embed, request_id=request_id, prompt_ids=prompt, pooling=pooling))
-            wanted = set(ids)
-            while len(done) < len(ids):
-                for output in self._readers.step(wanted):
-                    if output.finished:
-                        done[output.request_id] = _embedding(output)
+            done = {output.request_id: _embedding(output) for output in self._finished(ids)}
         finally:
             self._readers.drop(ids)
         return [done[request_id] for request_id in ids]
@@ -353,16 +324,22 @@ class LLM:
         try:
             for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
                 self._add(request_id, prompt, wanted)
-            mine = set(ids)
-            while len(done) < len(ids):
-                for output in self._readers.step(mine):
-                    if output.finished:
-                        done[output.request_id] = output
-                        if progress is not None:
-                            progress(len(done), len(ids))
+            for output in self._finished(ids):
+                done[output.request_id] = output
+                if progress is not None:
+                    progress(len(done), len(ids))
         finally:
             self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
+
+    def _finished(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """The last outputs of requests, as they finish."""
+        left = set(ids)
+        while left:
+            for output in self._readers.step(left):
+                if output.finished:
+                    left.remove(output.request_id)
+                    yield output
 
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
