@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from emulation.device import EmulatedDevice
 from forked_commands import Commands
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import memory
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
 from nanovllm_cli.errors import DoesNotFitError
@@ -27,6 +29,27 @@ GIB = 1 << 30
 def planned(formats: list[str] | None = None, answers: int = 1, **settings: Any) -> Plan:
     with open_checkpoint(TINY) as checkpoint:
         return make_plan(checkpoint, EngineConfig(**{"device": "cpu", **settings}), formats, SPEED, answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "8000\n", "memory.current": "7000\n", "memory.stat": "anon 900\ninactive_file 6000\nslab 5\n"}, 7000),
+        ({"memory.max": "8000\n", "memory.current": "7000\n", "memory.stat": "anon 7000\ninactive_file 0\n"}, 1000),
+        ({"memory.max": "8000\n", "memory.current": "9000\n"}, 0),
+        ({"memory.max": "max\n", "memory.current": "7000\n"}, None),
+        ({}, None),
+    ],
+    ids=["files that were read are dropped where memory is short", "nothing to drop", "above the limit", "no limit", "no group"],
+)
+def test_a_control_group_limits_what_is_free(
+    files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    before = memory.available_bytes()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert memory.available_bytes() == (pytest.approx(before, rel=0.5) if expected is None else expected)
 
 
 def test_keys_and_values_are_counted_in_the_types_that_were_asked_for() -> None:

@@ -12,6 +12,7 @@ from nanovllm_cli.errors import DoesNotFitError
 GIB = 1 << 30
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
+GROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
@@ -30,13 +31,21 @@ def _system_available() -> int:
 
 
 def _group_available() -> int:
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        limit = (GROUP / "memory.max").read_text().strip()
+        used = int((GROUP / "memory.current").read_text())
     except (OSError, ValueError):
         return 1 << 62
-    return (1 << 62) if limit == "max" else max(0, int(limit) - used)
+    return (1 << 62) if limit == "max" else max(0, int(limit) - max(0, used - _group_droppable()))
+
+
+def _group_droppable() -> int:
+    """Of what a group uses: pages of files that were read, such as a model's, and are dropped where memory is short."""
+    try:
+        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        return int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def check_weights_fit(num_bytes: int, available: int) -> None:
