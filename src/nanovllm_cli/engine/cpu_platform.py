@@ -41,7 +41,7 @@ class CpuPlatform:
         self.config = config
         self.progress = progress or NullProgress()
         self.ops = CpuOps()
-        self.threads = _num_threads(config, progress)
+        self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
         self._has_integer = False
 
@@ -114,9 +114,9 @@ class CpuPlatform:
         return None
 
 
-def _num_threads(config: EngineConfig, progress: LoadProgress | None) -> int:
+def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
     """As many as asked for, or as this process may use; never more than there are."""
     there = num_processors()
-    if config.threads is not None and config.threads > there and progress is not None:
+    if config.threads is not None and config.threads > there:
         progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
     return min(config.threads or there, there)

@@ -25,7 +25,7 @@ from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
@@ -61,6 +61,7 @@ class Worker:
         platform: Platform | None = None,
     ) -> None:
         self._config = config
+        progress = progress or NullProgress()
         self.platform = platform = platform or select_platform(config, progress)
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = read_spec(checkpoint, reader)
@@ -76,7 +77,7 @@ class Worker:
         self.num_multiplied_whole = 0
         backend = platform.backend(self.spec, self.dtype)
         self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
-        if config.activations != "auto" and set(self.formats) == {None} and progress is not None:
+        if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         heads = self.spec.kv_heads_and_dims
@@ -207,6 +208,7 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
 
     UnsupportedError says why a GPU that was asked for can't be.
     """
+    progress = progress or NullProgress()
     if config.device == "cpu":
         return _cpu(config, progress)
     kind, _, number = config.device.partition(":")
@@ -217,31 +219,28 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
         return CudaPlatform(config, CudaDevice(index, config.programmatic_launch), progress)
     if kind != "auto":
         raise reason
-    if progress is not None and has_driver():
+    if has_driver():
         progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
     return _cpu(config, progress)
 
 
-def _cpu(config: EngineConfig, progress: LoadProgress | None) -> CpuPlatform:
+def _cpu(config: EngineConfig, progress: LoadProgress) -> CpuPlatform:
     _tell_unused(config, progress, on_gpu=False)
     return CpuPlatform(config, progress)
 
 
-def _tell_unused(config: EngineConfig, progress: LoadProgress | None, *, on_gpu: bool) -> None:
+def _tell_unused(config: EngineConfig, progress: LoadProgress, *, on_gpu: bool) -> None:
     """Notes for settings that change nothing here. They may be somebody's defaults for all machines, so nothing is refused."""
     plain = EngineConfig()
-    changed = {name for name in ("eager", "programmatic_launch", "gpu_memory_utilization", "threads", "kv_cache_dtype")
-               if getattr(config, name) != getattr(plain, name)}  # fmt: skip
-    notes = [f"{name} is for CPUs, and changes nothing on a GPU" for name in ("threads",) if on_gpu and name in changed]
-    notes += [
-        f"{name.replace('_', '-')} is for GPUs, and changes nothing on a CPU"
-        for name in ("eager", "programmatic_launch", "gpu_memory_utilization")
-        if name in changed and not on_gpu
-    ]
-    if on_gpu and "gpu_memory_utilization" in changed and config.kv_cache_bytes is not None:
-        notes.append("gpu-memory-utilization changes nothing: the KV cache has a size of its own")
-    if "kv_cache_dtype" in changed and config.cache_type_k is not None and config.cache_type_v is not None:
-        notes.append("kv-cache-dtype changes nothing: keys and values have types of their own")
-    if progress is not None:
-        for note in notes:
-            progress.note(note)
+
+    def is_changed(name: str) -> bool:
+        return bool(getattr(config, name) != getattr(plain, name))
+
+    others, here = ("CPUs", "GPU") if on_gpu else ("GPUs", "CPU")
+    for name in ("threads",) if on_gpu else ("eager", "programmatic_launch", "gpu_memory_utilization"):
+        if is_changed(name):
+            progress.note(f"{name.replace('_', '-')} is for {others}, and changes nothing on a {here}")
+    if on_gpu and is_changed("gpu_memory_utilization") and config.kv_cache_bytes is not None:
+        progress.note("gpu-memory-utilization changes nothing: the KV cache has a size of its own")
+    if is_changed("kv_cache_dtype") and config.cache_type_k is not None and config.cache_type_v is not None:
+        progress.note("kv-cache-dtype changes nothing: keys and values have types of their own")
