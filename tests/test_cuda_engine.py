@@ -26,7 +26,6 @@ from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import NullProgress
@@ -456,35 +455,3 @@ def test_auto_says_why_a_gpu_that_is_there_is_not_used(has_driver: bool, monkeyp
     assert progress.notes == (["the GPU is not used: no CuPy (install it)"] if has_driver else [])
     with pytest.raises(UnsupportedError, match="no CuPy"):
         workers.select_platform(EngineConfig(device="cuda"), progress)
-
-
-def test_host_memory_is_written_anew_when_its_copy_is_done() -> None:
-    """Also behind steps that were interrupted, whose tokens nobody waited for."""
-    said: list[str] = []
-
-    class Event:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def record(self) -> None:
-            said.append(f"{self.name} is copied")
-
-        def synchronize(self) -> None:
-            said.append(f"wait for {self.name}")
-
-    class Late(EmulatedDevice):
-        def event(self) -> Event:  # type: ignore[override]
-            names.pop(0)
-            return Event(names[0])
-
-    names = ["", "a", "b"]
-    uploads = Uploads(Late(), 4, torch.int64)
-    target = torch.zeros(4, dtype=torch.int64)
-    buffers = []
-    for value in range(4):
-        buffers.append(uploads.take())
-        uploads.copy(buffers[-1].fill_(value), target)
-        assert target.tolist() == [value] * 4
-    assert buffers[0] is buffers[2]
-    assert buffers[1] is buffers[3]
-    assert said == ["wait for a", "a is copied", "wait for b", "b is copied"] * 2
