@@ -15,6 +15,7 @@ from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.record_kinds import CHUNK, GROUPS, Codebook, RecordLayout
 from nanovllm_cli.quant import gguf_blocks
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
+from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.format import Blocks, Integer
 from nanovllm_cli.quant.gguf_blocks import BlockType
 from nanovllm_cli.quant.gguf_codebooks import CODEBOOKS, codebook
@@ -25,17 +26,15 @@ _TERNARY = np.array([1, 3, 9, 27], np.int16)
 _SCALES = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16}
 
 
-class CpuInteger:
+class CpuInteger(CpuStorage):
     """A WeightStorage of one format. dtype: what is computed in outside of matmuls. UnsupportedError for groups that don't
     fit."""
 
     recordable = True
 
     def __init__(self, form: Integer | Blocks, num_rows: int, width: int, dtype: torch.dtype) -> None:
-        self.num_rows = num_rows
-        self.width = width
+        super().__init__(num_rows, width, dtype)
         self._form = form
-        self._dtype = dtype
         layout = compact_layout_of(form, num_rows, width)
         self._weight = integer.empty(layout)
         per_row = isinstance(form, Integer) and form.group == 0
@@ -62,12 +61,6 @@ class CpuInteger:
     def multiply(self, x: Rounded, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out [T, num_rows], which may be columns of a wider tensor, = x @ weight.T + bias. x: rounded by `rounding`."""
         integer.matmul(x, self._weight, bias, out)
-
-    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        return cpu.gated_activation(self.matmul(x, bias, self._dtype), activation)
-
-    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        return self.matmul(x, bias, self._dtype)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         assert table is None, "a CPU's tokens are all known"

@@ -12,20 +12,19 @@ from nanovllm_cli.kernels.record_kinds import CHUNK, RecordLayout
 from nanovllm_cli.kernels.values import Scaled
 from nanovllm_cli.quant.cpu_integer import compact_layout_of, record_rows
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
+from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.format import NF4, Blocks, Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 
-class CpuValues:
+class CpuValues(CpuStorage):
     """A WeightStorage of one format. dtype: what is computed in, in which a panel's numbers are exact. rounds: activations are
     rounded to e4m3 where an fp8 format says so."""
 
     def __init__(self, form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> None:
         form.check_width(width)
-        self.num_rows = num_rows
-        self.width = width
+        super().__init__(num_rows, width, dtype)
         self._form = form
-        self._dtype = dtype
         self._rounds = rounds
         self._layout, self._kind = _layout(form, num_rows, width)
         self._weight = integer.empty(self._layout)
@@ -74,12 +73,6 @@ class CpuValues:
             group = self._form.block or self.width
             return values.round_e4m3(x, group, self._input_scale)
         return Scaled(x if self._order is None else x[:, self._order.long()])
-
-    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        return cpu.gated_activation(self.matmul(x, bias, self._dtype), activation)
-
-    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        return self.matmul(x, bias, self._dtype)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         assert table is None, "a CPU's tokens are all known"

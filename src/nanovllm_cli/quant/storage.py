@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
-from nanovllm_cli.quant.rows import QuantizedRows
+from nanovllm_cli.quant.rows import QuantizedRows, num_rows
 
 
 class WeightStorage(Protocol):
@@ -42,3 +43,34 @@ class WeightStorage(Protocol):
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         """Rows ids [n] int64, as [n, width] in the compute type: what an embedding takes from a tied head. With a table the
         rows are table[ids]; only a platform that feeds what nobody has read asks for that."""
+
+
+class Stacked:
+    """What storages have in common that are several weights which read the same input: their rows lie behind each other."""
+
+    def __init__(self, parts: Sequence[WeightStorage]) -> None:
+        self.num_rows = sum(part.num_rows for part in parts)
+        self.width = parts[0].width
+        self._parts = parts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
+        for part, columns in self._columns():
+            if first_row < columns.stop:
+                assert first_row + num_rows(rows) <= columns.stop, "rows of one part at a time"
+                part.load_rows(first_row - columns.start, rows)
+                return
+        raise AssertionError("rows beyond the last part")
+
+    def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        raise AssertionError("an embedding has one part")
+
+    def _columns(self) -> Iterator[tuple[WeightStorage, slice]]:
+        """Each part, and its columns of a product."""
+        first = 0
+        for part in self._parts:
+            yield part, slice(first, first + part.num_rows)
+            first += part.num_rows

@@ -1,0 +1,28 @@
+"""What all storages of a CPU have in common: a gate and a residual come behind the product, by kernels of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels.ops import Hidden
+
+
+class CpuStorage(ABC):
+    """Most of a WeightStorage. dtype: what is computed in outside of matmuls."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self.num_rows = num_rows
+        self.width = width
+        self._dtype = dtype
+
+    @abstractmethod
+    def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor: ...
+
+    def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        return cpu.gated_activation(self.matmul(x, bias, self._dtype), activation)
+
+    def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        return self.matmul(x, bias, self._dtype)
