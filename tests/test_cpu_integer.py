@@ -12,12 +12,13 @@ from nanovllm_cli.kernels import cpu, integer
 from nanovllm_cli.kernels.integer import Packed, Rounding
 from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
 from nanovllm_cli.quant.cpu_integer import CpuInteger
-from nanovllm_cli.quant.cpu_records import dequantize, pack_rows
+from nanovllm_cli.quant.cpu_records import pack_rows
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.cpu_values import CpuValues
 from nanovllm_cli.quant.format import Blocks, Integer
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows, IntegerRows
+from record_reference import dequantize
 from test_cpu_records import CODEBOOKS, KINDS, codebook_layout, random_rows
 
 GENERATOR = torch.Generator().manual_seed(3)

@@ -11,10 +11,12 @@ from nanovllm_cli.kernels.record_kinds import (
     E8M0,
     F16,
     F32,
+    LOW_DTYPES,
     MIN,
     NIBBLE,
     NO_LOW,
     NO_SIGNS,
+    SCALE_DTYPES,
     SIGN_A_CODE,
     SIGN_A_POINT,
     SUB_I8,
@@ -24,19 +26,13 @@ from nanovllm_cli.kernels.record_kinds import (
     UE4M3,
     ZERO,
     Codebook,
+    RecordLayout,
 )
 from nanovllm_cli.quant.cpu_integer import compact_layout_of
-from nanovllm_cli.quant.cpu_records import (
-    LOW_DTYPES,
-    SCALE_DTYPES,
-    RecordLayout,
-    RecordRows,
-    dequantize,
-    pack_rows,
-    unpack,
-)
+from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
+from record_reference import dequantize, unpack
 
 KINDS = [
     (2, 16, SUB_U8, NIBBLE, 0), (3, 16, SUB_I8, NO_LOW, 4), (4, 32, F16, NO_LOW, 8), (4, 32, F16, MIN, 0),

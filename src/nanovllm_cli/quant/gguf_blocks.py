@@ -56,10 +56,6 @@ class BlockType:
         return int(GGML_QUANT_SIZES[GGMLQuantizationType[self.name]][1])
 
     @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.block_bytes / self.block_len
-
-    @property
     def d(self) -> torch.dtype:
         return torch.float16 if self.d_values is None else torch.uint8
 
