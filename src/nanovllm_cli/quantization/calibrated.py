@@ -13,16 +13,13 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer
-from nanovllm_cli.quant.gptq import Gptq, quantize_gptq
+from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quantization.algorithms import RoundToNearest
 from nanovllm_cli.quantization.calibration import INPUTS
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Rows
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.quantization.walk import Walk
-
-# Groups lie in the order of the columns: a folder has no place for another.
-_GPTQ = Gptq(order="activity")
 
 Block = Mapping[str, torch.Tensor]
 Formats = Mapping[str, Format | None]
@@ -78,7 +75,7 @@ def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) ->
         for slot in slots:
             form = formats[slot]
             assert isinstance(form, Integer | Fp8)
-            done[slot] = quantize_gptq(weights[slot], hessian, form, _GPTQ)
+            done[slot] = quantize_gptq(weights[slot], hessian, form)
         walk.calibration.load(_floats(done, formats))
         found |= done
     return found

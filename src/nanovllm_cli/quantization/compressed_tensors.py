@@ -24,9 +24,9 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.format import FP8_BLOCK, SCALE_TYPES, Format, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, QuantizedRows
+from nanovllm_cli.weights.quantized_weight import num_words
 from nanovllm_cli.weights.writer import TensorOut
 
-WORD_BITS = 32
 PACKED_BITS = (4, 8)
 
 
@@ -55,12 +55,12 @@ def tensors_of(form: Format, name: str, shape: tuple[int, ...]) -> list[TensorOu
     if not _packed(form):
         return [TensorOut(name, shape, torch.int8), scale]
     packed = [
-        TensorOut(f"{name}_packed", (rows, _words(width, form.bits)), torch.int32),
+        TensorOut(f"{name}_packed", (rows, num_words(width, form.bits)), torch.int32),
         scale,
         TensorOut(f"{name}_shape", (2,), torch.int64),
     ]
     if form.zeros:
-        packed.append(TensorOut(f"{name}_zero_point", (_words(rows, form.bits), groups), torch.int32))
+        packed.append(TensorOut(f"{name}_zero_point", (num_words(rows, form.bits), groups), torch.int32))
     return packed
 
 
@@ -142,15 +142,10 @@ def _packed(form: Integer) -> bool:
     return form.bits != 8 or form.activation == "none" or bool(form.group) or form.zeros
 
 
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD_BITS)
-
-
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 [n, count] of `bits` -> int32 [n, words], the first code in the lowest bits."""
     n, count = codes.shape
-    each = WORD_BITS // bits
-    words = codes.new_zeros(n, _words(count, bits) * each)
+    words = codes.new_zeros(n, num_words(count, bits) * 32 // bits)
     words[:, :count] = codes
     if bits == 4:
         words = words[:, ::2] | (words[:, 1::2] << 4)

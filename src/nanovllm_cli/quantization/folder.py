@@ -14,7 +14,6 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights.files import beside_weights
-from nanovllm_cli.weights.loader import checkpoint_name
 from nanovllm_cli.weights.weight_reader import float_slices
 from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
@@ -41,8 +40,7 @@ class _Tensors:
         self._checkpoint = original.checkpoint
         self._parts = parts
         self._items = {item.weight.output: item for item in plan.items if item.format is not None}
-        self._units = plan.units()
-        self._changed = self._float_changes()
+        self._changed = parts.changed_floats(plan.units(), HF_NAMES)
         self._of: dict[str, str] = {}
         self._encoded: dict[str, torch.Tensor] = {}
         self.outs: list[TensorOut] = []
@@ -81,16 +79,6 @@ class _Tensors:
         assert not isinstance(rows, torch.Tensor)
         outs = tensors_of(item.format, item.weight.output, item.weight.shape)
         return {out.name: tensor for out, tensor in zip(outs, encode(item.format, rows), strict=True)}
-
-    def _float_changes(self) -> dict[str, tuple[str, str]]:
-        """Names of plain weights that a unit has changed: the unit, and our name."""
-        return {
-            checkpoint_name(ours, HF_NAMES): (unit, ours)
-            for unit in self._units
-            for ours, rows in self._parts.read(unit).items()
-            if isinstance(rows, torch.Tensor)
-        }
-
 
 def _config(original: Original, plan: Plan) -> dict[str, Any]:
     formats = {

@@ -19,7 +19,7 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
 from nanovllm_cli.weights.convert_tensors import Step, slices
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter
-from nanovllm_cli.weights.loader import checkpoint_name, names_of
+from nanovllm_cli.weights.loader import names_of
 from nanovllm_cli.weights.writer import OutputFile
 
 
@@ -59,13 +59,7 @@ class _Source:
         self._checkpoint = original.checkpoint
         self._items = items
         self._parts = parts
-        names = names_of(original.checkpoint)
-        self._changed = {
-            checkpoint_name(ours, names): (unit, ours)
-            for unit in plan.units()
-            for ours, rows in parts.read(unit).items()
-            if isinstance(rows, torch.Tensor)
-        }
+        self._changed = parts.changed_floats(plan.units(), names_of(original.checkpoint))
 
     def slices(self, step: Step) -> Iterator[torch.Tensor]:
         item = self._items.get(step.name)

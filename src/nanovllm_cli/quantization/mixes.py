@@ -15,10 +15,11 @@ exception that it makes for Llama 2's 70B is left out).
 from __future__ import annotations
 
 from gguf import LlamaFileType
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
+from nanovllm_cli.quant.gguf_blocks import block_type
+from nanovllm_cli.weights.convert_tensors import NARROW
 
 _BASES = {
     **{name.lower(): name for name in BLOCK_TYPES},
@@ -32,7 +33,6 @@ _BASES = {
     "q5_k_m": "Q5_K",
 }
 MIXES = tuple(_BASES)
-_FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _FILE_TYPES = {"q2_k_m": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_M", "q4_k": "MOSTLY_Q4_K_M", "q5_k": "MOSTLY_Q5_K_M"}
 
 
@@ -51,12 +51,12 @@ def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
     elif ours.startswith("blocks."):
         wanted = _in_block(mix, part, int(ours.split(".")[1]), spec) or wanted
     if not _fits(wanted, width):
-        wanted = _FALLBACKS.get(wanted, wanted)
+        wanted = NARROW.get(wanted, wanted)
     return wanted if _fits(wanted, width) else None
 
 
 def _fits(name: str, width: int) -> bool:
-    return bool(width % GGML_QUANT_SIZES[GGMLQuantizationType[name]][0] == 0)
+    return width % block_type(name).block_len == 0
 
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError, OutputError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
+from nanovllm_cli.weights.loader import checkpoint_name
 from nanovllm_cli.weights.safetensors import SafetensorsFile
 from nanovllm_cli.weights.writer import SafetensorsWriter, TensorOut, sync_folder
 
@@ -92,6 +93,15 @@ class Parts:
             fields.setdefault(ours, {})[field] = file.tensor(name)
         file.close()  # the views keep the mapping
         return {ours: _rows(found) for ours, found in fields.items()}
+
+    def changed_floats(self, units: Iterable[str], names: dict[str, str]) -> dict[str, tuple[str, str]]:
+        """Plain weights that these units changed, by the names of a checkpoint: the unit, and our name."""
+        return {
+            checkpoint_name(ours, names): (unit, ours)
+            for unit in units
+            for ours, rows in self.read(unit).items()
+            if isinstance(rows, torch.Tensor)
+        }
 
     def remove(self) -> None:
         """Once the output is there."""

@@ -100,9 +100,7 @@ def differences(a: Words, b: Words) -> list[str]:
     for text in PROBES:
         one, other = a.encode(text), b.encode(text)
         if one != other:
-            at = next(
-                (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
-            )
+            at = _parting(one, other)
             found.append(f"the text {text[:40]!r}: token {at} of {one[at : at + 3]} … and {other[at : at + 3]} …")
             break
     if a.ends is not None and b.ends is not None and a.ends != b.ends:
@@ -122,5 +120,9 @@ def _around(one: str | None, other: str | None) -> str:
     """Where two renderings part."""
     if one is None or other is None:
         return f"{'nothing' if one is None else 'a prompt'} and {'nothing' if other is None else 'a prompt'}"
-    at = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    at = _parting(one, other)
     return f"character {at}, {one[at : at + 30]!r} and {other[at : at + 30]!r}"
+
+
+def _parting(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))

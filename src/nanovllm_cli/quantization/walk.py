@@ -11,10 +11,11 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.calibration import Calibration
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.plan import LINEARS
 from nanovllm_cli.weights.loader import checkpoint_name, names_of
 
 _SLOTS = (
-    *(f"{part}.{kind}" for part in ("q", "k", "v", "o", "gate", "up", "down") for kind in ("weight", "bias")),
+    *(f"{part}.{kind}" for part in LINEARS for kind in ("weight", "bias")),
     *("attention_norm.weight", "mlp_norm.weight", "q_norm.weight", "k_norm.weight"),
 )
 

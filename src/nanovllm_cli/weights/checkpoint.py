@@ -31,7 +31,7 @@ from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
-from nanovllm_cli.weights.shapes import RANDOM
+from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 TensorFile = SafetensorsFile | GGUFFile
 
@@ -112,9 +112,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if str(path).startswith(RANDOM):
-        from nanovllm_cli.weights.random_weights import open_random
+        from nanovllm_cli.weights.random_weights import RandomCheckpoint
 
-        return open_random(str(path).removeprefix(RANDOM), path)
+        return RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path)
     try:
         return _open_path(path)
     except PermissionError as error:

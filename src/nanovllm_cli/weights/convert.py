@@ -24,7 +24,7 @@ from gguf.gguf_writer import GGUFValue
 
 from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.families import HF_IGNORED, Family
+from nanovllm_cli.models.families import Family
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
@@ -52,7 +52,7 @@ from nanovllm_cli.weights.convert_tensors import (
 )
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
-from nanovllm_cli.weights.loader import GGUF_EXTRAS, read_spec
+from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.weight_reader import PlainReader
@@ -290,27 +290,11 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
 
 
 def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> list[str]:
-    """Names and shapes against those of the model, all differences at once; a line for tensors that are left out."""
-    there = set(source.names())
+    """Raises CheckpointError where tensors are not those of the model; a line for each that is left out."""
+    there = {name: source.info(name).shape for name in source.names()}
     head = {"lm_head.weight", "output.weight"} if spec.tied_head else set()
-    dropped = sorted(there & head)
-    ignored = {name for name in there if name in GGUF_EXTRAS or name.endswith(HF_IGNORED)} | head
-    shapes = [name for name in sorted(there & wanted.keys()) if source.info(name).shape != wanted[name]]
-    problems = [
-        (sorted(wanted.keys() - there), "missing"),
-        (sorted(there - wanted.keys() - ignored), "not part of the model"),
-        (
-            [f"{name} (expected {list(wanted[name])}, found {list(source.info(name).shape)})" for name in shapes],
-            "misshapen",
-        ),
-    ]
-    lines = [f"{len(names)} {what}: {some(names)}" for names, what in problems if names]
-    if lines:
-        raise CheckpointError(
-            f"{source.path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}",
-            "the checkpoint is incomplete, or its config belongs to another model",
-        )
-    return [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in dropped]
+    check_tensors(source.path, spec, wanted, there, head, misshapen="misshapen")
+    return [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
 
 
 def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:

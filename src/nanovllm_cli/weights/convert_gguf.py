@@ -150,17 +150,19 @@ def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name
             card = Metadata.load_model_card(folder)
         metadata = Metadata.apply_metadata_heuristic(Metadata(), card, dict(checkpoint.config), Path(name), parameters)
     except Exception as error:  # the package trusts what it reads; a card that breaks it is left out
-        notes.append(f"the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200])
+        notes.append(f"the model card: {_first_line(error)}"[:200])
         metadata = Metadata()
     metadata.name = metadata.name or Metadata.id_to_title(Path(name).name) or "model"
     metadata.size_label = metadata.size_label or size_label(parameters, parameters, 0, 0)
     try:
         metadata.set_gguf_meta_model(builder)
     except Exception as error:
-        notes.append(
-            f"the rest of the model card: {str(error).splitlines()[0] if str(error) else type(error).__name__}"[:200]
-        )
+        notes.append(f"the rest of the model card: {_first_line(error)}"[:200])
     return notes
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _add_sampling(builder: HeaderBuilder, generation_config: Mapping[str, Any]) -> None:

@@ -28,15 +28,9 @@ BLOCK_TYPES = (
 """What can be written, under llama.cpp's names for --outtype."""
 
 # Where rows do not divide into blocks of 256: as llama.cpp's quantizer does, a type with blocks of 32.
-_NARROW = {
-    "TQ1_0": "Q4_0",
-    "TQ2_0": "Q4_0",
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-}
+NARROW = {
+    "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
 
 _TERNARY = ("tq1_0", "tq2_0")
 _VOCABULARY = ("token_embd.weight", "output.weight")
@@ -142,7 +136,7 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
     if outtype == "auto":
         return "F32" if before == "F64" else before
     wanted = "F16" if outtype in _TERNARY and name in _VOCABULARY else outtype.upper()
-    for kind in (wanted, _NARROW.get(wanted, "F16"), "F16"):
+    for kind in (wanted, NARROW.get(wanted, "F16"), "F16"):
         if shape[-1] % _block_len(kind) == 0:
             return kind
     raise AssertionError("F16 takes any width")

@@ -6,7 +6,8 @@ Tensors come in slices of a few megabytes and their file pages are let go at onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import torch
 
@@ -30,13 +31,12 @@ GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_l
 
 def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
-    spec = _hf_spec(checkpoint) if checkpoint.format == "hf" else _gguf_spec(checkpoint)
+    if checkpoint.format == "hf":
+        spec = spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+    else:
+        spec = _gguf_spec(checkpoint)
     _check_scale(spec, checkpoint, reader)
     return spec
-
-
-def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
-    return spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -159,25 +159,33 @@ def checkpoint_name(ours: str, table: dict[str, str]) -> str:
 
 
 def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:
-    """Names and shapes of the checkpoint against those of the model, all differences at once."""
-    there = reader.names()
-    ignored = {name for name in there if name in GGUF_EXTRAS or name.endswith(HF_IGNORED)}
-    if spec.tied_head:
-        ignored.add(HF_NAMES["head.weight"])
-    ignored |= {name for name in there - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
-    shapes = {name: reader.shape(name) for name in there & wanted.keys()}
-    misshapen = [f"{n} (expected {list(wanted[n])}, found {list(s)})" for n, s in sorted(shapes.items()) if s != wanted[n]]
+    there = {name: reader.shape(name) for name in reader.names()}
+    ignored = {HF_NAMES["head.weight"]} if spec.tied_head else set()
+    ignored |= {name for name in there.keys() - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
+    check_tensors(checkpoint.path, spec, wanted, there, ignored, misshapen="of the wrong shape")
+
+
+def check_tensors(
+    path: Path,
+    spec: ModelSpec,
+    wanted: Mapping[str, tuple[int, ...]],
+    there: Mapping[str, tuple[int, ...]],
+    ignored: Collection[str],
+    *,
+    misshapen: str,
+) -> None:
+    """Names and shapes of a checkpoint against those of its model, all differences at once, as a CheckpointError. `ignored`: may
+    be there, beside what no model needs; `misshapen`: the word for those of other shapes."""
+    extra = {name for name in there.keys() - wanted.keys() if not (name in GGUF_EXTRAS or name.endswith(HF_IGNORED))}
+    other = [name for name in sorted(there.keys() & wanted.keys()) if there[name] != wanted[name]]
     problems = [
-        ("missing", sorted(wanted.keys() - there)),
-        ("not part of the model", sorted(there - wanted.keys() - ignored)),
-        ("of the wrong shape", misshapen),
+        ("missing", sorted(wanted.keys() - there.keys())),
+        ("not part of the model", sorted(extra.difference(ignored))),
+        (misshapen, [f"{name} (expected {list(wanted[name])}, found {list(there[name])})" for name in other]),
     ]
     lines = [f"{len(names)} {what}: {some(names)}" for what, names in problems if names]
     if lines:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}",
-            OTHER_MODEL,
-        )
+        raise CheckpointError(f"{path}: tensors don't match a {spec.architecture} model: {'; '.join(lines)}", OTHER_MODEL)
 
 
 def _is_zero(reader: WeightReader, name: str) -> bool:

@@ -22,21 +22,13 @@ from nanovllm_cli.quant.format import NF4, Integer, Nf4
 from nanovllm_cli.quant.rows import IntegerRows, Nf4Rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.json_file import parse_json
-from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight, modules
+from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight, modules, those
 
 NF4_STATE, FP4_STATE = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
 SUFFIXES = (
-    *(
-        "weight",
-        "weight.absmax",
-        "weight.quant_map",
-        "weight.nested_absmax",
-        "weight.nested_quant_map",
-        NF4_STATE,
-        FP4_STATE,
-    ),
-    *("SCB", "weight_format"),
-)
+    "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", NF4_STATE, FP4_STATE,
+    "SCB", "weight_format",
+)  # fmt: skip
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STORAGE_TYPES = ("U8", "I8", "F16", "BF16", "F32")  # bnb_4bit_quant_storage: how the bytes are labelled
 MAX_STATE_BYTES = 10_000
@@ -104,7 +96,7 @@ class Int8Weight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.codes, self.largest) if self.layout is None else (self.codes, self.largest, self.layout)
+        return those(self.codes, self.largest, self.layout)
 
     def rows(self, first: int, end: int) -> IntegerRows:
         largest = self.largest.checked_scales(self.largest.read()[first:end], zero=True)

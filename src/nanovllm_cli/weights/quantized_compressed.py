@@ -34,18 +34,18 @@ from nanovllm_cli.weights.quantized_weight import (
     QuantizedWeight,
     modules,
     num_words,
+    those,
     unpack,
     unpack_columns,
 )
 
 SUFFIXES = (
-    *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("input_scale", "weight_global_scale"),
-)
+    "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
+    "weight_global_scale",
+)  # fmt: skip
 FORMATS = (
-    *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized"),
-    *("mixed-precision", "dense"),
-)
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class IntegerWeight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        parts = (self.codes, self.scales, *self.others)
-        return parts if self.zeros is None else (*parts, self.zeros)
+        return those(self.codes, self.scales, *self.others, self.zeros)
 
     def rows(self, first: int, end: int) -> IntegerRows:
         if self.packed:
@@ -159,8 +158,7 @@ def _fp8(module: Module, scheme: Scheme) -> QuantizedWeight:
             "known: a scale a tensor, channel or block",
         )
     assert scheme.activation != "int8"
-    activation = scheme.activation
-    return fp8_weight(module, "weight_scale", scheme.strategy == "block", activation)
+    return fp8_weight(module, "weight_scale", scheme.strategy == "block", scheme.activation)
 
 
 def _int8(module: Module, scheme: Scheme) -> IntegerWeight:
@@ -170,8 +168,7 @@ def _int8(module: Module, scheme: Scheme) -> IntegerWeight:
     weight = _integers(module, scheme, codes, num_rows, width, packed=False)
     if scheme.symmetric:
         return weight
-    shapes = [weight.scales.shape]
-    return replace(weight, zeros=module.part("weight_zero_point", ("I8",), *shapes))
+    return replace(weight, zeros=module.part("weight_zero_point", ("I8",), weight.scales.shape))
 
 
 def _packed(module: Module, scheme: Scheme) -> IntegerWeight:
@@ -187,11 +184,9 @@ def _packed(module: Module, scheme: Scheme) -> IntegerWeight:
             raise codes.unsupported("has one zero point a tensor", "known: one a channel or group")
         words = num_words(num_rows, scheme.bits)
         weight = replace(weight, zeros=module.part("weight_zero_point", ("I32",), (words, weight.scales.shape[1])))
-    groups = None
-    if scheme.ordered or module.has("weight_g_idx"):
-        groups = module.part("weight_g_idx", ("I32", "I64"), (width,))
-    if groups is None:
+    if not (scheme.ordered or module.has("weight_g_idx")):
         return weight
+    groups = module.part("weight_g_idx", ("I32", "I64"), (width,))
     weight = replace(weight, others=(*weight.others, groups))
     if bool((groups.read() == -1).all()):  # written, and never set
         return weight
@@ -205,12 +200,11 @@ def _integers(module: Module, scheme: Scheme, codes: Part, num_rows: int, width:
         raise codes.unsupported(f"holds numbers of {scheme.bits} bits", f"known: {', '.join(map(str, BITS))}")
     if scheme.strategy == "block":
         raise codes.unsupported("holds integers with a scale a block", "known: a scale a tensor, channel or group")
+    size = 0
     if scheme.strategy == "tensor":
         scales = module.part("weight_scale", FLOATS, (), (1,), (1, 1))
-        size = 0
     elif scheme.strategy == "channel":
         scales = module.part("weight_scale", FLOATS, (num_rows, 1), (num_rows,))
-        size = 0
     else:
         scales = module.part("weight_scale", FLOATS, (num_rows, None))
         size = checked_group(scales, scales.shape[1], width, scheme.group)

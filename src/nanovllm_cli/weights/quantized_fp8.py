@@ -21,7 +21,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import FP8_BLOCK, Fp8
 from nanovllm_cli.quant.rows import Fp8Rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules
+from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules, those
 
 FP8_TYPES = ("F8_E4M3",)
 OTHER_FP8_TYPES = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -44,7 +44,7 @@ class Fp8Weight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.codes, self.scales) if self.input_scale is None else (self.codes, self.scales, self.input_scale)
+        return those(self.codes, self.scales, self.input_scale)
 
     def rows(self, first: int, end: int) -> Fp8Rows:
         codes = self.codes.read().view(torch.uint8)[first:end]

@@ -31,6 +31,7 @@ from nanovllm_cli.weights.quantized_weight import (
     QuantizedWeight,
     modules,
     num_words,
+    those,
     unpack,
     unpack_columns,
 )
@@ -62,8 +63,7 @@ class GPTQWeight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        parts = (self.codes, self.zeros, self.scales)
-        return parts if self.groups is None else (*parts, self.groups)
+        return those(self.codes, self.zeros, self.scales, self.groups)
 
     def rows(self, first: int, end: int) -> IntegerRows:
         bits, most = self.format.bits, self.format.most

@@ -95,6 +95,11 @@ class Part:
             raise self.unsupported(f"can't be kept: {error.message}") from error
 
 
+def those(*parts: Part | None) -> tuple[Part, ...]:
+    """Of parts that a weight may have the ones that it has."""
+    return tuple(part for part in parts if part is not None)
+
+
 @dataclass(frozen=True)
 class Module:
     """The tensors of one module. suffixes: what follows its name and a dot -> the tensor's name."""

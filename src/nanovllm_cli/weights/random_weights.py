@@ -20,7 +20,6 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo
 from nanovllm_cli.weights.convert_names import tensor_shapes
-from nanovllm_cli.weights.shapes import shape_config
 
 STD = 0.02
 POOL = (1 << 24) + 127
@@ -29,7 +28,8 @@ BF16_BYTES = 2
 
 
 class RandomCheckpoint(BaseCheckpoint):
-    """A Checkpoint for any config.json that is supported. device: where tensors are made. Raises what reading a config raises."""
+    """A Checkpoint for any config.json that is supported. device: where tensors are made. path: what it calls itself. Raises what
+    reading a config raises."""
 
     format: Literal["hf", "gguf"] = "hf"
 
@@ -71,11 +71,6 @@ class RandomCheckpoint(BaseCheckpoint):
 
     def release(self, name: str) -> None:
         """Nothing is mapped."""
-
-
-def open_random(shape: str, path: Path) -> RandomCheckpoint:
-    """shape: see `shapes.shape_config`. path: what the checkpoint calls itself."""
-    return RandomCheckpoint(shape_config(shape), path=path)
 
 
 @functools.cache
