@@ -209,12 +209,12 @@ def _fetch_file(repo: str, commit: str, name: str, meter: _Meter, token: str | b
 def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter, token: str | bool | None) -> None:
     """Puts a large file's blob where `huggingface_hub` will find it, unless it is there or Xet can bring it."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import WeakFileLock, is_xet_available  # type: ignore[attr-defined]
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     url = hf_hub_url(repo, name, revision=commit)
     metadata = get_hf_file_metadata(url, token=token, timeout=REQUEST_TIMEOUT)
     etag, size = metadata.etag, metadata.size
-    if not etag or not size or not re.fullmatch(r"[\w.-]+", etag) or (metadata.xet_file_data and is_xet_available()):
+    if not etag or not size or not re.fullmatch(r"[\w.-]+", etag) or (metadata.xet_file_data and _has_xet()):
         return
     blob = repo_folder(repo) / "blobs" / etag
     lock = cache_folder() / ".locks" / repo_folder(repo).name / f"{etag}.lock"
@@ -428,3 +428,11 @@ def _endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
+
+
+def _has_xet() -> bool:
+    try:
+        from huggingface_hub.utils import is_xet_available
+    except ImportError:
+        return False
+    return bool(is_xet_available())
