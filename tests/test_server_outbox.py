@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from nanovllm_cli.engine.outputs import CompletionOutput, FinishReason, RequestM
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.engine_stream import joined
 from nanovllm_cli.server.gate import Turnstile
-from nanovllm_cli.server.messages import Output
+from nanovllm_cli.server.messages import Embedded, Output
 from nanovllm_cli.server.outbox import LONGEST_HOLD_SECONDS, WRITES_PER_SECOND, Outbox
 from nanovllm_cli.server.protocol import Together
 
@@ -27,55 +28,79 @@ class Clock:
         return self.now
 
 
-def output(number: int, lens: list[int], ends: dict[int, FinishReason] | None = None, **more: object) -> RequestOutput:
-    """A request whose answers have so many tokens; token i of every answer is i, and its text is `i,`."""
-    ends = ends or {}
-    answers = [
-        CompletionOutput(
-            index, "".join(f"{i}," for i in range(size)), tuple(range(size)), "", (), tuple(LOGPROBS[:size]), ends.get(index)
-        )
-        for index, size in enumerate(lens)
-    ]
-    return RequestOutput(
-        str(number), (1, 2), tuple(answers), len(ends) == len(lens), RequestMetrics(5.0, 6.0, 7.0, None, 16, 2, 1), **more
-    )  # type: ignore[arg-type]
+class Engine:
+    """Requests that are put, whenever a step has moved them on."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, RequestOutput] = {}
+        self._taken: dict[str, RequestOutput] = {}
+
+    def put(self, number: int, lens: list[int], ends: dict[int, FinishReason] | None = None, **more: object) -> None:
+        """A request whose answers have so many tokens; token i of every answer is i, and its text is `i,`."""
+        ends = ends or {}
+        answers = [
+            CompletionOutput(index, text(0, size), range(size), "", (), LOGPROBS[:size], ends.get(index))
+            for index, size in enumerate(lens)
+        ]
+        self._now[str(number)] = RequestOutput(
+            str(number), (1, 2), tuple(answers), len(ends) == len(lens), RequestMetrics(5.0, 6.0, 7.0, None, 16, 2, 1), **more
+        )  # type: ignore[arg-type]
+
+    @property
+    def moved(self) -> dict[str, bool]:
+        return {request_id: output.finished for request_id, output in self._now.items()}
+
+    def take(self, request_id: str) -> RequestOutput:
+        output = self._now.pop(request_id)
+        taken = self._taken.get(request_id)
+        answers = []
+        for answer in output.outputs:
+            before = 0 if taken is None else taken.outputs[answer.index].num_tokens
+            new = range(before, answer.num_tokens)
+            answers.append(replace(answer, delta_ids=tuple(new), delta_text=text(before, answer.num_tokens)))
+        self._taken[request_id] = output
+        return output._replace(outputs=tuple(answers))
 
 
-def opened(count: int) -> tuple[Outbox, Clock]:
-    clock = Clock()
-    outbox = Outbox(clock)
+def text(first: int, end: int) -> str:
+    return "".join(f"{i}," for i in range(first, end))
+
+
+def opened(count: int) -> tuple[Outbox, Engine, Clock]:
+    clock, engine = Clock(), Engine()
+    outbox = Outbox(engine, clock)
     for number in range(count):
         outbox.open(str(number))
     clock.now += 1
     assert outbox.take() == []  # the hold begins here
-    return outbox, clock
+    return outbox, engine, clock
 
 
-def texts(outputs: list[Output] | None) -> dict[int, list[str]] | None:
+def texts(outputs: list[Output | Embedded] | None) -> dict[int, list[str]] | None:
     return None if outputs is None else {each.request_id: [piece.text for piece in each.pieces] for each in outputs}
 
 
 def test_first_words_leave_at_once_and_the_next_ones_together() -> None:
-    outbox, clock = opened(17)
+    outbox, engine, clock = opened(17)
     hold = 17 / WRITES_PER_SECOND
-    outbox.put(output(3, [1]))
+    engine.put(3, [1])
     assert texts(outbox.take()) == {3: ["0,"]}
     for size in (2, 3, 4):
         clock.now += hold / 4
-        outbox.put(output(3, [size]))
+        engine.put(3, [size])
         assert outbox.take() is None
     clock.now += hold / 3
     assert texts(outbox.take()) == {3: ["1,2,3,"]}
 
 
 def test_the_end_of_an_answer_does_not_wait_and_others_stay_held() -> None:
-    outbox, clock = opened(17)
-    outbox.put(output(1, [1]))
-    outbox.put(output(2, [1]))
+    outbox, engine, clock = opened(17)
+    engine.put(1, [1])
+    engine.put(2, [1])
     outbox.take()
     clock.now += 1e-4
-    outbox.put(output(1, [2]))
-    outbox.put(output(2, [3], {0: "length"}))
+    engine.put(1, [2])
+    engine.put(2, [3], {0: "length"})
     told = outbox.take()
     assert texts(told) == {2: ["1,2,"]}
     assert told is not None
@@ -87,21 +112,22 @@ def test_the_end_of_an_answer_does_not_wait_and_others_stay_held() -> None:
 
 @pytest.mark.parametrize("streams", [1, 31, 10_000])
 def test_nobody_waits_longer_than_the_longest_hold(streams: int) -> None:
-    outbox, clock = opened(streams)
-    outbox.put(output(0, [1]))
+    outbox, engine, clock = opened(streams)
+    engine.put(0, [1])
     outbox.take()
     clock.now += min(streams / WRITES_PER_SECOND, LONGEST_HOLD_SECONDS) - 1e-6
-    outbox.put(output(0, [2]))
+    engine.put(0, [2])
     assert outbox.take() is None
     clock.now += 2e-6
     assert texts(outbox.take()) == {0: ["1,"]}
 
 
 def test_what_was_dropped_is_not_told() -> None:
-    outbox, clock = opened(17)
-    outbox.put(output(5, [1]))
+    outbox, engine, clock = opened(17)
+    engine.put(5, [1])
     outbox.take()
-    outbox.put(output(5, [2]))
+    engine.put(5, [2])
+    engine.take("5")
     outbox.drop("5")
     outbox.drop("5")
     clock.now += 1
@@ -109,10 +135,10 @@ def test_what_was_dropped_is_not_told() -> None:
 
 
 def test_prompt_logprobs_are_told_once() -> None:
-    outbox, _clock = opened(17)
-    outbox.put(output(0, [1], prompt_logprobs=(None, LOGPROBS[0])))
+    outbox, engine, _ = opened(17)
+    engine.put(0, [1], prompt_logprobs=(None, LOGPROBS[0]))
     first = outbox.take()
-    outbox.put(output(0, [2], prompt_logprobs=(None, LOGPROBS[0])))
+    engine.put(0, [2], prompt_logprobs=(None, LOGPROBS[0]))
     second = outbox.take(everything=True)
     assert first is not None
     assert second is not None
@@ -121,8 +147,8 @@ def test_prompt_logprobs_are_told_once() -> None:
 
 
 def test_a_request_that_only_read_its_prompt_says_nothing() -> None:
-    outbox, _ = opened(17)
-    outbox.put(output(0, [0]))
+    outbox, engine, _ = opened(17)
+    engine.put(0, [0])
     assert outbox.take() == []
 
 
@@ -130,7 +156,7 @@ def test_a_request_that_only_read_its_prompt_says_nothing() -> None:
 def test_all_that_is_told_is_what_was_drawn(seed: int) -> None:
     """Random steps of requests with one to three answers, at random times."""
     chosen = random.Random(seed)
-    outbox, clock = opened(9)
+    outbox, engine, clock = opened(9)
     goals = {number: [chosen.randint(1, 20) for _ in range(chosen.randint(1, 3))] for number in range(9)}
     lens = {number: [0] * len(goal) for number, goal in goals.items()}
     ended: dict[int, dict[int, FinishReason]] = {number: {} for number in goals}
@@ -144,7 +170,7 @@ def test_all_that_is_told_is_what_was_drawn(seed: int) -> None:
                     lens[number][index] += 1
                     if lens[number][index] == size:
                         ended[number][index] = "stop"
-            outbox.put(output(number, lens[number], ended[number]))
+            engine.put(number, lens[number], ended[number])
         clock.now += chosen.random() * 0.01
         for each in outbox.take(everything=chosen.random() < 0.1) or []:
             assert each.pieces, "an output without news"

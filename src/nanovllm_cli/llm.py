@@ -238,10 +238,9 @@ class LLM:
                     running.add(request_id)
                 if not running:
                     return
-                for output in self._readers.step(running):
-                    if output.finished:
-                        running.remove(output.request_id)
-                        yield output
+                for output in self._readers.step(running, only_last=True):
+                    running.remove(output.request_id)
+                    yield output
         finally:
             self._readers.drop(running)
 
@@ -336,10 +335,9 @@ class LLM:
         """The last outputs of requests, as they finish."""
         left = set(ids)
         while left:
-            for output in self._readers.step(left):
-                if output.finished:
-                    left.remove(output.request_id)
-                    yield output
+            for output in self._readers.step(left, only_last=True):
+                left.remove(output.request_id)
+                yield output
 
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"

@@ -64,7 +64,8 @@ def detokenizers_of(tokenizer: Tokenizer, visible_ids: Collection[int] = ()) -> 
 
 
 class Answer:
-    """Grows with what its sequence draws. `finish_reason` is None until it ends."""
+    """Grows with what its sequence draws. `finish_reason` is None until it ends. Its text is made when somebody looks at it, or
+    for stop strings."""
 
     def __init__(
         self, sequence: Sequence, eos_ids: Collection[int], detokenizer: IncrementalDetokenizer | None
@@ -73,12 +74,12 @@ class Answer:
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
         self._index = sequence.index
-        self._prompt_len = len(sequence.request.prompt_ids)
-        self._max_tokens = sequence.request.max_len - self._prompt_len
+        self._max_tokens = sequence.request.max_len - len(sequence.request.prompt_ids)
         self._min_tokens = params.min_tokens
         self._stop_ids = frozenset(sequence.request.stop_ids)
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._shows_stop_ids = params.include_stop_str_in_output
+        self._has_stops = bool(params.stop)
         self._detokenizer = detokenizer
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -86,6 +87,7 @@ class Answer:
         self._stop_reason: str | int | None = None
         self._error: str | None = None
         self._unmeetable = False
+        self._num_read = 0
         self._num_shown = 0
         self._num_chars_shown = 0
 
@@ -105,8 +107,7 @@ class Answer:
                     self._flush()
                 self.finish_reason = "stop"
         except Exception:
-            logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
-            self.fail("the text of the answer could not be decoded")
+            self._fail_to_decode()
         if self._logprobs is not None and drawn.logprobs is not None:
             self._logprobs.extend(drawn.logprobs[: len(self._ids) - len(self._logprobs)])
         return len(self._ids) - before
@@ -128,7 +129,12 @@ class Answer:
             logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
 
     def output(self) -> CompletionOutput:
-        """A snapshot. The deltas are what came since the last one."""
+        """A snapshot. The deltas are what came since the last one. An exception in detokenizing ends the answer with "error"."""
+        if self.finish_reason is None:
+            try:
+                self._read()
+            except Exception:
+                self._fail_to_decode()
         delta_ids = tuple(self._ids[self._num_shown :])
         delta_text = self._text[self._num_chars_shown :]
         self._num_shown, self._num_chars_shown = len(self._ids), len(self._text)
@@ -150,8 +156,8 @@ class Answer:
         if token_id in self._stop_ids and len(self._ids) > self._min_tokens:
             self._end_at(token_id)
             return
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.push((token_id,))
+        if self._has_stops and self._detokenizer is not None:
+            self._read()
             if self._detokenizer.stopped is not None:
                 self.finish_reason, self._stop_reason = "stop", self._detokenizer.stopped
                 return
@@ -161,12 +167,25 @@ class Answer:
 
     def _end_at(self, stop_id: int) -> None:
         self.finish_reason = "stop"
-        if stop_id not in self._eos_ids:
+        is_own = stop_id not in self._eos_ids
+        if is_own:
             self._stop_reason = stop_id
-            if self._shows_stop_ids and self._detokenizer is not None:
-                self._text += self._detokenizer.push((stop_id,))
+        self._read(len(self._ids) - (not (is_own and self._shows_stop_ids)))
+        self._num_read = len(self._ids)
         self._flush()
 
+    def _read(self, end: int | None = None) -> None:
+        """Makes text of the ids up to `end`."""
+        if self._detokenizer is not None:
+            ids = self._ids[self._num_read : end]
+            self._num_read += len(ids)
+            self._text += self._detokenizer.push(ids)
+
     def _flush(self) -> None:
+        self._read()
         if self._detokenizer is not None:
             self._text += self._detokenizer.finish()
+
+    def _fail_to_decode(self) -> None:
+        logger.exception("detokenizing failed in request %r", self.sequence.request.request_id)
+        self.fail("the text of the answer could not be decoded")

@@ -18,6 +18,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -60,16 +61,19 @@ class EngineStats(NamedTuple):
     generated_tokens: int
 
 
-class _Live(NamedTuple):
-    """An unfinished request and its answers."""
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request and its answers, until somebody has taken its last output. Moments on the engine's clock."""
 
     request: Request
     answers: list[Answer]
-    first_token: list[float]
+    first_token: float | None = None
+    finished: float | None = None
 
 
 class Engine:
-    """add() a request, step() while has_unfinished(); abort() whenever.
+    """add() a request, step() while has_unfinished(); abort() whenever. Who wants few outputs of many steps calls advance(), and
+    take() when they are wanted.
 
     vocab_size, max_model_len, num_blocks: as the loaded model and its KV cache have them. eos_ids: the ids that end an
     answer unless it ignores them. detokenizer_factory: makes the detokenizer of one answer; by default one of
@@ -113,6 +117,7 @@ class Engine:
         self._prepare = prepare
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
+        self._moved: dict[str, _Live] = {}
         self._seq_ids = itertools.count()
         self._generated_tokens = 0
 
@@ -169,40 +174,48 @@ class Engine:
         """Computes one step. Returns an output for every request that it moved on; empty where nothing is left to
         do, or nothing yet.
         """
-        failed = self._schedule_prepared()
+        self.advance()
+        return [self.take(request_id) for request_id in list(self._moved)]
+
+    def advance(self) -> None:
+        """Computes one step, if anything is left to do. `moved` then has the requests that it moved on, too."""
+        self._schedule_prepared()
         results = self._stepper.step()
         while results is not None and not results:  # a step ahead, for sequences that had ended
             results = self._stepper.step()
-        touched: dict[str, _Live] = {}
         for sequence, drawn in results or ():
-            live = self._live[sequence.request.request_id]
-            touched[sequence.request.request_id] = live
+            request_id = sequence.request.request_id
+            live = self._moved[request_id] = self._live[request_id]
             answer = live.answers[sequence.index]
             if drawn is not None:
                 self._generated_tokens += answer.take(drawn)
+                if live.first_token is None and drawn.token_ids:
+                    live.first_token = self._clock()
             elif live.request.pooling is not None and sequence.num_computed == len(live.request.prompt_ids):
                 answer.complete()
-                self._scheduler.finish(sequence)
-            if drawn is None:
-                continue
-            if drawn.token_ids and not live.first_token:
-                live.first_token.append(self._clock())
             if answer.finish_reason is not None:
-                self._scheduler.finish(sequence)
-        return [self._output(live) for live in (*failed, *touched.values())]
+                self._end(live, answer)
+
+    @property
+    def moved(self) -> dict[str, bool]:
+        """The requests of which an output is to be had, and whether it is the last one."""
+        return {request_id: live.finished is not None for request_id, live in self._moved.items()}
+
+    def take(self, request_id: str) -> RequestOutput:
+        """Of one that has moved: where it is now. Its deltas are what came since the last output."""
+        return self._output(self._moved[request_id])
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """Ends a request, or one of its answers, now, and returns its output (no step will). None if it is not
         there.
         """
-        live = self._live.get(request_id)
+        live = self._live.get(request_id) or self._moved.get(request_id)
         if live is None:
             return None
         for answer in live.answers if index is None else live.answers[index : index + 1]:
             if answer.finish_reason is None:
                 answer.abort()
-                if not self._preparing.drop(answer.sequence):
-                    self._scheduler.finish(answer.sequence)
+                self._end(live, answer)
         return self._output(live)
 
     def save_kv(self, path: Path, token_ids: list[int], salt: str | None, identity: str) -> int:
@@ -242,7 +255,7 @@ class Engine:
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise UsageError("a request needs an id, which is a string")
-        if request_id in self._live:
+        if request_id in self._live or request_id in self._moved:
             raise UsageError(f"request id {request_id!r} is already in use", "wait until it is finished, or abort it")
 
     def _begin(self, request: Request, detokenizers: DetokenizerFactory | None) -> None:
@@ -260,21 +273,31 @@ class Engine:
             self._scheduler.add(request)
         else:
             self._preparing.add(request, request.prepared)
-        self._live[request.request_id] = _Live(request, answers, [])
+        self._live[request.request_id] = _Live(request, answers)
 
-    def _schedule_prepared(self) -> list[_Live]:
+    def _schedule_prepared(self) -> None:
         """Schedules the requests that wait for nothing more; those that waited in vain are over."""
-        failed = []
         for request, error, unmeetable in self._preparing.ready(is_idle=not (self._scheduler.running or self._scheduler.waiting)):
             if error is None:
                 self._scheduler.add(request)
                 continue
-            live = self._live[request.request_id]
+            live = self._moved[request.request_id] = self._live[request.request_id]
             for answer in live.answers:
                 if answer.finish_reason is None:
                     answer.fail(error, unmeetable=unmeetable)
-            failed.append(live)
-        return failed
+            self._settle(live)
+
+    def _end(self, live: _Live, answer: Answer) -> None:
+        """Nobody goes on computing for this answer, which has ended."""
+        if not self._preparing.drop(answer.sequence):
+            self._scheduler.finish(answer.sequence)
+        self._settle(live)
+
+    def _settle(self, live: _Live) -> None:
+        if live.finished is None and all(answer.finish_reason is not None for answer in live.answers):
+            live.finished = self._clock()
+            live.request.prepared = None
+            del self._live[live.request.request_id]
 
     def _check_priority(self, priority: int) -> None:
         if priority != 0 and self._config.policy != "priority":
@@ -300,22 +323,23 @@ class Engine:
 
     def _output(self, live: _Live) -> RequestOutput:
         request = live.request
+        self._moved.pop(request.request_id, None)
         outputs = tuple([answer.output() for answer in live.answers])
-        finished = all(output.finish_reason is not None for output in outputs)
-        if finished:
-            del self._live[request.request_id]
-            request.prepared = None
+        if live.finished is None:
+            for answer in live.answers:
+                if answer.finish_reason == "error":  # perhaps since it was looked at
+                    self._end(live, answer)
         prompt_logprobs = None if request.wants_prompt_logprobs else request.prompt_logprobs
         return RequestOutput(
             request.request_id,
             request.prompt_ids,
             outputs,
-            finished,
+            live.finished is not None,
             RequestMetrics(
                 request.arrival,
                 request.first_scheduled,
-                live.first_token[0] if live.first_token else None,
-                self._clock() if finished else None,
+                live.first_token,
+                live.finished,
                 request.num_cached_tokens,
                 request.num_computed_prompt_tokens,
                 request.num_preemptions,
@@ -323,7 +347,7 @@ class Engine:
                 request.num_held_tokens,
             ),
             None if prompt_logprobs is None else tuple(prompt_logprobs),
-            request.embedding if finished else None,
+            request.embedding if live.finished is not None else None,
         )
 
 

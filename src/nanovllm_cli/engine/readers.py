@@ -8,7 +8,6 @@ A process that was forked from the one that loaded the model has neither its thr
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections import deque
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.interrupts import held
-from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.errors import UsageError
 
 T = TypeVar("T")
@@ -34,7 +33,6 @@ class Readers:
         self._process = os.getpid()
         self._is_closed = False
         self._turn = threading.Lock()
-        self._unread: dict[str, tuple[RequestOutput, RequestOutput]] = {}  # the first and the last of those not read
         self._dropped: deque[str] = deque()
 
     def use(self, action: Callable[[Engine], T]) -> T:
@@ -49,10 +47,10 @@ class Readers:
                 self._end_dropped()
                 return result
 
-    def step(self, wanted: Collection[str]) -> list[RequestOutput]:
+    def step(self, wanted: Collection[str], *, only_last: bool = False) -> list[RequestOutput]:
         """What is new of the wanted requests, after a step if nothing is. What the step does for others, such as a stream that
-        is open meanwhile, is kept until they ask: as one output, whose deltas are all that they have not read."""
-        return self.use(lambda engine: self._read(wanted) or self._step(engine, wanted))
+        is open meanwhile, is theirs when they ask, as one output. only_last: the outputs of those that are finished."""
+        return self.use(lambda engine: _new(engine, wanted, only_last) or _step(engine, wanted, only_last))
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Ends requests, also those that are finished, whose last outputs nobody will read: now, or behind the step that is
@@ -78,34 +76,17 @@ class Readers:
             hint = 'load it in the process that uses it; the start method of multiprocessing has to be "spawn"'
             raise UsageError("this model was loaded before the process was forked", hint)
 
-    def _read(self, wanted: Collection[str]) -> list[RequestOutput]:
-        return [_joined(*self._unread.pop(request_id)) for request_id in list(self._unread) if request_id in wanted]
-
-    def _step(self, engine: Engine, wanted: Collection[str]) -> list[RequestOutput]:
-        found = []
-        for output in engine.step():
-            if output.request_id in wanted:
-                found.append(output)
-            else:
-                first, _ = self._unread.get(output.request_id, (output, output))
-                self._unread[output.request_id] = (first, output)
-        return found
-
     def _end_dropped(self) -> None:
         while self._dropped and not self._is_closed:
             request_id = self._dropped.popleft()
             self._engine.abort(request_id)
-            self._unread.pop(request_id, None)
 
 
-def _joined(first: RequestOutput, last: RequestOutput) -> RequestOutput:
-    """`last`, with deltas that begin where those of `first` do."""
-    if first is last:
-        return last
-    return last._replace(outputs=tuple(map(_joined_answer, first.outputs, last.outputs)))
+def _step(engine: Engine, wanted: Collection[str], only_last: bool) -> list[RequestOutput]:
+    engine.advance()
+    return _new(engine, wanted, only_last)
 
 
-def _joined_answer(first: CompletionOutput, last: CompletionOutput) -> CompletionOutput:
-    num_ids = first.num_tokens - len(first.delta_ids)
-    num_chars = len(first.text) - len(first.delta_text)
-    return dataclasses.replace(last, delta_text=last.text[num_chars:], delta_ids=last.token_ids[num_ids:])
+def _new(engine: Engine, wanted: Collection[str], only_last: bool) -> list[RequestOutput]:
+    moved = engine.moved.items()
+    return [engine.take(each) for each, is_last in moved if each in wanted and (is_last or not only_last)]

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-from array import array
 from contextlib import AbstractContextManager, nullcontext
 
 from nanovllm_cli.config import EngineConfig
@@ -30,6 +29,7 @@ from nanovllm_cli.server.messages import (
     Facts,
     Failed,
     Loading,
+    Output,
     Ready,
     Refused,
     Start,
@@ -80,7 +80,7 @@ class Loop:
         self._llm = llm
         self._engine = llm.engine
         self._channel = channel
-        self._outbox = Outbox()
+        self._outbox = Outbox(llm.engine)
 
     def run(self) -> None:
         while True:
@@ -92,18 +92,17 @@ class Loop:
             if not self._engine.has_unfinished():
                 self._channel.send(Alive(self._engine.stats()))
                 continue
-            for output in self._engine.step():
-                if output.pooled is None:
-                    self._outbox.put(output)
-                else:
-                    self._outbox.drop(output.request_id)
-                    self._channel.send(Embedded(int(output.request_id), array("f", output.pooled).tobytes()))
+            self._engine.advance()
             self._tell()
 
     def _tell(self, *, everything: bool = False) -> None:
-        outputs = self._outbox.take(everything=everything)
-        if outputs is not None:
-            self._channel.send(Step(outputs, self._engine.stats()))
+        news = self._outbox.take(everything=everything)
+        if news is None:
+            return
+        for embedded in news:
+            if isinstance(embedded, Embedded):
+                self._channel.send(embedded)
+        self._channel.send(Step([each for each in news if isinstance(each, Output)], self._engine.stats()))
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Start):

@@ -9,24 +9,33 @@ steps take longer than that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm_cli.server.messages import Output, Piece
+from nanovllm_cli.server.messages import Embedded, Output, Piece
 
 WRITES_PER_SECOND = 2000
 LONGEST_HOLD_SECONDS = 0.03
 
-_ENDED = (-1, -1)
+
+class Source(Protocol):
+    """What an outbox needs of an engine."""
+
+    @property
+    def moved(self) -> Mapping[str, bool]: ...
+
+    def take(self, request_id: str, /) -> RequestOutput: ...
 
 
 class Outbox:
-    """Requests are opened, put whenever a step has moved them on, and dropped where nobody wants to hear of them any more."""
+    """Requests are opened when the engine has them, and dropped where nobody wants to hear of them any more."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
         self._clock = clock
         self._told: dict[str, _Told] = {}
-        self._unsent: dict[str, RequestOutput] = {}
         self._emptied = clock()
 
     def open(self, request_id: str) -> None:
@@ -34,36 +43,33 @@ class Outbox:
 
     def drop(self, request_id: str) -> None:
         self._told.pop(request_id, None)
-        self._unsent.pop(request_id, None)
 
-    def put(self, output: RequestOutput) -> None:
-        self._unsent[output.request_id] = output
-
-    def take(self, *, everything: bool = False) -> list[Output] | None:
+    def take(self, *, everything: bool = False) -> list[Output | Embedded] | None:
         """What is to be sent now. None where nothing is, and what there is can wait."""
         now = self._clock()
         hold = min(len(self._told) / WRITES_PER_SECOND, LONGEST_HOLD_SECONDS)
+        moved = self._engine.moved
         if everything or now - self._emptied >= hold:
             self._emptied = now
-            outputs, self._unsent = list(self._unsent.values()), {}
+            due = list(moved)
         else:
-            outputs = [each for each in self._unsent.values() if each.finished or not self._told[each.request_id].answers]
-            if not outputs:
+            due = [each for each, is_last in moved.items() if is_last or not self._told[each].has_words]
+            if not due:
                 return None
-            for each in outputs:
-                del self._unsent[each.request_id]
-        return [told for each in outputs if (told := self._tell(each)) is not None]
+        return [news for each in due if (news := self._tell(self._engine.take(each))) is not None]
 
-    def _tell(self, output: RequestOutput) -> Output | None:
+    def _tell(self, output: RequestOutput) -> Output | Embedded | None:
         told = self._told[output.request_id]
         if output.finished:
             del self._told[output.request_id]
+        if output.pooled is not None:
+            return Embedded(int(output.request_id), array("f", output.pooled).tobytes())
         pieces = [piece for answer in output.outputs if (piece := told.news(answer)) is not None]
         if not pieces:
             return None
         prompt_logprobs = None
-        if output.prompt_logprobs is not None and not told.prompt_logprobs:
-            told.prompt_logprobs = True
+        if output.prompt_logprobs is not None and not told.has_prompt_logprobs:
+            told.has_prompt_logprobs = True
             prompt_logprobs = list(output.prompt_logprobs)
         return Output(
             int(output.request_id),
@@ -79,30 +85,27 @@ class Outbox:
 
 
 class _Told:
-    """How much of a request has been told. answers: of those that have said something, the ids and the characters."""
+    """What has been told of a request. ended: answers whose end has."""
 
-    __slots__ = ("answers", "prompt_logprobs")
+    __slots__ = ("ended", "has_prompt_logprobs", "has_words")
 
     def __init__(self) -> None:
-        self.answers: dict[int, tuple[int, int]] = {}
-        self.prompt_logprobs = False
+        self.ended: set[int] = set()
+        self.has_words = False
+        self.has_prompt_logprobs = False
 
     def news(self, answer: CompletionOutput) -> Piece | None:
-        before = self.answers.get(answer.index, (0, 0))
-        if before is _ENDED:
+        if answer.index in self.ended or not (answer.delta_ids or answer.delta_text or answer.finish_reason):
             return None
-        num_ids, num_chars = before
+        self.has_words = True
         if answer.finish_reason is not None:
-            self.answers[answer.index] = _ENDED
-        elif (answer.num_tokens, len(answer.text)) == before:
-            return None
-        else:
-            self.answers[answer.index] = answer.num_tokens, len(answer.text)
+            self.ended.add(answer.index)
+        logprobs = answer.delta_logprobs
         return Piece(
             answer.index,
-            answer.text[num_chars:],
-            list(answer.ids[num_ids : answer.num_tokens]),
-            None if answer.all_logprobs is None else list(answer.all_logprobs[num_ids : answer.num_tokens]),
+            answer.delta_text,
+            list(answer.delta_ids),
+            None if logprobs is None else list(logprobs),
             answer.finish_reason,
             answer.stop_reason,
             answer.error,
