@@ -18,6 +18,7 @@ import torch
 from gpu import sections
 from gpu.shapes import RandomCheckpoint, Shape
 from gpu.workload import Request, prompt
+from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
@@ -115,7 +116,7 @@ def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:
         num_blocks=worker.num_blocks, ahead=worker.ahead,
         detokenizer_factory=detokenizers_of(tokenizer(worker.spec.vocab_size)),
     )  # fmt: skip
-    gc.freeze()
+    keep_loaded()
     return Loaded(engine, worker, counting, worker.spec.vocab_size)
 
 
@@ -199,7 +200,8 @@ def serve(
 def finished(loaded: Loaded) -> dict[str, RequestOutput]:
     """A step, and the requests that ended in it, by id. RuntimeError where one failed: the engine goes on without it, and would
     be measured at doing nothing."""
-    done = {output.request_id: output for output in loaded.engine.step() if output.finished}
+    loaded.engine.advance()
+    done = {each: loaded.engine.take(each) for each, is_last in loaded.engine.moved.items() if is_last}
     for name, output in done.items():
         for answer in output.outputs:
             if answer.finish_reason == "error":

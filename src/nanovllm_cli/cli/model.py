@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from nanovllm_cli.cli.options import Choice, ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.errors import TemplateError, UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
         began = time.monotonic()
         llm = LLM(found, config=config, chat_template=template, progress=progress)
         signals.check()
-        gc.freeze()  # libraries and model stay; going through them again took a fifth of a step's Python
+        keep_loaded()  # libraries and model stay; going through them again took a fifth of a step's Python
         console.say(f"{name}: {llm.resolved}", "dim")
         return Loaded(llm, seconds + time.monotonic() - began)
 

@@ -158,18 +158,21 @@ class DecodeStep:
             self._upload_tables([share.block_table for share in scheduled])
 
     def _upload_tables(self, tables: list[list[int]]) -> None:
-        if tables == self._last_tables:
-            return
         last, self._last_tables = self._last_tables, []
+        changed = False
         for row, table in enumerate(tables):  # numpy takes its time for lists: of most, only what is behind the last step's
             known = last[row] if row < len(last) else []
+            if table == known:
+                continue
+            changed = True
             same = len(known) if table[: len(known)] == known else 0
             self._host_tables[row, same : len(table)] = table[same:]
-        width = max(map(len, tables))
-        upload = self._table_uploads.take()[: len(tables) * width].view(len(tables), width)
-        upload.numpy()[:] = self._host_tables[: len(tables), :width]
-        self._table_uploads.copy(upload, self._tables[: len(tables), :width])
-        self._last_tables = tables
+        if changed:
+            width = max(map(len, tables))
+            upload = self._table_uploads.take()[: len(tables) * width].view(len(tables), width)
+            upload.numpy()[:] = self._host_tables[: len(tables), :width]
+            self._table_uploads.copy(upload, self._tables[: len(tables), :width])
+        self._last_tables = tables + last[len(tables) :]
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())

@@ -39,20 +39,16 @@ class Result(NamedTuple):
     drawn: Drawn | None
 
 
-class _Share(NamedTuple):
-    """A sequence's part of a step that is under way."""
-
-    sequence: Sequence
-    fed: list[int]
-    draws: bool
-
-
 class _Step(NamedTuple):
-    """A step that is under way: who is in it, blocks being copied, and who was reported as finished."""
+    """A step that is under way: who is in it and with what, blocks being copied, and who was reported as finished."""
 
-    shares: list[_Share]
+    members: list[Sequence]
+    scheduled: list[Scheduled]
     copies: list[tuple[int, int]]
     finished: list[int]
+
+
+_AHEAD = [DRAWN_BEFORE]
 
 
 class Scheduler:
@@ -73,7 +69,7 @@ class Scheduler:
         self._finished: dict[int, None] = {}
         self._steps: deque[_Step] = deque()
         self._refused_at: tuple[Sequence, int] | None = None
-        self._shares: list[_Share] = []
+        self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
         self._copies: list[tuple[int, int]] = []
         self._budget = 0
@@ -92,7 +88,7 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         self.num_steps += 1
-        self._shares, self._scheduled, self._copies = [], [], []
+        self._members, self._scheduled, self._copies = [], [], []
         self._budget = self._config.max_num_batched_tokens
         if self._config.policy == "priority":
             self._make_way_for_urgent()
@@ -120,23 +116,29 @@ class Scheduler:
         have ended takes part in vain.
         """
         (step,) = self._steps
-        going = [each for each in step.shares if each.sequence.status is Status.RUNNING]
-        if len(going) != len(self.running) or (self.waiting and self._could_enter()):
+        going: list[tuple[Sequence, int]] = []
+        num_running = 0
+        for sequence, share in zip(step.members, step.scheduled, strict=True):
+            if sequence.status is not Status.RUNNING:
+                continue
+            if not share.draws or sequence.pending or not sequence.request.runs_ahead:
+                return None
+            num_running += 1
+            if len(sequence.token_ids) + 1 < sequence.request.max_len:
+                going.append((sequence, share.start + len(share.token_ids) + 1))
+        if not going or num_running != len(self.running) or (self.waiting and self._could_enter()):
             return None
-        if not all(each.draws and not each.sequence.pending and each.sequence.request.runs_ahead for each in going):
+        size = self._blocks.block_size
+        growing = [(sequence, end) for sequence, end in going if end > len(sequence.block_table) * size]
+        if len(growing) > self._blocks.num_available:
             return None
-        going = [each for each in going if len(each.sequence.token_ids) + 1 < each.sequence.request.max_len]
-        ends = [each.sequence.num_computed + len(each.fed) + 1 for each in going]
-        missing = [self._blocks.missing(each.sequence, end) for each, end in zip(going, ends, strict=True)]
-        if not going or sum(missing) > self._blocks.num_available:
-            return None
-        self.num_steps += 1
-        self._shares, self._scheduled, self._copies = [], [], []
-        for share, end in zip(going, ends, strict=True):
-            sequence = share.sequence
+        for sequence, end in growing:
             copy = self._blocks.grow(sequence, end)
             assert copy is None, "a block that is being written is shared"
-            self._add_share(sequence, [DRAWN_BEFORE], end - 1, draws=True)
+        self.num_steps += 1
+        self._members, self._scheduled, self._copies = [], [], []
+        for sequence, end in going:
+            self._add_share(sequence, _AHEAD, end - 1, draws=True)
         return self._begin([])
 
     def forget_ahead(self) -> None:
@@ -145,7 +147,7 @@ class Scheduler:
 
     def _begin(self, new: list[NewSequence]) -> Plan:
         finished = list(self._finished)
-        self._steps.append(_Step(self._shares, self._copies, finished))
+        self._steps.append(_Step(self._members, self._scheduled, self._copies, finished))
         return Plan(self._scheduled, new, finished, self._copies)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
@@ -160,8 +162,7 @@ class Scheduler:
             self._finished.pop(seq_id, None)
         by_id = {drawn.seq_id: drawn for drawn in output.drawn}
         results: list[Result] = []
-        for share in step.shares:
-            sequence = share.sequence
+        for sequence, share in zip(step.members, step.scheduled, strict=True):
             if sequence.status is not Status.RUNNING:
                 continue
             if failures and sequence.seq_id in failures:
@@ -169,22 +170,24 @@ class Scheduler:
                 message = failures[sequence.seq_id]
                 results.extend(Result(each, Drawn(each.seq_id, [], None, message)) for each in _group(sequence))
                 continue
-            self._collect_prompt(sequence, share, output)
+            if sequence.num_computed < len(sequence.request.prompt_ids):
+                self._collect_prompt(sequence, share, output)
             if not share.draws:
-                sequence.num_computed += len(share.fed)
+                sequence.num_computed += len(share.token_ids)
                 results.append(Result(sequence, None))
                 continue
-            drawn = [_sound(by_id.get(each.seq_id), each) for each in _group(sequence)]
-            sequence.num_computed += self._strategy.num_valid(sequence, share.fed, drawn[0].token_ids)
-            sequence.token_ids.extend(drawn[0].token_ids)
-            if any(each.error is not None for each in drawn):
-                self._blocks.distrust(sequence)
-            else:
+            first = _sound(by_id.get(sequence.seq_id), sequence)
+            others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
+            sequence.num_computed += self._strategy.num_valid(sequence, share.token_ids, first.token_ids)
+            sequence.token_ids.extend(first.token_ids)
+            if first.error is None and all(each.error is None for each in others):
                 self._blocks.register(sequence)
-            if sequence.pending:
-                results.extend(self._fork(sequence, drawn[1:]))
+            else:
+                self._blocks.distrust(sequence)
+            if others:
+                results.extend(self._fork(sequence, others))
             sequence.registered = True
-            results.append(Result(sequence, drawn[0]))
+            results.append(Result(sequence, first))
         return results
 
     def rewind(self) -> None:
@@ -256,13 +259,14 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
-        self._add_share(sequence, fed, start, draws=end >= len(sequence.token_ids) and sequence.request.pooling is None)
+        num_guesses = max(0, len(fed) - num_known)
+        self._add_share(sequence, fed, start, end >= len(sequence.token_ids) and sequence.request.pooling is None, num_guesses)
         self._budget -= len(fed)
         return True
 
-    def _add_share(self, sequence: Sequence, fed: list[int], start: int, draws: bool) -> None:
-        end = start + len(fed)
-        num_logprobs, targets = self._prompt_logprobs(sequence, start, end)
+    def _add_share(self, sequence: Sequence, fed: list[int], start: int, draws: bool, num_guesses: int = 0) -> None:
+        end, request = start + len(fed), sequence.request
+        collects = request.wants_prompt_logprobs
         self._scheduled.append(
             Scheduled(
                 sequence.seq_id,
@@ -270,21 +274,15 @@ class Scheduler:
                 start,
                 sequence.block_table[: self._blocks.blocks_for(end)],
                 tuple([each.seq_id for each in _group(sequence)]) if draws else (),
-                num_logprobs,
-                targets,
-                len(sequence.request.prompt_ids),
-                sequence.request.pooling,
-                max(0, end - len(sequence.token_ids)),
+                request.params.prompt_logprobs if collects else None,
+                request.prompt_ids[start + 1 : end + 1] if collects else (),
+                len(request.prompt_ids),
+                request.pooling,
+                num_guesses,
             )
         )
-        self._shares.append(_Share(sequence, fed, draws))
+        self._members.append(sequence)
         sequence.step = self.num_steps
-
-    def _prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> tuple[int | None, tuple[int, ...]]:
-        request = sequence.request
-        if not request.wants_prompt_logprobs:
-            return None, ()
-        return request.params.prompt_logprobs, request.prompt_ids[start + 1 : end + 1]
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         while self._blocks.missing(sequence, end) > self._blocks.num_available:
@@ -360,9 +358,9 @@ class Scheduler:
 
     def _introduce(self) -> list[NewSequence]:
         new: list[NewSequence] = []
-        for share in self._shares:
-            if share.draws and not share.sequence.registered:
-                for each in _group(share.sequence):
+        for sequence, share in zip(self._members, self._scheduled, strict=True):
+            if share.draws and not sequence.registered:
+                for each in _group(sequence):
                     request = each.request
                     prompt_ids = list(request.prompt_ids)
                     new.append(NewSequence(each.seq_id, prompt_ids, request.params, each.seed, request.stop_ids))
@@ -375,9 +373,9 @@ class Scheduler:
         for source, _ in step.copies:
             self._blocks.unpin(source)
 
-    def _collect_prompt(self, sequence: Sequence, share: _Share, output: StepOutput) -> None:
+    def _collect_prompt(self, sequence: Sequence, share: Scheduled, output: StepOutput) -> None:
         request = sequence.request
-        done = min(sequence.num_computed + len(share.fed), len(request.prompt_ids))
+        done = min(sequence.num_computed + len(share.token_ids), len(request.prompt_ids))
         request.num_computed_prompt_tokens = max(request.num_computed_prompt_tokens, done)
         if request.wants_prompt_logprobs and request.prompt_logprobs is not None:
             request.prompt_logprobs.extend(output.prompt_logprobs.get(sequence.seq_id, ()))

@@ -14,6 +14,7 @@ import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
+from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
@@ -68,7 +69,7 @@ def main(fd: int) -> None:
     except NanovllmError as error:
         logger.warning("%s: forms of answers are not to be had from this vocabulary: %s", start.model, error.message)
     gc.collect()
-    gc.freeze()
+    keep_loaded()
     channel.send(Ready(_facts(llm, start.config)))
     Loop(llm, channel).run()
 

@@ -1,0 +1,15 @@
+"""Python's garbage collector in processes of our own, which load a model once and then step."""
+
+from __future__ import annotations
+
+import gc
+
+NEW_OBJECTS = 100_000
+"""More than a step makes and lets go of. By default the collector comes at each 700: several times in a step of many sequences,
+going through the lists of all their tokens."""
+
+
+def keep_loaded() -> None:
+    """What is there now is not gone through again until `gc.unfreeze()`, and what is new more rarely."""
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
