@@ -110,9 +110,6 @@ class CpuPlatform:
             model, cache, sampler, self.config.block_size, recordable, has_free_processor=num_processors() > self.threads
         )
 
-    def runs_ahead(self, runner: object) -> None:
-        return None
-
 
 def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
     """As many as asked for, or as this process may use; never more than there are."""

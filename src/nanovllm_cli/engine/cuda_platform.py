@@ -14,7 +14,6 @@ from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
-from nanovllm_cli.engine.platform import PlanRunner
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
@@ -152,9 +151,6 @@ class CudaPlatform:
                 decode.warm_up(on_device)
             self.progress.done()
         return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
-
-    def runs_ahead(self, runner: PlanRunner) -> CudaRunner | None:
-        return runner if isinstance(runner, CudaRunner) else None
 
     def _table_width(self, max_position: int) -> int:
         """Blocks of the longest sequence, and as many more as make a power of two; no fewer than `build_batch` gives a table."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.sampling_params import SamplingParams
@@ -33,8 +33,9 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class RunsAhead(Protocol):
-    """What an executor offers that takes the next step before anybody has read this one's tokens."""
+    """What an executor, or its runner, offers that takes the next step before anybody has read this one's tokens."""
 
     def draws_unseen(self, params: SamplingParams) -> bool:
         """True if a token of such a request can be fed to the next step without being read."""

@@ -8,7 +8,6 @@ import torch
 
 from nanovllm_cli.attention.backend import AttentionBackend
 from nanovllm_cli.attention.kv_cache import KVCache
-from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.ops import Ops
@@ -66,6 +65,3 @@ class Platform(Protocol):
 
     def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> PlanRunner:
         """recordable: whether the weights' formats allow a step to be recorded."""
-
-    def runs_ahead(self, runner: PlanRunner) -> RunsAhead | None:
-        """The runner as one that takes the next step before this one's tokens are read, where it is."""

@@ -110,9 +110,8 @@ class Worker:
 
     @property
     def ahead(self) -> RunsAhead | None:
-        """This worker as one that starts a step before the last one's tokens are read, where its platform can."""
-        runner = self.platform.runs_ahead(self.runner)
-        return None if runner is None else _Ahead(self.platform, weakref.proxy(runner))
+        """This worker as one that starts a step before the last one's tokens are read, where its runner can."""
+        return _Ahead(self.platform, weakref.proxy(self.runner)) if isinstance(self.runner, RunsAhead) else None
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """See Prepare."""

@@ -279,8 +279,7 @@ def round_e4m3(arguments, thread, team):
             largest = np.float32(0.0)
             for i in range(begin, end):
                 magnitude = abs(load(line, i))
-                # a NaN stays: it compares as neither more nor less
-                largest = magnitude if not magnitude <= largest else largest
+                largest = max(largest, magnitude)  # a NaN makes its own code one
             factor = given if fixed != 0 else largest / _E4M3_MAX
             factors[r, g] = factor
             inverse = np.float32(1.0) / factor if factor > np.float32(0.0) else np.float32(0.0)

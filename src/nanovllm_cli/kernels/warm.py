@@ -7,6 +7,7 @@ it is done, so that only the first says so.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numba
@@ -20,7 +21,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 
 def is_compiled(dtype: torch.dtype, kept: cpu.CacheDTypes) -> bool:
     """True if `warm_up` has been through for these, with these sources and versions, on this machine."""
-    return _marker(dtype, kept).exists()
+    return _marker(dtype, *kept).exists()
 
 
 def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
@@ -49,12 +50,12 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     program.replay()
     assert logits.isfinite().all()
     _draw(cpu_sampling.as_rows(logits))
-    _mark(_marker(dtype, kept))
+    _mark(_marker(dtype, *kept))
 
 
 def integer_is_compiled(dtype: torch.dtype) -> bool:
     """The same for `warm_up_integer`."""
-    return _integer_marker(dtype).exists()
+    return _marker("integer", dtype).exists()
 
 
 def warm_up_integer(dtype: torch.dtype) -> None:
@@ -65,7 +66,7 @@ def warm_up_integer(dtype: torch.dtype) -> None:
     for out_dtype in (dtype, torch.float32):
         integer.matmul(x, weight, None, torch.zeros(1, 64, dtype=out_dtype))
     integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, dtype)
-    _mark(_integer_marker(dtype))
+    _mark(_marker("integer", dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:
@@ -79,21 +80,10 @@ def _draw(logits: cpu_sampling.Logits) -> None:
     cpu_sampling.logprobs(rows, vocab_size, [0], [1])
 
 
-def _marker(dtype: torch.dtype, kept: cpu.CacheDTypes) -> Path:
-    names = "-".join(str(kind).removeprefix("torch.") for kind in (dtype, *kept))
-    return _folder() / f"compiled-{names}"
-
-
-def _integer_marker(dtype: torch.dtype) -> Path:
-    return _folder() / f"compiled-integer-{str(dtype).removeprefix('torch.')}"
+def _marker(*kinds: torch.dtype | str) -> Path:
+    return Path(numba.config.CACHE_DIR or ".") / "-".join(["compiled", *(str(kind).removeprefix("torch.") for kind in kinds)])
 
 
 def _mark(marker: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a cache that can't be written: numba compiles again next time, and says nothing either
         marker.touch()
-    except OSError:
-        return  # a cache that can't be written: numba compiles again next time, and says nothing either
-
-
-def _folder() -> Path:
-    return Path(numba.config.CACHE_DIR or ".")
