@@ -1,6 +1,5 @@
 """ModelSpec: a model as slots filled with plain values. A family fills them from a config; `decoder.py` builds what they say.
 
-What is written down here but not built yet (MLASpec, MoESpec, an ungated MLP) raises UnsupportedError in the builder, by name.
 Frozen values without tensors: specs can be compared, hashed, printed and sent to another process.
 """
 
@@ -76,37 +75,12 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class MLASpec:
-    """Multi-head latent attention (DeepSeek): ranks of the compressed query and key-value, and the two halves of a head."""
-
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    rope_dim: int
-    plain_dim: int
-    value_dim: int
-    rope: RopeSpec
-
-
-@dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)); ungated: down(act(up(x)))."""
+    """down(act(gate(x)) * up(x))."""
 
     intermediate_size: int
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    gated: bool = True
     bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MoESpec:
-    """num_experts MLPs, of which a router picks `active` a token, and perhaps one that all tokens share."""
-
-    num_experts: int
-    active: int
-    expert: MLPSpec
-    shared: MLPSpec | None = None
-    normalise_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +100,8 @@ class BlockSpec:
     parallel  x += attention(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
     """
 
-    attention: AttentionSpec | MLASpec
-    mlp: MLPSpec | MoESpec
+    attention: AttentionSpec
+    mlp: MLPSpec
     order: Literal["pre", "sandwich", "parallel"] = "pre"
 
 
@@ -155,8 +129,7 @@ class ModelSpec:
     @property
     def kv_heads_and_dims(self) -> list[tuple[int, int]]:
         """Of each layer's keys and values, as a KV cache needs them."""
-        attentions = (block.attention for block in self.blocks)
-        return [(each.num_kv_heads, each.head_dim) for each in attentions if isinstance(each, AttentionSpec)]
+        return [(block.attention.num_kv_heads, block.attention.head_dim) for block in self.blocks]
 
     def rope_regime(self, prompt_len: int) -> int:
         """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""

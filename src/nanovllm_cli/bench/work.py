@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.sweep import Trial
-from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +39,11 @@ class ModelWork(NamedTuple):
         """read_bytes: as the weights are kept (see LLM.read_bytes)."""
         linear = attended = kv_bytes = 0.0
         for block in spec.blocks:
-            if isinstance(attention := block.attention, AttentionSpec):
-                linear += 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * spec.hidden_size
-                attended += 2 * attention.num_heads * attention.head_dim
-                kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
-            if isinstance(mlp := block.mlp, MLPSpec):
-                linear += (3 if mlp.gated else 2) * mlp.intermediate_size * spec.hidden_size
+            attention = block.attention
+            linear += 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * spec.hidden_size
+            linear += 3 * block.mlp.intermediate_size * spec.hidden_size
+            attended += 2 * attention.num_heads * attention.head_dim
+            kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
         return cls(read_bytes, kv_bytes, 2 * linear, 2.0 * spec.vocab_size * spec.hidden_size, 2 * attended)
 
     def of_token(self, trial: Trial, step_size: int) -> Work:

@@ -163,11 +163,8 @@ def _record(
 
 
 def _heads(facts: Facts) -> dict[str, int]:
-    from nanovllm_cli.model_spec import AttentionSpec
-
     attention = facts.spec.blocks[0].attention
-    assert isinstance(attention, AttentionSpec)
-    window = max((getattr(block.attention, "window", None) or 0 for block in facts.spec.blocks), default=0)
+    window = max(block.attention.window or 0 for block in facts.spec.blocks)
     found = {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
     return found | ({"window": window} if window else {})
 

@@ -18,7 +18,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -98,8 +98,7 @@ class CpuPlatform:
         return CpuStacked(parts, dtype)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
-        attentions = (block.attention for block in spec.blocks)
-        groups = {a.num_heads // a.num_kv_heads for a in attentions if isinstance(a, AttentionSpec)}
+        groups = {block.attention.num_heads // block.attention.num_kv_heads for block in spec.blocks}
         return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 
     def cache_budget(self, model: Decoder) -> int:

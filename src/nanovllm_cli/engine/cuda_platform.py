@@ -20,7 +20,7 @@ from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
@@ -105,7 +105,7 @@ class CudaPlatform:
         return CudaStacked(parts, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
-        specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
+        specs = [block.attention for block in spec.blocks]
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
             self.launcher, specs, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
@@ -16,8 +15,6 @@ class MLP:
     """down(act(gate(x)) * up(x))."""
 
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
-        if not spec.gated:
-            raise UnsupportedError("an MLP without a gate is not supported yet")
         inner = spec.intermediate_size
         self.activation = spec.activation
         self.gate_up = Linear(hidden_size, {"gate": inner, "up": inner}, kit, spec.bias)

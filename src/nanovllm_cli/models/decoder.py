@@ -9,7 +9,6 @@ import torch
 from nanovllm_cli.attention.backend import Angles
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.ops import Hidden, Normed
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.embedding import Embedding, Head
@@ -18,7 +17,7 @@ from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec, RopeSpec
 
 
 class StepInputs(NamedTuple):
@@ -33,10 +32,6 @@ class Block:
     """One layer. `x` is what the layer before has still to add to the residual stream, or None."""
 
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
-        if not isinstance(spec.attention, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
-            kind = type(spec.mlp if isinstance(spec.attention, AttentionSpec) else spec.attention).__name__
-            needed = kind.removesuffix("Spec")
-            raise UnsupportedError(f"{model.architecture} needs {needed} layers, which are not supported yet", "take a dense one")
         width = model.hidden_size
 
         def norm() -> RMSNorm:
@@ -88,7 +83,7 @@ class Decoder:
         )
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
-        ropes = {_rope_of(block) for block in spec.blocks}
+        ropes = {block.attention.rope for block in spec.blocks}
         self.ropes = {rope: Rope(rope, kit.ops) for rope in ropes if rope is not None}
 
     def slots(self) -> Slots:
@@ -123,7 +118,7 @@ class Decoder:
             residual *= self.spec.embedding_scale
         x: torch.Tensor | None = None
         for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
-            x = block(x, residual, inputs.angles[_rope_of(spec)], layer, inputs.step)
+            x = block(x, residual, inputs.angles[spec.attention.rope], layer, inputs.step)
         rows = batch.logit_rows
         if rows.shape[0] == batch.num_tokens:
             return self.norm(x, residual)
@@ -146,7 +141,3 @@ class Decoder:
         if self.spec.logit_softcap:
             logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
         return logits
-
-
-def _rope_of(block: BlockSpec) -> RopeSpec | None:
-    return block.attention.rope

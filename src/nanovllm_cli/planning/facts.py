@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -88,8 +88,6 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["norms"] = hidden
     for block in spec.blocks:
         attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, AttentionSpec)
-        assert isinstance(mlp, MLPSpec)
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         found["attention"] += hidden * (2 * queries + 2 * keys)
         found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec
+from nanovllm_cli.model_spec import BlockSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 
@@ -72,7 +72,6 @@ def scale_and_clip(
 
 def _folds(spec: BlockSpec) -> list[_Fold]:
     attention = spec.attention
-    assert isinstance(attention, AttentionSpec)
     heads = (attention.num_kv_heads, attention.num_heads // attention.num_kv_heads)
     inner = [_Fold("v", ("o",), "o", heads), _Fold("up", ("down",), "down")]
     if spec.order == "parallel":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.weights.convert_tensors import NARROW
@@ -87,4 +87,4 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
 
 def _queries_a_key(spec: ModelSpec) -> int:
     attention = spec.blocks[0].attention
-    return attention.num_heads // attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1
+    return attention.num_heads // attention.num_kv_heads

@@ -18,7 +18,7 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, RopeSpec
+from nanovllm_cli.model_spec import ModelSpec, RopeSpec
 from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
@@ -93,7 +93,6 @@ def gguf_header(
 
 def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> None:
     attention, mlp = attention_of(spec), spec.blocks[0].mlp
-    assert isinstance(mlp, MLPSpec)
     if mlp.activation != "silu":
         raise UnsupportedError(
             f"the activation {mlp.activation} has no place in GGUF, which knows silu only here",

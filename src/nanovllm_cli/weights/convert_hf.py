@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family, spec_from_hf
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
@@ -85,7 +85,6 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
 
 def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.dtype) -> dict[str, Any]:
     attention, mlp = attention_of(spec), spec.blocks[0].mlp
-    assert isinstance(mlp, MLPSpec)
     assert attention.rope is not None
     if family is LLAMA and attention.window is not None:
         family = MISTRAL  # llama.cpp has one architecture for both

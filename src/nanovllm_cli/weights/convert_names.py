@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ModelSpec
 from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved")
@@ -31,9 +31,7 @@ _TO_GGUF = {HF_NAMES[ours]: GGUF_NAMES[ours] for ours in HF_NAMES}
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """The attention that all layers have. Conversions are for families whose layers differ in their windows at most."""
-    attention = spec.blocks[0].attention
-    assert isinstance(attention, AttentionSpec)
-    return attention
+    return spec.blocks[0].attention
 
 
 def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
@@ -103,8 +101,6 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, AttentionSpec)
-    assert isinstance(mlp, MLPSpec)
     q, kv, inner = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim, mlp.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns, biased in (

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_cli.errors import CheckpointError, UsageError
-from nanovllm_cli.model_spec import AttentionSpec, MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
@@ -63,11 +63,8 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) 
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
     wanted = spec.vocab_size * spec.hidden_size
     for block in spec.blocks:
-        if isinstance(attention := block.attention, AttentionSpec):
-            heads = 2 * (attention.num_heads + attention.num_kv_heads)
-            wanted += spec.hidden_size * heads * attention.head_dim
-        if isinstance(block.mlp, MLPSpec):
-            wanted += spec.hidden_size * 3 * block.mlp.intermediate_size
+        heads = 2 * (block.attention.num_heads + block.attention.num_kv_heads)
+        wanted += spec.hidden_size * (heads * block.attention.head_dim + 3 * block.mlp.intermediate_size)
     there = sum(math.prod(reader.shape(name)) for name in reader.names())
     if wanted > MAX_EXCESS * there + SMALL_EXCESS:
         raise CheckpointError(
