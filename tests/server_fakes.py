@@ -29,6 +29,7 @@ from nanovllm_cli.server.ports import (
     ServedModel,
     Stream,
     TextAsked,
+    Timings,
     Usage,
 )
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -60,6 +61,9 @@ def event(
     return Event(index, drawn, reasoning, content, tuple(calls), ids, kept, finish, stop_reason)
 
 
+TIMINGS = Timings(prompt=0.5, answer=2.0)
+
+
 @dataclass
 class Script:
     """What a request gets: steps of events. error: raised behind them. waits: the answer stands still before step `waits_at`
@@ -73,6 +77,7 @@ class Script:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    timings: Timings = TIMINGS
 
     @classmethod
     def of(cls, *pieces: str, finish: Any = "stop", **more: Any) -> Script:
@@ -93,6 +98,10 @@ class FakeGeneration:
     @property
     def usage(self) -> Usage:
         return Usage(len(self.prompt_ids), self._script.cached_tokens, self._drawn, self._script.reasoning_tokens)
+
+    @property
+    def timings(self) -> Timings:
+        return self._script.timings
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         for position, step in enumerate(self._script.steps):

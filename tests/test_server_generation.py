@@ -23,7 +23,7 @@ from nanovllm_cli.server.engine_stream import EngineStream
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
-from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked
+from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked, Timings
 from nanovllm_cli.text import tokenizer
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -66,7 +66,8 @@ class Engine:
         stream = EngineStream(self._abort)
         for i, pieces in enumerate(self.outputs):
             finished = self.ends and self.error is None and i == len(self.outputs) - 1
-            stream.feed(Output(1, list(pieces), finished, 5))
+            times = (1.0, 1.5, 4.0 if finished else None)
+            stream.feed(Output(1, list(pieces), finished, 5, 0, 7, 3, times))
         if self.error is not None:
             stream.fail(self.error)
         return stream
@@ -159,7 +160,7 @@ class House:
     async def chat(self, asked: ChatAsked, caller: Caller = CALLER, model: str | None = "m") -> list[Event]:
         async with await self.generator.chat(model, asked, caller) as generation:
             events = [event async for step in generation for event in step]
-            self.usage = generation.usage
+            self.usage, self.timings = generation.usage, generation.timings
         return events
 
 
@@ -188,6 +189,22 @@ def test_an_answer_is_taken_apart(run: Any) -> None:
     assert (call.name, call.arguments) == ("f", '{"a": 1}')
     assert house.usage.completion_tokens == 9
     assert house.usage.cached_tokens == 5
+
+
+def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -> None:
+    house = House([piece("a")], [piece("b", finish="stop")])
+    run(house.chat(asked()))
+    assert house.timings == Timings(0.5, 2.5, 7, 3)
+
+    async def under_way() -> tuple[Timings, Timings]:
+        async with await House([piece("a")], ends=False).generator.chat("m", asked(), CALLER) as generation:
+            before = generation.timings
+            await anext(aiter(generation))
+            return before, generation.timings
+
+    before, heard = run(under_way())
+    assert (before, heard.prompt, heard.num_guessed) == (Timings(), 0.5, 7)
+    assert 0 <= heard.answer < 60
 
 
 def test_without_tools_a_call_is_text(run: Any) -> None:

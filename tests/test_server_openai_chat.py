@@ -16,6 +16,7 @@ from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.ports import Timings
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta
 from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
@@ -182,6 +183,40 @@ def test_usage_can_stand_on_every_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(ask(Script.of("Hel", "lo"), stream=True, stream_options=options)[0])
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [3, 3, 5, 5, 5]
+
+
+def test_timings_are_llama_servers() -> None:
+    """Names and meanings of its `result_timings`; guesses only where there were any."""
+    expected = {
+        "cache_n": 4, "prompt_n": 2, "prompt_ms": 500.0, "prompt_per_token_ms": 250.0, "prompt_per_second": 4.0,
+        "predicted_n": 5, "predicted_ms": 2000.0, "predicted_per_token_ms": 400.0, "predicted_per_second": 2.5,
+    }  # fmt: skip
+    answer, _ = ask(Script.of("Hel", "lo", cached_tokens=4))
+    assert message_of(answer)["content"] == "Hello"
+    assert answer.json["timings"] == expected
+    guessed, _ = ask(Script.of("Hel", "lo", cached_tokens=4, timings=Timings(0.5, 2.0, 7, 3)))
+    assert guessed.json["timings"] == {**expected, "draft_n": 7, "draft_n_accepted": 3}
+    nothing, _ = ask(Script([[event("", finish="stop")]], cached_tokens=6, timings=Timings()))
+    assert [nothing.json["timings"][name] for name in ("prompt_per_second", "predicted_per_token_ms")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "having"),
+    [
+        ({}, [False, False, False, True]),
+        ({"n": 2}, [False] * 7 + [True]),
+        ({"stream_options": {"include_usage": True}}, [False] * 4 + [True]),
+        ({"timings_per_token": True}, [True] * 4),
+        ({"timings_per_token": True, "stream_options": {"include_usage": True}}, [True] * 5),
+    ],
+)
+def test_a_streams_timings_are_on_its_last_chunk_or_on_all(fields: dict[str, Any], having: list[bool]) -> None:
+    indices = range(fields.get("n", 1))
+    steps = [[event(text, index=i) for i in indices] for text in ("Hel", "lo")]
+    steps += [[event(finish="stop", index=i)] for i in indices]
+    chunks = chunks_of(ask(Script(steps), stream=True, **fields)[0])
+    assert ["timings" in chunk for chunk in chunks] == having
+    assert chunks[-1]["timings"]["predicted_ms"] == 2000.0
 
 
 def test_a_refusal_before_the_first_event_has_a_status() -> None:

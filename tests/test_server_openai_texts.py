@@ -330,6 +330,15 @@ def test_infill_is_what_llama_server_answers() -> None:
     assert [(piece["content"], piece["stop"]) for piece in pieces] == [("mid", False), ("dle", False), ("", True)]
 
 
+def test_timings_are_those_of_one_prompt() -> None:
+    answer, _ = ask(Script.of("mid", "dle"), prompt="a")
+    assert (answer.json["timings"]["predicted_n"], answer.json["timings"]["predicted_per_second"]) == (6, 3.0)
+    assert "timings" not in ask(Script.of("mid", "dle"), prompt=["a", "b"])[0].json
+    assert "timings" not in ask(Script.of("x"), prompt="a", echo=True, max_tokens=0)[0].json
+    native, _ = ask(Script.of("mid", "dle"), path="/completion", prompt="a")
+    assert native.json["timings"] == answer.json["timings"]
+
+
 @pytest.mark.parametrize("path", ["/completion", "/completions"])
 def test_completion_is_what_llama_server_answers(path: str) -> None:
     script = Script([[event("mid")], [event("dle", finish="stop", stop_reason="END")]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -35,6 +36,7 @@ from nanovllm_cli.server.ports import (
     ServedModel,
     Stream,
     TextAsked,
+    Timings,
     Usage,
 )
 from nanovllm_cli.server.reading import template_variables
@@ -209,11 +211,24 @@ class LiveGeneration:
         self._watch: Watch | None = watch
         self._held = held
         self._counts = _Counts()
+        self._first_heard: float | None = None
+        self._last: Output | None = None
 
     @property
     def usage(self) -> Usage:
         counts = self._counts
         return Usage(len(self.prompt_ids), counts.cached, counts.completion, counts.reasoning)
+
+    @property
+    def timings(self) -> Timings:
+        """As the engine has it; of an answer that is not at its end, as it was heard here."""
+        if self._last is None or self._first_heard is None:
+            return Timings()
+        begun, first, end = self._last.times
+        prompt = first - begun if begun is not None and first is not None else 0.0
+        heard = time.monotonic() - self._first_heard
+        answer = end - first if end is not None and first is not None else heard
+        return Timings(prompt, answer, self._last.num_guessed_tokens, self._last.num_held_tokens)
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         try:
@@ -243,6 +258,9 @@ class LiveGeneration:
 
     def _events(self, output: Output) -> list[Event]:
         self._counts.cached = output.num_cached_tokens
+        self._last = output
+        if self._first_heard is None:
+            self._first_heard = time.monotonic()
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         return [self._event(piece) for piece in output.pieces]

@@ -57,9 +57,9 @@ class Head:
         """A frame up to the index of its choice."""
         return b"data: " + encode(self.fields())[:-1] + b',"choices":[{"index":'
 
-    def usage_frame(self, usage: Usage) -> bytes:
+    def usage_frame(self, usage: Usage, timings: dict[str, Any]) -> bytes:
         """The last frame of a stream whose client wants to know."""
-        return b"data: " + encode({**self.fields(), "choices": [], "usage": usage_fields(usage)}) + b"\n\n"
+        return b"data: " + encode({**self.fields(), "choices": [], "usage": usage_fields(usage), **timings}) + b"\n\n"
 
 
 def fingerprint(model: ServedModel) -> str:
@@ -78,6 +78,28 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
+def timings_fields(generation: Generation) -> dict[str, Any]:
+    """As llama-server has them. prompt_n: tokens that were computed; guesses ahead where there were any."""
+    usage, timings = generation.usage, generation.timings
+    answer = {
+        "cache_n": usage.cached_tokens,
+        **_paced("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prompt),
+        **_paced("predicted", usage.completion_tokens, timings.answer),
+    }
+    if timings.num_guessed:
+        answer |= {"draft_n": timings.num_guessed, "draft_n_accepted": timings.num_held}
+    return {"timings": answer}
+
+
+def _paced(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / count if count else None,
+        f"{name}_per_second": count / seconds if seconds > 0 else None,
+    }
+
+
 def total(usages: Sequence[Usage]) -> Usage:
     return Usage(*(sum(column) for column in zip(*usages, strict=True)))
 
@@ -85,18 +107,23 @@ def total(usages: Sequence[Usage]) -> Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """What an answer shows besides its text. params.logprobs: None for no log-probabilities at all. usage: behind a stream;
-    usage_everywhere: on each of its frames. token_ids: of prompt and answer, as vLLM names them."""
+    usage_everywhere: on each of its frames. timings_everywhere: likewise, where only the last one has them otherwise. token_ids:
+    of prompt and answer, as vLLM names them."""
 
     params: SamplingParams
     usage: bool = False
     usage_everywhere: bool = False
+    timings_everywhere: bool = False
     token_ids: bool = False
 
-    def tail(self, generation: Generation) -> bytes:
-        """The end of a frame, behind its choices."""
+    def tail(self, generation: Generation, *, is_last: bool = False) -> bytes:
+        """The end of a frame, behind its choices. is_last: of this generation."""
+        timings = b""
+        if self.timings_everywhere or (is_last and not self.usage):
+            timings = b"," + encode(timings_fields(generation))[1:-1]
         if self.usage_everywhere:
-            return b',"usage":' + encode(usage_fields(generation.usage)) + b"}\n\n"
-        return b',"usage":null}\n\n' if self.usage else b"}\n\n"
+            return b',"usage":' + encode(usage_fields(generation.usage)) + timings + b"}\n\n"
+        return (b',"usage":null' if self.usage else b"") + timings + b"}\n\n"
 
 
 # ---- chat ----
@@ -117,6 +144,7 @@ class ChatFrames:
         self._generation, self._style = generation, style
         self._start = head.frame_start()
         self._counts: Counter[int] = Counter()
+        self._num_ended = 0
         self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
 
     def frames(self, events: Sequence[Event]) -> bytes:
@@ -138,11 +166,15 @@ class ChatFrames:
                 out += [start, *middle, tail]
             if event.finish_reason is not None:
                 reason, end = encode(event.finish_reason), end_fields(event.stop_reason, self._counts[event.index])
-                out += [start, b',"delta":{},"logprobs":null,"finish_reason":', reason, end, b"}]", tail]
+                self._num_ended += 1
+                last = self._style.tail(self._generation, is_last=self._num_ended == self._style.params.n)
+                out += [start, b',"delta":{},"logprobs":null,"finish_reason":', reason, end, b"}]", last]
         return b"".join(out)
 
     def end(self) -> bytes:
-        return (self._head.usage_frame(self._generation.usage) if self._style.usage else b"") + DONE
+        if not self._style.usage:
+            return DONE
+        return self._head.usage_frame(self._generation.usage, timings_fields(self._generation)) + DONE
 
     def _delta(self, event: Event) -> bytes | None:
         reasoning = event.reasoning if self._style.reasoning else ""
@@ -234,6 +266,7 @@ def _chat_answer(generation: Generation, style: ChatStyle, answers: Sequence[Ans
         **head.fields(),
         "choices": [_chat_choice(head, style, index, answer) for index, answer in enumerate(answers)],
         "usage": usage_fields(generation.usage),
+        **timings_fields(generation),
     }
     if style.token_ids:
         answer["prompt_token_ids"] = list(generation.prompt_ids)

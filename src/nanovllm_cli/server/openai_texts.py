@@ -60,6 +60,7 @@ class TextFrames:
         self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
         self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
         self._counts: Counter[int] = Counter()
+        self._num_ended = 0
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
@@ -78,11 +79,13 @@ class TextFrames:
         more = b""
         if event is not None and reason is not None:
             more = end_fields(event.stop_reason, self._counts[index])
+            self._num_ended += 1
         if self._style.token_ids:
             more += b',"token_ids":' + encode([] if event is None else event.token_ids)
             more += b"" if event is not None else b',"prompt_token_ids":' + encode(list(self._generation.prompt_ids))
         parts = (b',"text":', encode(text), b',"logprobs":', encode(logprobs), b',"finish_reason":', encode(reason), more)
-        return b"".join((self._start, b"%d" % (self._base + index), *parts, b"}]", self._style.tail(self._generation)))
+        tail = self._style.tail(self._generation, is_last=reason is not None and self._num_ended == self._style.params.n)
+        return b"".join((self._start, b"%d" % (self._base + index), *parts, b"}]", tail))
 
     def _logprobs_of(self, echo: Echo) -> dict[str, Any] | None:
         top = self._style.params.logprobs

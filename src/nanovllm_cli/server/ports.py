@@ -191,9 +191,19 @@ class Usage(NamedTuple):
     reasoning_tokens: int
 
 
+class Timings(NamedTuple):
+    """Seconds from when the prompt first ran to the first token, and from there on. Tokens that were guessed ahead, and how many
+    of these were right."""
+
+    prompt: float = 0.0
+    answer: float = 0.0
+    num_guessed: int = 0
+    num_held: int = 0
+
+
 class Generation(Protocol):
-    """Answers on their way. Iterate over it, then read `usage`; close it in any case (it is an async context manager), which
-    aborts what is unfinished and lets go of the model. Iterating raises ApiError where an answer fails."""
+    """Answers on their way. Iterate over it, then read `usage` and `timings`; close it in any case (it is an async context
+    manager), which aborts what is unfinished and lets go of the model. Iterating raises ApiError where an answer fails."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -206,6 +216,9 @@ class Generation(Protocol):
 
     @property
     def usage(self) -> Usage: ...
+
+    @property
+    def timings(self) -> Timings: ...
 
     def __aiter__(self) -> AsyncIterator[list[Event]]:
         """The events of a step, together."""

@@ -133,6 +133,7 @@ def shown_by(body: StreamFields) -> dict[str, bool]:
     return {
         "usage": bool(options and options.include_usage),
         "usage_everywhere": bool(options and options.continuous_usage_stats),
+        "timings_everywhere": bool(body.timings_per_token),
         "token_ids": bool(body.return_token_ids),
     }
 

@@ -19,7 +19,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
-from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, total, usage_fields
+from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, timings_fields, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
 from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
@@ -90,7 +90,7 @@ def _answer(body: CompletionRequest, style: TextStyle, begun: list[Begun], drawn
             choice = text_choice(head, style, echo, len(choices), answer, generation)
             asked = body.prompt_logprobs is not None
             choices.append(with_prompt_logprobs(choice, generation) if asked else choice)
-    return {**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style))}
+    return {**head.fields(), "choices": choices, "usage": usage_fields(_usage(begun, style)), **_timings(begun, style)}
 
 
 def _best(found: list[Answer], count: int) -> list[Answer]:
@@ -111,7 +111,7 @@ async def _frames(context: ServerContext, body: CompletionRequest, exchange: Exc
                     writers[position] = await off_loop(style.params, make)
                 if frames := writers[position].frames(events):
                     yield frames
-        yield (head.usage_frame(_usage(begun, style)) if style.usage else b"") + DONE
+        yield (head.usage_frame(_usage(begun, style), _timings(begun, style)) if style.usage else b"") + DONE
 
 
 def _writer(head: Head, style: TextStyle, begun: Begun, base: int) -> TextFrames:
@@ -193,6 +193,11 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     if body.best_of is not None and body.best_of > params.n:
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return style, params
+
+
+def _timings(begun: Sequence[Begun], style: TextStyle) -> dict[str, Any]:
+    """Of one prompt; those of several run at once, and have no sum."""
+    return timings_fields(begun[0].generation) if len(begun) == 1 and style.draws else {}
 
 
 def _usage(begun: Sequence[Begun], style: TextStyle) -> Usage:

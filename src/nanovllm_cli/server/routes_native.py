@@ -17,6 +17,7 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.openai_answers import timings_fields
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routing import answers, api_router
@@ -105,7 +106,6 @@ class _Progress:
     """How far an answer is. llama-server's time limit counts from the first token, and waits for the end of a line."""
 
     body: NativeRequest
-    started: float = field(default_factory=time.monotonic)
     first: float | None = None
     token_ids: list[int] = field(default_factory=list)
     saw_newline: bool = False
@@ -144,18 +144,5 @@ class _Progress:
             "truncated": False,
             "stop_type": kind if stops else "none",
             "stopping_word": stopped_by if isinstance(stopped_by, str) else "",
-            "timings": self._timings(len(generation.prompt_ids), usage.completion_tokens),
-        }
-
-    def _timings(self, num_prompt: int, num_drawn: int) -> dict[str, Any]:
-        """Seen from here, queue included."""
-        now = time.monotonic()
-        first = self.first if self.first is not None else now
-        seconds = now - first
-        return {
-            "prompt_n": num_prompt,
-            "prompt_ms": (first - self.started) * 1000,
-            "predicted_n": num_drawn,
-            "predicted_ms": seconds * 1000,
-            "predicted_per_second": num_drawn / seconds if seconds > 0 else None,
+            **timings_fields(generation),
         }

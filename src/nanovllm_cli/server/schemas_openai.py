@@ -116,12 +116,14 @@ class StreamOptions(StrictModel):
 
 
 class StreamFields(StrictModel):
-    """return_token_ids: shows the ids of prompt and answer (vLLM's)."""
+    """return_token_ids: shows the ids of prompt and answer (vLLM's). timings_per_token: a stream's timings on every chunk
+    (llama-server's)."""
 
     model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    timings_per_token: bool | None = None
     return_tokens_as_token_ids: Literal[False] | None = None
 
 

@@ -23,6 +23,23 @@ class UsageAnswer(BaseModel):
     completion_tokens_details: ReasoningTokens
 
 
+class Timings(BaseModel):
+    """In the engine, its queue not counted. cache_n: tokens of the prompt that were there already, and are not among prompt_n.
+    draft_n: tokens guessed ahead, where there were any."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+    draft_n: int | None = None
+    draft_n_accepted: int | None = None
+
+
 class TopLogprob(BaseModel):
     token: str
     logprob: float
@@ -81,6 +98,7 @@ class OpenAIAnswer(BaseModel):
     model: str
     system_fingerprint: str
     usage: UsageAnswer
+    timings: Timings | None = None
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -150,14 +168,6 @@ class RerankAnswer(BaseModel):
     model: str
     results: list[RankEntry]
     usage: ReadUsage
-
-
-class Timings(BaseModel):
-    prompt_n: int
-    prompt_ms: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float | None
 
 
 class NativeAnswer(BaseModel):

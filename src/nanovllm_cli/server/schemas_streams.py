@@ -6,17 +6,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from nanovllm_cli.server.schemas_openai_answers import ChatLogprobs, TextLogprobs, UsageAnswer
+from nanovllm_cli.server.schemas_openai_answers import ChatLogprobs, TextLogprobs, Timings, UsageAnswer
 
 
 class Chunk(BaseModel):
-    """usage: on the last one, whose choices are empty, where it was asked for; on all where that was."""
+    """usage: on the last one, whose choices are empty, where it was asked for; on all where that was. timings: likewise, but
+    always on the last one."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
     usage: UsageAnswer | None = None
+    timings: Timings | None = None
 
 
 class Ends(BaseModel):
