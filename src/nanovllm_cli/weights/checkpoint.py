@@ -11,10 +11,11 @@ in `source.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -54,30 +55,25 @@ class TensorInfo(NamedTuple):
     num_bytes: int
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """What every format offers. `path` is what was opened.
 
     `config` is config.json, or a GGUF's metadata as it is; `generation_config` is generation_config.json, or what a
     GGUF says about sampling under the same names, or {}. A tensor that was handed out stays valid after `close()`.
     """
 
-    @property
-    def path(self) -> Path: ...
-    @property
-    def format(self) -> Literal["hf", "gguf"]: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def generation_config(self) -> Mapping[str, Any]: ...
-    @property
-    def total_bytes(self) -> int:
-        """What all tensors take as they are stored."""
-        ...
+    format: Literal["hf", "gguf"]
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
 
+    @abstractmethod
     def names(self) -> list[str]: ...
 
+    @abstractmethod
     def info(self, name: str) -> TensorInfo: ...
 
+    @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The tensor, or its rows from the first to before the second.
 
@@ -85,23 +81,29 @@ class Checkpoint(Protocol):
         types. With `dtype`: in that, converted piece by piece from block types.
         Raises UnsupportedError where the stored type cannot be read.
         """
-        ...
 
+    @abstractmethod
     def raw(self, name: str) -> torch.Tensor:
         """The stored bytes as a read-only view: uint8, of shape (rows, bytes of a row)."""
-        ...
 
-    def release(self, name: str) -> None:
+    @property
+    def total_bytes(self) -> int:
+        """What all tensors take as they are stored."""
+        return sum(self.info(name).num_bytes for name in self.names())
+
+    def release(self, name: str) -> None:  # noqa: B027
         """Says that the tensor's file pages are not needed in memory now. Views stay valid, and read them again."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Files are open no more; nothing else may be asked for."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -141,32 +143,7 @@ def _open_path(path: Path) -> Checkpoint:
     )
 
 
-class BaseCheckpoint:
-    """What all kinds of checkpoint share. Nothing is open."""
-
-    def names(self) -> list[str]:
-        raise NotImplementedError
-
-    def info(self, name: str) -> TensorInfo:
-        raise NotImplementedError
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.info(name).num_bytes for name in self.names())
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _FilesCheckpoint(BaseCheckpoint):
+class _FilesCheckpoint(Checkpoint):
     """Tensors of open files, which are closed with it. `by_name`: the file that each is in."""
 
     def __init__(self, path: Path, files: Iterable[TensorFile], by_name: Mapping[str, TensorFile]) -> None:
@@ -203,13 +180,13 @@ class _FilesCheckpoint(BaseCheckpoint):
 class SafetensorsCheckpoint(_FilesCheckpoint):
     """A Hugging Face folder, or a file in it."""
 
-    format: Literal["hf", "gguf"] = "hf"
+    format = "hf"
 
     def __init__(self, path: Path, by_name: Mapping[str, SafetensorsFile]) -> None:
         super().__init__(path, dict.fromkeys(by_name.values()), by_name)
         folder = folder_of(path)
         try:
-            self.config: Mapping[str, Any] = _read_config(folder)
+            self.config = _read_config(folder)
             self.generation_config = read_generation_config(folder)
         except NanovllmError:
             self.close()
@@ -219,7 +196,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
 class GGUFCheckpoint(_FilesCheckpoint):
     """A GGUF file, or all parts of a split one, of which any may be named. The first part's metadata count."""
 
-    format: Literal["hf", "gguf"] = "gguf"
+    format = "gguf"
 
     def __init__(self, path: Path) -> None:
         parts = _open_parts(path)
@@ -239,9 +216,9 @@ class GGUFCheckpoint(_FilesCheckpoint):
         except NanovllmError:
             self.close()
             raise
-        self.config: Mapping[str, Any] = parts[0].metadata
+        self.config = parts[0].metadata
         self.metadata_types: Mapping[str, tuple[int, int | None]] = parts[0].metadata_types
-        self.generation_config: Mapping[str, Any] = {
+        self.generation_config = {
             SAMPLING_KEYS[key.rpartition(".")[2]]: value
             for key, value in self.config.items()
             if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS

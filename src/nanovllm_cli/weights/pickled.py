@@ -16,15 +16,15 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
-from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo, read_generation_config
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, read_generation_config
 from nanovllm_cli.weights.files import MAX_INDEX_BYTES, PICKLES, folder_of, some, stays_inside
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
@@ -49,15 +49,15 @@ class _Answer(msgspec.Struct):
     tensors: tuple[_Listed, ...] = ()
 
 
-class PickledCheckpoint(BaseCheckpoint):
+class PickledCheckpoint(Checkpoint):
     """A Checkpoint over one or several pickled files. Every tensor that is asked for comes through the child, as a copy."""
 
-    format: Literal["hf", "gguf"] = "hf"
+    format = "hf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
         files = _files(path)
-        self.config: Mapping[str, Any] = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES)
+        self.config = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES)
         self.generation_config = read_generation_config(folder_of(path))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
@@ -92,9 +92,6 @@ class PickledCheckpoint(BaseCheckpoint):
     def raw(self, name: str) -> torch.Tensor:
         tensor = self.tensor(name).contiguous()
         return tensor.view(torch.uint8).reshape(len(tensor) if tensor.ndim > 1 else 1, -1)
-
-    def release(self, name: str) -> None:
-        """Nothing of it is kept here."""
 
     def close(self) -> None:
         self._child.kill()

@@ -12,13 +12,13 @@ import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.weights.checkpoint import BaseCheckpoint, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.convert_names import tensor_shapes
 
 STD = 0.02
@@ -27,18 +27,18 @@ POOL = (1 << 24) + 127
 BF16_BYTES = 2
 
 
-class RandomCheckpoint(BaseCheckpoint):
+class RandomCheckpoint(Checkpoint):
     """A Checkpoint for any config.json that is supported. device: where tensors are made. path: what it calls itself. Raises what
     reading a config raises."""
 
-    format: Literal["hf", "gguf"] = "hf"
+    format = "hf"
 
     def __init__(
         self, config: Mapping[str, Any], device: torch.device | str = "cpu", seed: int = 0, path: Path = Path("random weights")
     ) -> None:
         self.path = path
         self.config = dict(config)
-        self.generation_config: dict[str, Any] = {}
+        self.generation_config = {}
         self._shapes = tensor_shapes(spec_from_hf(config, hf_family(config)))
         pool = _pool(seed)
         self._matrices = (pool * STD).to(torch.bfloat16).to(device)
@@ -68,10 +68,6 @@ class RandomCheckpoint(BaseCheckpoint):
     def raw(self, name: str) -> torch.Tensor:
         values = self.tensor(name)
         return values.reshape(values.shape[0] if values.dim() > 1 else 1, -1).view(torch.uint8)
-
-    def release(self, name: str) -> None:
-        """Nothing is mapped."""
-
 
 @functools.cache
 def _pool(seed: int) -> torch.Tensor:
