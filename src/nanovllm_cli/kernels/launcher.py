@@ -8,12 +8,11 @@ starts while the one before it still runs.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,12 +187,30 @@ class _Config(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Layout(NamedTuple):
-    """Arguments of a kernel in memory, as a C struct of them."""
+class _Arguments:
+    """Those of a kernel in memory, as a C struct of them, and the pointers to each. types: of values as they are launched with;
+    Python's own numbers are addresses."""
 
-    fields: struct.Struct
-    offsets: tuple[int, ...]
-    pointers: Any
+    __slots__ = ("address", "memory", "pack_into", "pointers")
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        codes = "".join([_CODES[each] for each in types])
+        fields = struct.Struct(f"@{codes}")
+        self.memory = ctypes.create_string_buffer(fields.size or 1)
+        self.pack_into = fields.pack_into
+        base = ctypes.addressof(self.memory)
+        offsets = [struct.calcsize(f"@{codes[:i]}0{code}") for i, code in enumerate(codes)]
+        self.pointers = (ctypes.c_void_p * len(codes))(*[base + offset for offset in offsets])
+        self.address = ctypes.addressof(self.pointers)
+
+
+class _Call(threading.local):
+    """What one thread launches with, one launch after another: the driver has copied it when it returns."""
+
+    def __init__(self, attributes: tuple[int | None, int]) -> None:
+        self.config = _Config(attributes=attributes[0], num_attributes=attributes[1])
+        self.address = ctypes.addressof(self.config)
+        self.arguments: dict[tuple[type, ...], _Arguments] = {}
 
 
 class _Driver:
@@ -204,18 +221,19 @@ class _Driver:
         self._launch, self._name_of = library.cuLaunchKernelEx, library.cuGetErrorName
         self._launch.argtypes = [ctypes.c_void_p] * 4
         self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        self._attributes = (ctypes.addressof(self._attribute), 1) if programmatic else (None, 0)
+        self._call = _Call((ctypes.addressof(self._attribute), 1) if programmatic else (None, 0))
 
     def launch(
         self, function: int, grid: Dims, block: Dims, shared_bytes: int, stream: int, values: Sequence[int | np.generic]
     ) -> str | None:
         """The error's name, or None. Python's own numbers are addresses."""
-        layout = _layout("".join([_CODES[type(value)] for value in values]))
-        packed = ctypes.create_string_buffer(layout.fields.pack(*values), layout.fields.size or 1)
-        base = ctypes.addressof(packed)
-        pointers = layout.pointers(*[base + offset for offset in layout.offsets])
-        config = _Config(grid, block, shared_bytes, stream, *self._attributes)
-        code = self._launch(ctypes.addressof(config), function, ctypes.addressof(pointers), None)
+        call, types = self._call, tuple(map(type, values))
+        arguments = call.arguments.get(types)
+        if arguments is None:
+            arguments = call.arguments[types] = _Arguments(types)
+        arguments.pack_into(arguments.memory, 0, *values)
+        _CONFIG.pack_into(call.config, 0, *grid, *block, shared_bytes, stream)
+        code = self._launch(call.address, function, arguments.address, None)
         return self._error(code) if code else None
 
     def _error(self, code: int) -> str:
@@ -224,11 +242,7 @@ class _Driver:
         return name.value.decode() if name.value else f"error {code}"
 
 
-_CODES = {int: "Q", np.int32: "i", np.int64: "q", np.float32: "f"}
+_CODES: dict[type, str] = {int: "Q", np.int32: "i", np.int64: "q", np.float32: "f"}
 """A kernel's types by `struct`'s letters."""
-
-
-@functools.cache
-def _layout(codes: str) -> _Layout:
-    offsets = tuple(struct.calcsize(f"@{codes[:i]}0{codes[i]}") for i in range(len(codes)))
-    return _Layout(struct.Struct(f"@{codes}"), offsets, ctypes.c_void_p * len(codes))
+_CONFIG = struct.Struct("@3I3IIP")
+"""What of a _Config differs between launches: up to its stream."""
