@@ -37,6 +37,7 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import GGUFCheckpoint, open_checkpoint
 from nanovllm_cli.weights.convert_names import halves_to_pairs, pairs_to_halves
 from nanovllm_cli.weights.convert_tensors import BLOCK_TYPES
+from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.source import resolve
 from test_models import CASES as MODELS
 from test_models import DIVISORS, rope
@@ -501,6 +502,17 @@ def test_settings_without_a_word_in_json_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="infinite or NaN"):
         converted(tmp_path / "m.gguf", tmp_path / "back", "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf"]
+
+
+def test_every_type_of_whole_bytes_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnows"]}')
+    kinds = {name: dtype for name, (_, dtype) in DTYPES.items() if dtype is not None}
+    values = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in kinds.items()}
+    save_file(values, tmp_path / "model.safetensors")
+    converted(tmp_path, tmp_path.parent / "any-copy", "hf")
+    found = load_file(tmp_path.parent / "any-copy" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == kinds
+    assert all(torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in values.items())
 
 
 def test_blocks_become_floats_that_lose_nothing(tmp_path: Path) -> None:

@@ -97,9 +97,7 @@ class GGUFFile:
         self.path = path
         self.file = MappedFile(path)
         try:
-            header = _HeaderReader(self.file)
-            self.version, self.metadata, self.alignment, self.entries = header.read()
-            self.metadata_types = header.types
+            self.metadata, self.metadata_types, self.entries = _HeaderReader(self.file).read()
         except NanovllmError:
             self.file.close()
             raise
@@ -178,14 +176,15 @@ class _HeaderReader:
         self.data = file.data
         self.position = 0
         self.elements_left = MAX_ARRAY_ELEMENTS
-        self.types: dict[str, tuple[int, int | None]] = {}
 
-    def read(self) -> tuple[int, dict[str, Any], int, dict[str, GGUFEntry]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, tuple[int, int | None]], dict[str, GGUFEntry]]:
+        """Metadata, their types, tensors."""
         self._magic()
-        version = self._version()
+        self._check_version()
         num_tensors = self._count("tensors", least_bytes=8 + 4 + 4 + 8)
         num_keys = self._count("metadata keys", least_bytes=8 + 1 + 4 + 1)
         metadata: dict[str, Any] = {}
+        types: dict[str, tuple[int, int | None]] = {}
         alignment = DEFAULT_ALIGNMENT
         for _ in range(num_keys):
             key = self._key()
@@ -195,11 +194,10 @@ class _HeaderReader:
             items_at = self.position
             metadata[key] = self._value(key, value_type, depth=0)
             is_array = value_type == GGUFValueType.ARRAY
-            self.types[key] = (value_type, _U32.unpack_from(self.data, items_at)[0] if is_array else None)
+            types[key] = (value_type, _U32.unpack_from(self.data, items_at)[0] if is_array else None)
             if key == "general.alignment":
                 alignment = self._alignment(value_type, metadata[key])
-        entries = self._tensors(num_tensors, alignment)
-        return version, metadata, alignment, entries
+        return metadata, types, self._tensors(num_tensors, alignment)
 
     def _magic(self) -> None:
         magic = self.data[:4]
@@ -211,7 +209,7 @@ class _HeaderReader:
             raise self._broken(f"not a GGUF file: it starts with {magic!r}")
         self.position = 4
 
-    def _version(self) -> int:
+    def _check_version(self) -> None:
         version: int = self._number(_U32)
         if version == 0:
             raise self._broken("GGUF version 0 does not exist")
@@ -224,7 +222,6 @@ class _HeaderReader:
                 f"{self.path}: GGUF version {version}, known: {', '.join(map(str, VERSIONS))}",
                 "download a newer file" if version < min(VERSIONS) else "update nanovllm, or download another file",
             )
-        return version
 
     def _count(self, what: str, least_bytes: int) -> int:
         count: int = self._number(_U64)

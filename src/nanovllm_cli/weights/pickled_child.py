@@ -64,7 +64,8 @@ def load(files: list[Path]) -> dict[str, Any]:
 def listing(tensors: dict[str, Any]) -> dict[str, Any]:
     from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
 
-    unknown = next((name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_DTYPES), None)
+    read = {name for name, tensor in tensors.items() if tensor.dtype in SAFETENSORS_DTYPES and not tensor.is_complex()}
+    unknown = next((name for name in tensors if name not in read), None)
     if unknown is not None:
         raise ValueError(f"the tensor {unknown[:100]!r} has the type {tensors[unknown].dtype}, which is not read")
     return {

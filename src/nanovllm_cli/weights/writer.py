@@ -27,14 +27,10 @@ import torch
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import PICKLES, is_setting, some
+from nanovllm_cli.weights.safetensors import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+SAFETENSORS_DTYPES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 """torch's dtypes under the names of a safetensors header."""
 
 _MODEL_SUFFIXES = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".md", ".txt", *PICKLES)
