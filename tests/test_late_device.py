@@ -3,6 +3,8 @@ logprobs, as on one that has done it when a call returns. What is planted here, 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -248,6 +250,52 @@ def test_host_memory_is_written_anew_when_its_copy_is_done() -> None:
         assert device.stream.queue, "nobody waits for the last"
         assert [target.tolist() for target in targets] == [[value] * 4 for value in range(5)]
     assert not device.races
+
+
+@pytest.mark.parametrize("device_class", [EmulatedDevice, LateDevice])
+@pytest.mark.parametrize("every", [4, 5, 7])
+def test_a_step_that_is_broken_off_draws_nothing(
+    every: int, device_class: type[EmulatedDevice], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the host waits: who goes on draws the same tokens, with the same penalties, along the same form."""
+    expected, _ = answers_when_interrupted(folder, EmulatedDevice(), 0, monkeypatch)
+    device = device_class()
+    with device if isinstance(device, LateDevice) else contextlib.nullcontext():
+        found, count = answers_when_interrupted(folder, device, every, monkeypatch)
+    assert count == 6
+    assert found == expected
+
+
+def answers_when_interrupted(
+    folder: Path, device: EmulatedDevice, every: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Answers, int]:
+    """Answers, and how many waits were broken off: one in so many, the first few."""
+    engine, waits, broken_off = engine_on(folder, device), itertools.count(1), 0
+    event_class = type(device.event())
+    synchronize = event_class.synchronize
+
+    def wait(event: Any) -> None:
+        nonlocal broken_off
+        if every and broken_off < 6 and next(waits) % every == 0:
+            broken_off += 1
+            raise KeyboardInterrupt
+        synchronize(event)
+
+    for name, prompt, params in (
+        ("seeded", [3, 4, 5], filtered(5, 12, ignore_eos=True)),
+        ("penalties", [7], greedy(14, frequency_penalty=1.5)),
+        ("form", list(range(20, 41)), filtered(6, 12, constraint=DIGITS)),
+        ("logprobs", [100, 101, 102, 103], greedy(9, logprobs=2)),
+    ):
+        ask(engine, name, prompt, params)
+    answers: Answers = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(event_class, "synchronize", wait)
+        while engine.has_unfinished():
+            with contextlib.suppress(KeyboardInterrupt):
+                answers |= {output.request_id: [*output.outputs[0].token_ids] for output in engine.step()}
+    assert engine.stats().used_blocks == 0
+    return answers, broken_off
 
 
 # The device itself.

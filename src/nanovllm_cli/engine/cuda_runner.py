@@ -75,7 +75,7 @@ class CudaRunner:
         free, guided, others = self._by_place(list(by_id))
         there = free + guided
         self.sampler.start_masks(others)
-        slots = self.on_device.seat(there)[: len(free)]
+        slots = self.on_device.seat({seq_id: by_id[seq_id].num_drawn for seq_id in there})[: len(free)]
         order = [by_id[seq_id] for seq_id in there + others]
         logits = decode.run(order, self._rows_before, slots, self.on_device)
         self._rows_before = {}
@@ -90,12 +90,13 @@ class CudaRunner:
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
         row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
+        num_drawn = {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
         free, guided, here = self._by_place(list(row_of))
         # One part, but where a prompt has more answers than there are seats.
         there, most = free + guided, self.on_device.max_rows
         parts = [there[first : first + most] for first in range(0, len(there), most)]
         if parts:
-            self._seat(parts[0])  # its copies wait for the device, which has nothing to do yet
+            self._seat(parts[0], num_drawn)  # its copies wait for the device, which has nothing to do yet
         self.sampler.start_masks(here)
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {
@@ -111,7 +112,7 @@ class CudaRunner:
         for part in parts:
             if part is not parts[0]:
                 drawn += read()
-                self._seat(part)
+                self._seat(part, num_drawn)
             rows = self._logits(hidden, row_of, part)
             free, guided, _ = self._by_place(part)
             if free:
@@ -133,8 +134,8 @@ class CudaRunner:
     def _logits(self, hidden: Hidden, row_of: dict[int, int], seq_ids: list[int]) -> torch.Tensor:
         return self.model.logits(take_rows(hidden, [row_of[seq_id] for seq_id in seq_ids]))
 
-    def _seat(self, seq_ids: list[int]) -> None:
-        slots = torch.tensor(self.on_device.seat(seq_ids), dtype=torch.int32)
+    def _seat(self, seq_ids: list[int], num_drawn: dict[int, int]) -> None:
+        slots = torch.tensor(self.on_device.seat({seq_id: num_drawn[seq_id] for seq_id in seq_ids}), dtype=torch.int32)
         self.on_device.buffers.rows[: len(slots)].copy_(slots)
 
     def _read(self, seq_ids: list[int]) -> Read:

@@ -45,6 +45,15 @@ class Guided:
         except Exception as error:  # as above
             self.error = error
 
+    def take_back(self, num_tokens: int) -> None:
+        """The last ones were accepted in vain."""
+        assert self.guide is not None
+        self.ends = False
+        try:
+            self.guide.rollback(num_tokens)
+        except Exception as error:  # as above
+            self.error = error
+
 
 class DeviceMasks:
     """Masks of up to max_rows sequences a step, computed, copied, and put into their slots of the table."""

@@ -6,7 +6,7 @@ write its slot anew, where more sequences are alive than there are slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,15 +37,26 @@ _NOTHING_LEFT = "no token is left to draw: every one is banned"
 
 
 class _State:
-    """A sequence that draws here. slot: None until it draws, and again when somebody else needed it."""
+    """A sequence that draws here. slot: None until it draws, and again when somebody else needed it. num_there: how many tokens
+    it has drawn as its slot has it, those that nobody has read included."""
 
-    __slots__ = ("drawn", "guided", "new", "slot")
+    __slots__ = ("drawn", "guided", "new", "num_there", "slot")
 
     def __init__(self, new: NewSequence, guided: Guided | None) -> None:
         self.new = new
         self.guided = guided
         self.drawn: list[int] = []
         self.slot: int | None = None
+        self.num_there = 0
+
+    def keep(self, num_drawn: int) -> None:
+        """Forgets what steps that were broken off drew."""
+        num_more = len(self.drawn) - num_drawn
+        if num_more > 0:
+            del self.drawn[num_drawn:]
+            if self.guided is not None:
+                self.guided.take_back(num_more)
+        assert len(self.drawn) == num_drawn, (self.new.seq_id, len(self.drawn), num_drawn)
 
 
 class _Readout(NamedTuple):
@@ -100,14 +111,21 @@ class DeviceSampler:
         """Whether its draws wait for a mask: `draw_guided` makes them, not `draw`."""
         return self._states[seq_id].guided is not None
 
-    def seat(self, seq_ids: Sequence[int]) -> list[int]:
-        """The slot of each, written where it is new. Whoever is not among them may lose theirs."""
-        for seq_id in seq_ids:
+    def seat(self, num_drawn: Mapping[int, int]) -> list[int]:
+        """The slot of each sequence that is about to draw, written where it is new, or has draws that the plan knows nothing of.
+        num_drawn: how many tokens each drew before, as the plan has it. Whoever is not among them may lose theirs."""
+        for seq_id, count in num_drawn.items():
             state = self._states[seq_id]
-            if state.slot is None:
-                state.slot = self._free.pop() if self._free else self._evict(seq_ids)
+            if state.slot is None or state.num_there != count:
+                state.keep(count)
+                if state.slot is None:
+                    state.slot = self._free.pop() if self._free else self._evict(num_drawn)
                 new = state.new
                 self.table.write(state.slot, new.params, new.seed, new.stop_ids, new.prompt_ids, state.drawn)
+            state.num_there = count + 1
+        return self._slots(num_drawn)
+
+    def _slots(self, seq_ids: Iterable[int]) -> list[int]:
         return [slot for seq_id in seq_ids if (slot := self._states[seq_id].slot) is not None]
 
     def needs(self, seq_ids: Sequence[int]) -> tuple[bool, bool]:
@@ -125,7 +143,7 @@ class DeviceSampler:
         """From logits [B, V] for these, which are seated, as rows first, first + 1, … What they drew before has been read. Their
         masks are computed here, while the device is busy with the logits."""
         answers = [guided for seq_id in seq_ids if (guided := self._states[seq_id].guided) is not None]
-        rows = self._masks.put(answers, self.seat(seq_ids))
+        rows = self._masks.put(answers, self._slots(seq_ids))
         only_greedy, has_logprobs = self.needs(seq_ids)
         buffers = self.buffers.part(first, rows)
         sample(self._launcher, logits, self.table, buffers, only_greedy=only_greedy, has_logprobs=has_logprobs)

@@ -65,6 +65,11 @@ class Scheduled(NamedTuple):
         return self.token_ids[len(self.token_ids) - self.num_guesses :]
 
     @property
+    def num_drawn(self) -> int:
+        """Tokens behind the prompt up to the last that is fed: what was drawn before, if nothing is guessed."""
+        return self.start + len(self.token_ids) - self.prompt_len
+
+    @property
     def wanted_rows(self) -> range:
         """Rows of this share that are needed behind the last norm."""
         count = len(self.token_ids)

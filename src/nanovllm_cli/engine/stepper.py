@@ -42,12 +42,12 @@ class Stepper:
     def step(self) -> list[Result] | None:
         """The next step's results; None where nothing is left to do. num_tokens counts what was computed."""
         flight, self._flight = self._flight, None
-        if flight is None:
-            plan = self._scheduler.plan()
-            if plan is None:
-                return None
-            flight = self._start(plan)
         try:
+            if flight is None:
+                plan = self._scheduler.plan()
+                if plan is None:
+                    return None
+                flight = self._start(plan)
             if self._ahead is not None and flight.is_started:
                 self._flight = self._start_next(self._ahead)
             output, failures = flight.outcome()
