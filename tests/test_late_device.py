@@ -253,7 +253,7 @@ def test_host_memory_is_written_anew_when_its_copy_is_done() -> None:
 
 
 @pytest.mark.parametrize("device_class", [EmulatedDevice, LateDevice])
-@pytest.mark.parametrize("every", [4, 5, 7])
+@pytest.mark.parametrize("every", [4, 7])
 def test_a_step_that_is_broken_off_draws_nothing(
     every: int, device_class: type[EmulatedDevice], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
