@@ -105,9 +105,8 @@ class LLM:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
-            self._worker = worker = Worker(
-                checkpoint, config, self._encode_plain, self._token_bytes, self.tokenizer.control_ids, progress
-            )
+            encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
+            self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
         self.spec: ModelSpec = worker.spec
         self.dtype: torch.dtype = worker.dtype
@@ -116,7 +115,9 @@ class LLM:
         self.weight_bytes: int = worker.weight_bytes
         self.read_bytes: int = worker.read_bytes
         self.formats: Mapping[Format | None, int] = worker.formats
-        self.chat_template = self._choose_template(chat_template)
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None or "default" in self.tokenizer.chat_templates:
+            self.chat_template = ChatTemplate.of(self.tokenizer, chat_template)
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         if self.answer_format is None and (tool_format or reasoning_format):
             progress.note("the parsers of tool calls and reasoning change nothing: this model has no chat template")
@@ -368,16 +369,8 @@ class LLM:
             raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
         return list(ids)
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-
     def _token_bytes(self) -> list[bytes]:
         return [self.tokenizer.id_to_bytes(i) for i in range(self.spec.vocab_size)]
-
-    def _choose_template(self, source: str | None) -> ChatTemplate | None:
-        if source is None and "default" not in self.tokenizer.chat_templates:
-            return None
-        return ChatTemplate.of(self.tokenizer, source)
 
 
 def _embedding(output: RequestOutput) -> list[float]:
