@@ -308,6 +308,41 @@ def test_a_rate_is_told_only_where_there_was_time_to_measure(tmp_path: Path) -> 
     assert 0 < found["answer_tokens_per_second"] * (found["seconds"] - found["time_to_first_token"]) < 2
 
 
+def with_timings(timings: Any) -> Script:
+    async def answer(reply: Reply, request: Request) -> None:
+        await reply.begin()
+        await reply.piece("Hel")
+        await reply.piece("lo")
+        await reply.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        await reply.event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}, "timings": timings})
+        await reply.done()
+
+    return answer
+
+
+def test_rates_are_the_servers_where_it_says_them(tmp_path: Path) -> None:
+    """The prompt's of what was computed, the answer's without its first token, as of a model in this process."""
+    timings = {"cache_n": 1, "prompt_n": 8, "prompt_ms": 200.0, "predicted_n": 5, "predicted_ms": 2000}
+    timings |= {"draft_n": 3, "draft_n_accepted": 2}
+    with OpenAIServer(with_timings(timings)) as server:
+        found = json.loads(run(tmp_path, server, *QUIET, "--json", "hi").out)["statistics"]
+        line = run(tmp_path, server, "--no-save", "hi").err
+    assert (found["prompt_tokens_per_second"], found["answer_tokens_per_second"]) == (40.0, 2.0)
+    assert (found["guessed_tokens"], found["held_tokens"]) == (3, 2)
+    assert line.startswith("prompt 9 tokens, 40.0 tok/s | answer 5 tokens (2 of 3 guesses held), 2.0 tok/s | first token")
+
+
+@pytest.mark.parametrize(
+    "timings", [None, [], "fast", {}, {"prompt_n": -1, "prompt_ms": "1", "predicted_n": True, "predicted_ms": 1e300}]
+)
+def test_timings_that_say_nothing_are_no_rates(timings: Any, tmp_path: Path) -> None:
+    with OpenAIServer(with_timings(timings)) as server:
+        found = json.loads(run(tmp_path, server, *QUIET, "--json", "hi").out)
+    assert found["answers"][0]["text"] == "Hello"
+    assert found["statistics"]["prompt_tokens_per_second"] is None
+    assert found["statistics"]["guessed_tokens"] is None
+
+
 def test_several_answers_and_their_logprobs(tmp_path: Path) -> None:
     async def two(reply: Reply, request: Request) -> None:
         await reply.begin()

@@ -95,15 +95,25 @@ class Statistics:
         )
 
     @classmethod
-    def of_server(cls, usage: Usage, rate: float | None, asked: float, first: float | None, end: float) -> Statistics:
-        """As a client sees it: times are those of the whole way there and back. rate: of the answer's tokens, where there was
-        anything to measure. asked, first, end: on one clock."""
+    def of_server(
+        cls,
+        usage: Usage,
+        rates: tuple[float | None, float | None],
+        asked: float,
+        first: float | None,
+        end: float,
+        guesses: tuple[int | None, int | None] = (None, None),
+    ) -> Statistics:
+        """As a client sees it: times are those of the whole way there and back. rates: of the prompt's and the answer's tokens,
+        where the server says them, or there was anything to measure. asked, first, end: on one clock."""
         return cls(
             *usage,
-            prompt_tokens_per_second=None,
-            answer_tokens_per_second=rate,
+            prompt_tokens_per_second=rates[0],
+            answer_tokens_per_second=rates[1],
             time_to_first_token=_rounded(first - asked if first is not None else None),
             seconds=_rounded(end - asked),
+            guessed_tokens=guesses[0],
+            held_tokens=guesses[1],
         )
 
     def line(self) -> str:

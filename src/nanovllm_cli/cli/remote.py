@@ -95,10 +95,18 @@ class RemoteAnswering(Answering):
         return [piece for piece in pieces if _says_something(piece)]
 
     def statistics(self, now: float) -> records.Statistics:
+        end = self._end or now
+        if (told := self._stream.timings) is not None:
+            rates = (
+                records.rate(told.prompt_tokens or 0, told.prompt_seconds),
+                records.rate((told.answer_tokens or 0) - self._num_answers, told.answer_seconds),
+            )
+            guesses = told.guessed_tokens, told.held_tokens
+            return records.Statistics.of_server(self.result.usage, rates, self._asked, self._first, end, guesses)
         seconds = None if self._first is None else self._last - self._first
         later = (self.result.usage.answer_tokens or 0) - self._num_first
         rate = records.rate(later, seconds if seconds is not None and seconds >= MEASURABLE_SECONDS else None)
-        return records.Statistics.of_server(self.result.usage, rate, self._asked, self._first, self._end or now)
+        return records.Statistics.of_server(self.result.usage, (None, rate), self._asked, self._first, end)
 
     def close(self) -> None:
         self._steps.close()

@@ -101,10 +101,24 @@ class Delta:
     num_tokens: int | None = None
 
 
+class Timings(NamedTuple):
+    """llama-server's `timings`: of the prompt's tokens that were computed, and of all answers; tokens that were guessed ahead,
+    and how many of these were right. None where it does not say."""
+
+    prompt_tokens: int | None
+    prompt_seconds: float | None
+    answer_tokens: int | None
+    answer_seconds: float | None
+    guessed_tokens: int | None
+    held_tokens: int | None
+
+
 class AnswerStream:
-    """Makes deltas of events. prompt_tokens, cached_tokens, answer_tokens: what the server's `usage` has said last."""
+    """Makes deltas of events. prompt_tokens, cached_tokens, answer_tokens: what the server's `usage` has said last; timings:
+    likewise, from the servers that say them."""
 
     def __init__(self) -> None:
+        self.timings: Timings | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.answer_tokens: int | None = None
@@ -122,6 +136,7 @@ class AnswerStream:
             return []
         chunk = event_object(data)
         self._read_usage(chunk.get("usage"))
+        self.timings = _timings(chunk.get("timings")) or self.timings
         choices = chunk.get("choices")
         return [_delta(each) for each in (choices if isinstance(choices, list) else ()) if self._is_choice(each)]
 
@@ -142,6 +157,23 @@ class AnswerStream:
             details = usage.get("prompt_tokens_details")
             if isinstance(details, dict):
                 self.cached_tokens = token_count(details.get("cached_tokens"), self.cached_tokens)
+
+
+def _timings(value: Any) -> Timings | None:
+    if not isinstance(value, dict):
+        return None
+    return Timings(
+        token_count(value.get("prompt_n")),
+        _seconds(value.get("prompt_ms")),
+        token_count(value.get("predicted_n")),
+        _seconds(value.get("predicted_ms")),
+        token_count(value.get("draft_n")),
+        token_count(value.get("draft_n_accepted")),
+    )
+
+
+def _seconds(ms: Any) -> float | None:
+    return ms / 1000 if isinstance(ms, int | float) and not isinstance(ms, bool) and 0 <= ms < 1e12 else None
 
 
 def _delta(choice: dict[str, Any]) -> Delta:
