@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
@@ -30,14 +30,6 @@ FORMAT_NAMES = (
 )
 
 
-class _Options(NamedTuple):
-    """What stood behind a name's colons. group and block: None where nothing was said."""
-
-    group: int | None
-    block: int | None
-    zeros: bool
-
-
 def parse_format(spec: str) -> Format:
     """The format that `spec` names, such as "int4:group=32:zeros". UsageError lists what there is, the nearest first."""
     name, *words = spec.strip().lower().split(":")
@@ -49,13 +41,12 @@ def parse_format(spec: str) -> Format:
     if match := re.fullmatch(r"int([2348])", base):
         given = _options(spec, words, ("group", "zeros"))
         bits: Any = int(match[1])
-        default = 0 if bits == 8 else DEFAULT_GROUP
-        return Integer(bits, default if given.group is None else given.group, given.zeros, activation or "int8")
+        group = given.get("group", 0 if bits == 8 else DEFAULT_GROUP)
+        return Integer(bits, group, "zeros" in given, activation or "int8")
     if base == "fp8":
-        return Fp8(128 if _options(spec, words, ("block",)).block else 0, activation or "dynamic")
+        return Fp8(128 if "block" in _options(spec, words, ("block",)) else 0, activation or "dynamic")
     if name == "nf4":
-        group = _options(spec, words, ("group",)).group
-        return Nf4() if group is None else Nf4(group)
+        return Nf4(**_options(spec, words, ("group",)))
     raise unknown_format(spec, FORMAT_NAMES)
 
 
@@ -74,7 +65,8 @@ def unknown_format(spec: str, names: tuple[str, ...]) -> UsageError:
     return UsageError(f"unknown format {spec[:80]!r}", f"{suggestion}known: {', '.join(names)}")
 
 
-def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> _Options:
+def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> dict[str, int]:
+    """What stands behind a name's colons; 1 for zeros."""
     found: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -89,7 +81,7 @@ def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> _Options:
     if found.get("zeros"):
         raise UsageError(f"zeros takes no value in the format {spec[:80]!r}", "write :zeros")
     sizes = {"group": (0, *GROUPS), "block": (128,)}
-    numbers: dict[str, int] = {}
+    numbers = {"zeros": 1} if "zeros" in found else {}
     for key in found.keys() & sizes.keys():
         if not found[key].isascii() or not found[key].isdigit() or int(found[key][:9]) not in sizes[key]:
             raise UsageError(
@@ -99,4 +91,4 @@ def _options(spec: str, words: list[str], allowed: tuple[str, ...]) -> _Options:
         numbers[key] = int(found[key])
     if numbers.get("group") == 0 and spec.lower().startswith("nf4"):
         raise UsageError("nf4 needs a group", f"known: {', '.join(map(str, GROUPS))}")
-    return _Options(numbers.get("group"), numbers.get("block"), "zeros" in found)
+    return numbers

@@ -28,18 +28,16 @@ class Candidate(NamedTuple):
     error: float
 
 
-def candidates(
-    weight: torch.Tensor, seen: InputStatistics, formats: Sequence[Format], importance: float = 1.0
-) -> list[Candidate]:
+def candidates(weight: torch.Tensor, seen: InputStatistics, formats: Sequence[Format]) -> list[Candidate]:
     """weight [n, K] rounded to nearest in each format that can hold its rows: the mean squared error of its outputs as a share of
-    their mean square, times importance."""
+    their mean square."""
     n, width = weight.shape
     size = mean_output_error(weight, seen) or 1.0
     found = []
     for form in formats:
         rounded = form.dequantize(form.quantize(weight))
         error = mean_output_error(rounded - weight, seen) / size
-        found.append(Candidate(form, 8 * n * form.row_bytes(width), importance * error))
+        found.append(Candidate(form, 8 * n * form.row_bytes(width), error))
     return found
 
 

@@ -10,7 +10,7 @@ makes the same logits of them again when the other model has read the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Card:
             "bytes_before": self.plan.bytes_before,
             "bytes_after": self.plan.bytes_after,
             "text": self.text,
-            "quality": self.quality.as_dict(),
+            "quality": asdict(self.quality),
         }
 
     def figures(self) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ Not covered: where logits come from (`logits.py`), which text (`card.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,6 @@ class Quality:
     same_top: float
     before: Perplexity
     after: Perplexity
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Comparison:
