@@ -145,6 +145,22 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
     assert names(tmp_path / "folder") == ["config.json"]
 
 
+def test_what_a_killed_run_to_the_other_kind_left_is_taken_away(tmp_path: Path) -> None:
+    (tmp_path / ".model.partial").write_bytes(b"of a file")
+    with OutputFolder(tmp_path / "model") as folder:
+        folder.commit()
+    (tmp_path / "model").rmdir()
+    (tmp_path / ".model.partial").mkdir()
+    (tmp_path / ".model.partial" / "config.json").write_text("of a folder")
+    with OutputFile(tmp_path / "model") as file:
+        file.file.write(b"whole")
+        with pytest.raises(OutputError, match="another process"):
+            OutputFolder(tmp_path / "model")
+        file.commit()
+    assert names(tmp_path) == ["model"]
+    assert (tmp_path / "model").read_bytes() == b"whole"
+
+
 def test_a_run_killed_between_the_two_renames_is_undone_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".model.replaced").mkdir()
     (tmp_path / ".model.replaced" / "config.json").write_text("old")

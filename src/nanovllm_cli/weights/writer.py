@@ -76,8 +76,17 @@ class _Output:
                 self._open(os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it
             if self._holds(self.temporary):
-                shutil.rmtree(self.temporary) if self.temporary.is_dir() else self.temporary.unlink()
+                self._remove()
         self._begun = False
+        self._let_go()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.temporary) if self.temporary.is_dir() else self.temporary.unlink()
+
+    def _remove_other_kind(self) -> None:
+        """What a killed run left that made a folder where this one makes a file, or a file for a folder."""
+        self._take(os.O_RDONLY)
+        self._remove()
         self._let_go()
 
     @property
@@ -143,6 +152,8 @@ class OutputFile(_Output):
             raise UsageError(f"{target}: not a file, and so not replaced", "choose another output")
         self._begun = True
         try:
+            if self.temporary.is_dir():
+                self._remove_other_kind()
             self._take(os.O_RDWR | os.O_CREAT)
             os.ftruncate(self._lock, 0)
             self.file: BinaryIO = os.fdopen(os.dup(self._lock), "wb")
@@ -182,6 +193,8 @@ class OutputFolder(_Output):
             if os.path.lexists(self.target):
                 check_replaceable(self.target)
             self._begun = True
+            if self.temporary.is_file():
+                self._remove_other_kind()
             with contextlib.suppress(FileExistsError):
                 self.temporary.mkdir()
             self._take(os.O_RDONLY | os.O_DIRECTORY)
