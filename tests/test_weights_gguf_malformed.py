@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from untrusted_files import open_and_read, refusal
 
 U8, U32, I32, F32_VALUE, BOOL, STRING, ARRAY, U64 = 0, 4, 5, 6, 7, 8, 9, 10
 F32, F16, Q4_0, Q8_0, I8, I64 = 0, 1, 2, 8, 24, 27
@@ -249,24 +250,6 @@ VALID = gguf(
     [tensor("a", [32, 2]), tensor("b", [32, 2], Q8_0, offset=256), tensor("c", [4], F16, offset=352)],
     bytes(range(256)) + bytes(96) + bytes(32),
 )
-
-
-def open_and_read(path: Path) -> None:
-    """Everything that a loader does, on a file that may be anything."""
-    with open_checkpoint(path) as checkpoint:
-        for name in checkpoint.names():
-            checkpoint.tensor(name)
-            checkpoint.raw(name)
-            checkpoint.release(name)
-
-
-def refusal(path: Path) -> str:
-    """What is said when it is refused; nothing when it is read after all."""
-    try:
-        open_and_read(path)
-    except NanovllmError as error:
-        return error.message
-    return ""
 
 
 def test_every_truncation_of_a_valid_file_is_refused(tmp_path: Path) -> None:

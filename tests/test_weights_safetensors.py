@@ -14,9 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import stays_inside
+from untrusted_files import open_and_read, refusal
 
 DTYPES = [
     torch.float32,
@@ -171,23 +172,6 @@ def test_malformed_file_is_refused_with_a_reason(case: str, tmp_path: Path) -> N
 
 
 VALID = handmade({"__metadata__": {"format": "pt"}, **TWO, "c": f32(16, 24, [2, 2], "BF16")}, bytes(24))
-
-
-def open_and_read(path: Path) -> None:
-    with open_checkpoint(path) as checkpoint:
-        for name in checkpoint.names():
-            checkpoint.tensor(name)
-            checkpoint.raw(name)
-            checkpoint.release(name)
-
-
-def refusal(path: Path) -> str:
-    """What is said when it is refused; nothing when it is read after all."""
-    try:
-        open_and_read(path)
-    except NanovllmError as error:
-        return error.message
-    return ""
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
