@@ -39,6 +39,7 @@ class Hub:
         self.drops: dict[str, list[int]] = {}
         self.reset = False  # break off with RST, not FIN
         self.ignore_range = False
+        self.has_xet = False  # says of large files that they are to be had by Xet
         self.corrupt: set[str] = set()
         self.fail_status: int | None = None
         self.tokens: set[str] = set()
@@ -119,6 +120,8 @@ class Hub:
 
             def content(self, path: str, data: bytes, body: bool) -> None:
                 headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": hub.commit, "Accept-Ranges": "bytes"}
+                if hub.has_xet and len(data) >= LARGE:
+                    headers |= {"X-Xet-Hash": etag(data), "X-Xet-Refresh-Route": f"{hub.url}/xet-token"}
                 if path in hub.corrupt:
                     data = data[:-1] + bytes([data[-1] ^ 1])
                 first, status = 0, 200

@@ -221,6 +221,16 @@ def test_dropped_connection_goes_on_where_it_was(reset: bool, hub: Hub, tmp_path
     assert "trying again" in notes(result)
 
 
+def test_large_files_come_by_plain_http_from_a_hub_that_has_xet_too(hub: Hub, tmp_path: Path) -> None:
+    """Which goes on where it was, as here."""
+    pytest.importorskip("hf_xet")
+    hub.has_xet = True
+    hub.drops["model.safetensors"] = [3 << 20]
+    result = client(tmp_path, hub.url, "org/big", {"HF_HUB_DISABLE_XET": "0"})
+    assert (Path(result["path"]) / "model.safetensors").read_bytes() == BIG
+    assert "/xet-token" not in hub.paths()
+
+
 def test_drops_of_a_small_file_are_survived(hub: Hub, tmp_path: Path) -> None:
     hub.drops["model.safetensors"] = [1000]
     hub.reset = True

@@ -1,9 +1,9 @@
 """The Hugging Face hub and its cache, behind four calls: list a repository, fetch files, look into the cache, name it.
 
 Everything lies where `huggingface_hub` keeps it (blobs, snapshots, refs, locks), and nowhere else. That package does
-the requests, the small files and the Xet transfers. Large files over plain HTTP are fetched here, as it would throw a
-part away whenever a connection is reset or the process ends: into `blobs/<etag>.incomplete` under its lock, continued
-with Range, compared with the SHA-256 that the etag of a large file is, and put into place by a rename.
+the requests and the small files. Large ones are fetched here, over plain HTTP also where it would take Xet, as it would
+throw a part away whenever a connection is reset or the process ends: into `blobs/<etag>.incomplete` under its lock,
+continued with Range, compared with the SHA-256 that the etag of a large file is, and put into place by a rename.
 
 A branch's `refs` entry is written when its files are complete, so that a later offline start never meets half a model.
 Which files a model needs is decided in `files.py`, what a name means in `source.py`. `huggingface_hub` is imported when
@@ -207,14 +207,14 @@ def _fetch_file(repo: str, commit: str, name: str, meter: _Meter, token: str | b
 
 
 def _fetch_blob(repo: str, commit: str, name: str, meter: _Meter, token: str | bool | None) -> None:
-    """Puts a large file's blob where `huggingface_hub` will find it, unless it is there or Xet can bring it."""
+    """Puts a large file's blob where `huggingface_hub` will find it, unless it is there."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     url = hf_hub_url(repo, name, revision=commit)
     metadata = get_hf_file_metadata(url, token=token, timeout=REQUEST_TIMEOUT)
     etag, size = metadata.etag, metadata.size
-    if not etag or not size or not re.fullmatch(r"[\w.-]+", etag) or (metadata.xet_file_data and _has_xet()):
+    if not etag or not size or not re.fullmatch(r"[\w.-]+", etag):
         return
     blob = repo_folder(repo) / "blobs" / etag
     lock = cache_folder() / ".locks" / repo_folder(repo).name / f"{etag}.lock"
@@ -428,11 +428,3 @@ def _endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
-
-
-def _has_xet() -> bool:
-    try:
-        from huggingface_hub.utils import is_xet_available
-    except ImportError:
-        return False
-    return bool(is_xet_available())
