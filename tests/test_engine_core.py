@@ -158,6 +158,72 @@ def test_an_exception_in_detokenizing_ends_that_request_alone(where: str, aborte
     assert engine.stats().used_blocks == 0
 
 
+def test_a_text_that_cannot_be_decoded_ends_its_request_when_it_is_looked_at() -> None:
+    class Broken:
+        stopped: str | None = None
+
+        def push(self, ids: object) -> str:
+            raise ValueError("secret path")
+
+        def finish(self) -> str:
+            return ""
+
+    engine, model = make_engine(factory=lambda params, prompt_ids: Broken())
+    for name in ("looked at", "not"):
+        engine.add(name, [1, 2], SamplingParams(temperature=0.0, max_tokens=9))
+    engine.advance()
+    output = engine.take("looked at")
+    assert (output.finished, output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == (True, "error", 1)
+    assert engine.stats().running == 1
+    while engine.has_unfinished():
+        engine.advance()
+    assert engine.moved == {"not": True}
+    last = engine.take("not").outputs[0]
+    assert (last.finish_reason, last.num_tokens, "secret" in str(last.error)) == ("error", 9, False)
+    assert (engine.stats().used_blocks, model.violations) == (0, [])
+
+
+# Outputs that are taken when they are wanted
+
+
+def test_an_output_has_all_that_came_since_the_last_one() -> None:
+    clock = FakeClock()
+    engine, model = make_engine(factory=LETTERS, clock=clock)
+    model.script = ids("abcdef")
+    engine.add("a", [1], SamplingParams(temperature=0.0, max_tokens=6, n=2, logprobs=0))
+    engine.advance()
+    assert engine.moved == {"a": False}
+    assert [answer.delta_text for answer in engine.take("a").outputs] == ["a", "a"]
+    assert engine.moved == {}
+    while engine.has_unfinished():
+        clock.now += 1
+        engine.advance()
+    clock.now += 100
+    assert engine.moved == {"a": True}
+    with pytest.raises(UsageError, match="already in use"):
+        engine.add("a", [1], GREEDY)
+    last = engine.take("a")
+    assert [(answer.text, answer.delta_text, len(answer.delta_logprobs or ())) for answer in last.outputs] == [
+        ("abcdef", "bcdef", 5),
+        ("abcdef", "bcdef", 5),
+    ]
+    assert (last.finished, last.metrics.finished) == (True, clock.now - 100)
+    with pytest.raises(KeyError):
+        engine.take("a")
+    engine.add("a", [1], GREEDY)
+
+
+def test_a_finished_request_that_nobody_takes_can_be_dropped() -> None:
+    engine, _ = make_engine()
+    engine.add("a", [1], SamplingParams(temperature=0.0, max_tokens=1))
+    engine.advance()
+    output = engine.abort("a")
+    assert output is not None
+    assert (output.finished, output.outputs[0].finish_reason) == (True, "length")
+    assert engine.moved == {}
+    assert engine.abort("a") is None
+
+
 # What is admitted
 
 
