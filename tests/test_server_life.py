@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -85,6 +86,7 @@ def scripted(**options: Any) -> Iterator[Server]:
             for number, end in enumerate((their_in, their_out, their_err)):
                 os.dup2(end, number)
             os.closerange(3, 1024)
+            gc.freeze()  # of what was garbage here, sockets would close numbers that are the server's by then
             sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
             code = scripted_server.main(options)
             sys.stdout.flush()
