@@ -172,7 +172,7 @@ def by_type(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     def declare(choose: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(choose)
         def compiled_only(*arguments: Any) -> Any:
-            raise NotImplementedError("compiled code only")
+            raise RuntimeError(f"{choose.__qualname__} is there in compiled code alone")
 
         overload(compiled_only, **options)(choose)
         return compiled_only

@@ -42,7 +42,6 @@ class Detokenizer:
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._pieces: list[str] = []
         self._at_start = tokenizer.strips_leading_space
         self._finished = False
         self.num_tokens = 0  # ids read; once stopped, those up to the one that completed the stop string
@@ -59,7 +58,7 @@ class Detokenizer:
             if token_id not in self._skipped:
                 text = self._strip(self._utf8.decode(self._tokenizer.id_to_bytes(token_id)))
                 out.append(self._through_stops(text))
-        return self._emit(out)
+        return "".join(out)
 
     def finish(self) -> str:
         """The text still held back, now that no more ids come."""
@@ -69,14 +68,7 @@ class Detokenizer:
         out = [self._through_stops(self._strip(self._utf8.decode(b"", True)))]
         if self._matcher is not None and self.stopped is None:
             out.append(self._matcher.flush())
-        return self._emit(out)
-
-    @property
-    def text(self) -> str:
-        """All text given out so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        return "".join(out)
 
     def _continue(self, prompt_ids: Sequence[int]) -> None:
         """Takes up where the prompt's text ends: whether it has any, and which bytes of a character it left open."""
@@ -104,12 +96,6 @@ class Detokenizer:
             return passed
         self.stopped = found
         return passed + found if self._include_stop else passed
-
-    def _emit(self, out: list[str]) -> str:
-        text = "".join(out)
-        if text:
-            self._pieces.append(text)
-        return text
 
 
 class StopMatcher:
