@@ -176,6 +176,37 @@ def test_an_answer_grows_as_it_comes(opening: Open, served: Served) -> None:
     chat.is_clean()
 
 
+SLOW_STORE = """
+let opened;
+const waiting = new Promise((resolve) => (opened = resolve));
+window.storeOpens = async () => (await waiting)();
+const open = IDBFactory.prototype.open;
+IDBFactory.prototype.open = function (...given) {
+  const request = open.apply(this, given);
+  return {
+    get result() { return request.result; },
+    set onupgradeneeded(then) { request.onupgradeneeded = then; },
+    set onerror(then) { request.onerror = then; },
+    set onsuccess(then) { request.onsuccess = () => opened(then); },
+  };
+};
+"""
+
+
+def test_what_is_sent_before_the_conversations_are_there_is_seen(opening: Open, served: Served) -> None:
+    served.answers(Script.of("An answer"))
+    chat = opening()
+    chat.context.add_init_script(SLOW_STORE)
+    chat.reload()
+    chat.send("Already here")
+    chat.press("#input", "Enter")
+    chat.evaluate("storeOpens()")
+    chat.shows(".assistant .content", "An answer")
+    chat.shows(".user", "Already here")
+    assert len(served.generates.asked) == 1
+    chat.is_clean()
+
+
 def test_stop_ends_it_here_and_in_the_server(opening: Open, served: Served) -> None:
     served.answers(Script.of("Once", " more", waits=served.held, waits_at=1))
     chat = opening()

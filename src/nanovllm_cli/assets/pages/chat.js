@@ -17,7 +17,7 @@ const input = byId("input");
 
 // ---- conversations ----
 
-async function start() {
+async function restore() {
   try {
     await store.open();
     conversations = await store.all();
@@ -27,6 +27,10 @@ async function start() {
   }
   const last = conversations.find((each) => each.id === recall("current", ""));
   show(last ?? newConversation());
+}
+
+async function start() {
+  await restored;
   buildSettings();
   input.focus();
   await loadModels();
@@ -281,7 +285,8 @@ function pretty(json) {
 
 // ---- asking ----
 
-function send() {
+async function send() {
+  await restored;
   const text = input.value;
   if (!text.trim() || running.has(current)) return;
   notice("");
@@ -493,4 +498,6 @@ byId("import-file").addEventListener("change", async (event) => {
   }
 });
 
+// Until then nothing is sent: what was said would be out of sight once the last conversation is shown.
+const restored = restore();
 start();
