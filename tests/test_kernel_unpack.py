@@ -64,7 +64,10 @@ def test_columns_go_back_to_their_own_order() -> None:
 def test_planted_bug_is_seen() -> None:
     def right(order: int) -> bool:
         weight, meaning = quantized(INT4, 32, 128)
-        return torch.equal(unpack(Emulator(order, bugs=("NO_SYNC",)), weight, 0, 32, BF16), meaning.to(BF16))
+        try:
+            return torch.equal(unpack(Emulator(order, bugs=("NO_SYNC",)), weight, 0, 32, BF16), meaning.to(BF16))
+        except KernelFailed:
+            return False
 
     assert not all(right(order) for order in ORDERS)
 

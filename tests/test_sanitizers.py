@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from emulation import sanitized
+from emulation import few_cases, sanitized
 from emulation.planted import KINDS
 
 pytestmark = pytest.mark.skipif(sanitized.missing_sanitizers() is not None, reason=str(sanitized.missing_sanitizers()))
@@ -53,19 +52,6 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
         assert f"planted.cu:{number}" in report
 
 
-def run_clean(files: list[Path]) -> subprocess.CompletedProcess[str]:
-    plugins = ["-p", "emulation.sanitized", "-p", "pytest_timeout"]
-    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", *plugins, *map(str, files)]
-    env = sanitized.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    env.pop("PYTEST_ADDOPTS", None)  # a report of ours
-    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parent)
-
-
 @pytest.mark.timeout(600)
 def test_kernels_run_clean() -> None:
-    """Two processes, for a kernel's variant takes seconds to compile."""
-    files = sorted(HERE.glob("test_kernel_*.py"))
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(run_clean, (files[::2], files[1::2])):
-            assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-            assert " passed" in done.stdout
+    few_cases.run(sorted(HERE.glob("test_kernel_*.py")), sanitized.environment())

@@ -18,12 +18,16 @@ import pytest
 import torch
 
 from emulation import on_gpu
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 
 HERE = Path(__file__).parent
 OVERLAP = HERE / "overlap" / "overlap.h"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "emulation"
 SANITIZE = os.environ.get("NANOVLLM_SANITIZE") == "1"  # set by sanitized.py
+PTX = int(os.environ.get("NANOVLLM_TEST_PTX") or 0)
+"""The capability whose PTX an `Emulator` runs instead: see ptx/device.py."""
 ORDERS = (7,) if SANITIZE else (0,) if on_gpu.ENABLED else (0, 1, 7)
 """Thread orders that every kernel is tested in: as numbered, backwards, shuffled."""
 FLAGS = ["-std=c++20", "-fPIC", "-fno-strict-aliasing", "-DEMULATION", "-w", "-O1"]
@@ -56,12 +60,25 @@ def missing() -> str | None:
     """Why kernels can't be emulated here, or None."""
     if on_gpu.ENABLED:
         return on_gpu.missing()
+    if PTX:
+        return missing_ptx()
     if platform.machine() != "x86_64":
         return "the emulation switches stacks on x86-64 only"
     if shutil.which("g++") is None:
         return "no g++"
     if not cuda_headers():
         return "no CUDA headers: pip install '.[kernels-test]'"
+    return None
+
+
+def missing_ptx() -> str | None:
+    """Why PTX can't be made, or not be run, here, or None."""
+    if shutil.which("g++") is None:
+        return "no g++"
+    try:
+        compiler.toolchain()
+    except UnsupportedError as error:
+        return error.message
     return None
 
 
@@ -111,6 +128,11 @@ class Emulator:
         self.launches[kernel.entry] = self.launches.get(kernel.entry, 0) + 1
         if on_gpu.ENABLED:
             on_gpu.launch(self, kernel, grid, block, args, shared_bytes)
+            return
+        if PTX:
+            from ptx import device
+
+            device.launch(self, kernel, grid, block, args, shared_bytes, PTX)
             return
         library = load(kernel, self.bugs)
         library.emulation_set_order(self.order)

@@ -1,0 +1,178 @@
+"""The kernels' tests on what a GPU is given: with NANOVLLM_TEST_PTX=90 an `Emulator` compiles for 9.0 by NVRTC, and runs the PTX.
+
+Tensors lie in ordinary memory, and nothing but a launch's own may be touched. Skipped, with the reason: kernels that are not for
+that GPU, dependent launch, which is emulated, and launches that read addresses from a table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from emulation.emulator import CACHE, Emulator, KernelFailed
+from nanovllm_cli.kernels import compiler
+from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
+from ptx import code
+
+HERE = Path(__file__).parent
+FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing"]
+Dims = tuple[int, int, int]
+
+
+Change = Callable[[str], str]
+
+
+class PtxMachine(Emulator):
+    """change: what is done to the PTX before it runs, for tests of the tests."""
+
+    def __init__(self, order: int = 0, capability: int = 90, change: Change | None = None, **settings: Any) -> None:
+        super().__init__(order, capability, **settings)
+        self.change = change
+
+    def launch(self, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0) -> None:
+        launch(self, kernel, grid, block, args, shared_bytes, self.capability, self.change)
+
+
+def launch(
+    emulator: Emulator,
+    kernel: Kernel,
+    grid: Dims,
+    block: Dims,
+    args: tuple[Arg, ...],
+    shared_bytes: int,
+    capability: int,
+    change: Change | None = None,
+) -> None:
+    """In the place of `Emulator.launch`."""
+    if not kernel.min_capability <= capability <= kernel.max_capability:
+        pytest.skip(f"{kernel} is not for {capability}")
+    if "OVERLAP" in emulator.bugs:
+        pytest.skip("dependent launch is for the emulation")
+    if kernel.stem == "blocks":
+        pytest.skip("its table has addresses")
+    loaded, program = _program(kernel, emulator.bugs, capability, change)
+    begin, end = code.RESERVED_BYTES, code.RESERVED_BYTES + loaded.shared_bytes
+    if shared_bytes:
+        end = loaded.dynamic_at + shared_bytes
+    run(emulator, loaded, program, grid, block, args, (begin, end), f"{kernel}, as PTX for {capability}")
+
+
+def run(
+    emulator: Emulator,
+    loaded: code.Code,
+    program: ctypes.c_void_p,
+    grid: Dims,
+    block: Dims,
+    args: tuple[Arg, ...],
+    shared: tuple[int, int],
+    name: str,
+) -> None:
+    """Raises KernelFailed, with the line of the PTX, where a launch does what it must not. shared: from, to."""
+    assert loaded.num_params == len(args), (name, loaded.num_params, len(args))
+    assert block[0] * block[1] * block[2] <= loaded.max_threads, (name, block)
+    params, ranges = np.zeros((len(args), code.PARAM_BYTES), np.uint8), []
+    for place, arg in enumerate(args):
+        params[place, : len(_bytes(arg))] = _bytes(arg)
+        if isinstance(arg, torch.Tensor):
+            storage = arg.untyped_storage()
+            ranges += [storage.data_ptr(), storage.data_ptr() + storage.nbytes()]
+    only_block = -1 if emulator.only_block is None else emulator.only_block
+    failed = _machine().ptx_launch(
+        program, (ctypes.c_uint32 * 6)(*grid, *block), _pointer(params), ctypes.c_long(params.nbytes),
+        (ctypes.c_uint64 * len(ranges))(*ranges), ctypes.c_long(len(ranges) // 2), (ctypes.c_uint32 * 2)(*shared),
+        loaded.local_bytes, emulator.order, ctypes.c_long(only_block),
+    )  # fmt: skip
+    if failed:
+        raise KernelFailed(f"{name}: {_machine().ptx_failure().decode()}")
+
+
+def _bytes(arg: Arg) -> np.ndarray:
+    if arg is None:
+        return np.zeros(8, np.uint8)
+    if isinstance(arg, torch.Tensor):
+        return np.array([arg.data_ptr()], np.uint64).view(np.uint8)
+    return np.array([arg]).view(np.uint8)
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@functools.cache
+def _program(
+    kernel: Kernel, bugs: tuple[str, ...], capability: int, change: Change | None
+) -> tuple[code.Code, ctypes.c_void_p]:
+    ptx = text(kernel, bugs, capability)
+    return load(change(ptx) if change else ptx, kernel.entry)
+
+
+def load(ptx: str, entry: str) -> tuple[code.Code, ctypes.c_void_p]:
+    """An entry, ready to run for as long as the process lives."""
+    loaded = code.read(ptx, entry, meaning)
+    program = _machine().ptx_program(
+        _pointer(loaded.lines), ctypes.c_long(len(loaded.lines)), _pointer(loaded.operands), ctypes.c_long(len(loaded.operands)),
+        _pointer(loaded.registers), ctypes.c_long(len(loaded.registers)),
+        _pointer(loaded.specials), ctypes.c_long(len(loaded.specials)),
+    )  # fmt: skip
+    return loaded, ctypes.c_void_p(program)
+
+
+def text(kernel: Kernel, bugs: tuple[str, ...], capability: int) -> str:
+    """The kernel's PTX, from the cache where its sources and compiler are unchanged."""
+    tools = compiler.toolchain()
+    source = SOURCES / f"{kernel.stem}.cu"
+    options = [*compiler.OPTIONS[:-1], *kernel.defines, *(f"-DBUG_{bug}" for bug in bugs)]
+    options += [*(["-DPDL"] if capability >= 90 else []), f"-arch={compiler.architecture(capability).replace('sm', 'compute')}"]
+    sources = read_sources(source, SOURCES)
+    digest = hashlib.sha256(repr((options, tools.nvrtc_version, tools.headers_version, sources)).encode()).hexdigest()
+    target = CACHE / f"{kernel.entry}-{digest[:20]}.ptx"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+        unfinished.write_text(_compiled(sources[source.name], kernel, options, tools))
+        unfinished.rename(target)
+    return target.read_text()
+
+
+def _compiled(source: str, kernel: Kernel, options: list[str], tools: compiler.Toolchain) -> str:
+    program = tools.nvrtc.createProgram(source, f"{kernel.stem}.cu", (), ())
+    try:
+        tools.nvrtc.compileProgram(program, (*options, *(f"-I{folder}" for folder in (SOURCES, *tools.folders))))
+        ptx = tools.nvrtc.getPTX(program)
+    except tools.nvrtc.NVRTCError as error:
+        raise AssertionError(f"{kernel} does not compile:\n{tools.nvrtc.getProgramLog(program)}") from error
+    finally:
+        tools.nvrtc.destroyProgram(program)
+    return ptx.decode() if isinstance(ptx, bytes) else ptx
+
+
+@functools.cache
+def meaning(name: str) -> int:
+    """The number of an instruction in the machine, or -1."""
+    return int(_machine().ptx_meaning(name.encode()))
+
+
+@functools.cache
+def _machine() -> Any:
+    sources = sorted(HERE.glob("*.cpp"))
+    digest = hashlib.sha256(repr(FLAGS).encode() + b"".join(file.read_bytes() for file in [*sources, *HERE.glob("*.h")]))
+    target = CACHE / f"ptx-{digest.hexdigest()[:20]}.so"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+        subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
+        unfinished.rename(target)
+    library = ctypes.CDLL(str(target))
+    library.ptx_program.restype = ctypes.c_void_p
+    library.ptx_failure.restype = ctypes.c_char_p
+    return library
