@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
 
 LONGEST = (
-    "test_examples", "test_sanitizers", "test_chat_loop", "test_kv_file", "test_quantize_model", "test_verify",
+    "test_examples", "test_ptx", "test_sanitizers", "test_chat_loop", "test_kv_file", "test_quantize_model", "test_verify",
     "test_cuda_engine", "test_kernels_generic", "test_cli_real", "test_pipes", "test_hub", "test_quantize_algorithms",
     "test_cpu_integer", "test_models_command", "test_url", "test_cli_terminal", "test_convert_command", "test_kv_quant",
     "test_quant_engine", "test_kernel_sampling", "test_bench_roofline", "test_bench_serve", "test_compile_gate", "test_convert",
@@ -22,9 +23,10 @@ LONGEST = (
 @pytest.fixture(autouse=True)
 def own_numbers(request: pytest.FixtureRequest) -> None:
     """A test's random numbers are the same whatever ran before it, in its file or in another that shares the generator."""
-    generator = getattr(request.module, "GENERATOR", None)
-    if generator is not None:
-        generator.manual_seed(generator.initial_seed())
+    for module in (request.module, sys.modules.get("emulation.compare")):
+        generator = getattr(module, "GENERATOR", None)
+        if generator is not None:
+            generator.manual_seed(generator.initial_seed())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,8 +32,8 @@ SMALL = Plan(Shape(4, 1, 64))
 INT4 = Integer(4, 32, zeros=True, scales="float16")
 # rows, outputs, width
 CASES = [(1, 1, 32), (17, 33, 64), (63, 64, 96), (64, 65, 544), (65, 130, 352), (130, 20, 1056)]
-ONE_IN_256 = 1e-3
-"""Of sums: bf16 weights whose scale has more bits may be one step off, one weight in 256."""
+ONE_IN_256 = 2e-3
+"""Of the largest sum: bf16 weights whose scale has more bits may be one step off, one weight in 256, and a sum may have two."""
 
 
 def run(emulator: Emulator, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None, **how) -> torch.Tensor:

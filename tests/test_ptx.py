@@ -280,7 +280,7 @@ FORBIDDEN = {
     "a race of warps": (EXCHANGE.format(barrier="bar.warp.sync -1;", distance=128), "a race in shared memory"),
     "other values in one place": ("st.shared.u32 [own], %t;", "writes what thread"),
     "written while others read": (
-        "ld.shared.u32 %x, [own+4]; setp.eq.s32 %p, %t, 9; @%p st.shared.u32 [own+4], %t;", "writes what thread"
+        "ld.shared.u32 %x, [own+4]; setp.eq.s32 %p, %t, 9; @%p st.shared.u32 [own+4], %t;", "writes what several threads read"
     ),
     "past shared memory": ("st.shared.u32 [own+256], %t;", "outside of the block's shared memory"),
     "past a tensor": ("st.global.u64 [%to+512], %t;", "outside of the launch's tensors"),
