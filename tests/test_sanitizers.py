@@ -54,4 +54,4 @@ def test_planted_error_is_reported_with_its_line(kind: str, reports: dict[str, t
 
 @pytest.mark.timeout(600)
 def test_kernels_run_clean() -> None:
-    few_cases.run(sorted(HERE.glob("test_kernel_*.py")), sanitized.environment())
+    few_cases.run([str(file) for file in sorted(HERE.glob("test_kernel_*.py"))], sanitized.environment())

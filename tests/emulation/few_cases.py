@@ -1,4 +1,4 @@
-"""A plugin of pytest (`-p emulation.few_cases`): a few cases of each test, where each takes long. run() runs files with it."""
+"""A plugin of pytest (`-p emulation.few_cases`): a few cases of each test, where each takes long. run() runs tests with it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CASES = int(os.environ.get("NANOVLLM_TEST_CASES") or 3)
 """Of each test that pass before the rest is skipped."""
 
 
-def run(files: list[Path], environment: dict[str, str]) -> None:
+def run(tests: list[str], environment: dict[str, str]) -> None:
     """In two processes, for a kernel's variant takes seconds to compile. Raises AssertionError with what they said."""
     with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(lambda part: _run(part, environment), (files[::2], files[1::2])):
+        for done in pool.map(lambda part: _run(part, environment), (tests[::2], tests[1::2])):
             assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
             assert " passed" in done.stdout
 
 
-def _run(files: list[Path], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(tests: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     plugins = ["-p", "emulation.few_cases", "-p", "pytest_timeout"]
-    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", *plugins, *map(str, files)]
+    command = [sys.executable, "-m", "pytest", "-s", "-vv", "--tb=short", *plugins, *tests]
     here = Path(__file__).parents[1]
     paths = os.pathsep.join((str(here), environment.get("PYTHONPATH", "")))
     env = environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": paths}
