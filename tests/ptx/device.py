@@ -13,7 +13,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,15 +32,41 @@ Dims = tuple[int, int, int]
 Change = Callable[[str], str]
 
 
-class PtxMachine(Emulator):
-    """change: what is done to the PTX before it runs, for tests of the tests."""
+class Traffic(NamedTuple):
+    """What a kernel's warps did at an instruction: how often, and what that took in turns of shared memory's 32 banks, or in sectors
+    of 32 bytes of global memory; `least` is what as many bytes need. line: of the PTX."""
 
-    def __init__(self, order: int = 0, capability: int = 90, change: Change | None = None, **settings: Any) -> None:
+    kernel: Kernel
+    line: int
+    is_shared: bool
+    requests: int
+    actual: int
+    least: int
+
+
+class PtxMachine(Emulator):
+    """change: what is done to the PTX before it runs, for tests of the tests. counts_traffic: into `traffic`."""
+
+    def __init__(
+        self,
+        order: int = 0,
+        capability: int = 90,
+        change: Change | None = None,
+        counts_traffic: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(order, capability, **settings)
         self.change = change
+        self.counts_traffic = counts_traffic
+        self.traffic: list[Traffic] = []
 
     def launch(self, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0) -> None:
+        _machine().ptx_count_traffic(self.counts_traffic)
         launch(self, kernel, grid, block, args, shared_bytes, self.capability, self.change)
+        count = _machine().ptx_traffic(None, ctypes.c_long(0))
+        rows = np.zeros((count, 5), np.int64)
+        _machine().ptx_traffic(_pointer(rows), ctypes.c_long(count))
+        self.traffic += [Traffic(kernel, line, bool(shared), *counts) for line, shared, *counts in rows.tolist()]
 
 
 def launch(

@@ -142,6 +142,7 @@ void run_block(const std::vector<long>& order) {
       fail("deadlock: threads wait for others that never come, at lines" + lines);
     }
   }
+  end_block_traffic();
 }
 
 }  // namespace

@@ -121,6 +121,11 @@ void begin_block_memory();
 void end_thread(const Thread& thread);
 void next_epoch();  // at a barrier of the block
 
+// ---- traffic (traffic.cpp): what a warp's accesses cost, where it is asked for ----
+
+void note_traffic(const Thread& thread, const Op& op, bool is_shared, uint64_t address, int bytes);
+void end_block_traffic();
+
 struct Memory {
   std::vector<std::pair<uint64_t, uint64_t>> global;  // from, to
   std::vector<unsigned char> params;

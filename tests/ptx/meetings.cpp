@@ -45,6 +45,7 @@ template <bool TRANSPOSED>
 void load_matrices(Threads& threads, const Op& op) {
   if (threads.size() != WARP) fail("ldmatrix without all lanes");
   const unsigned char* rows[WARP];
+  for (Thread* t : threads) note_traffic(*t, op, true, t->get<uint32_t>(op, 4) + (uint32_t)op.extra, 16);
   for (Thread* t : threads) rows[t->lane] = shared_at(*t, t->get<uint32_t>(op, 4) + (uint32_t)op.extra, 16, Access::READ);
   for (Thread* t : threads)
     for (int i = 0; i < 4; ++i) {

@@ -139,7 +139,9 @@ uint64_t address_in(const Thread& t, const Op& op, int i) {
 
 template <Space SPACE>
 void load(Thread& t, const Op& op) {
-  const unsigned char* from = place<SPACE>(t, address_in<SPACE>(t, op, op.width), op.bytes * op.width, Access::READ);
+  const uint64_t address = address_in<SPACE>(t, op, op.width);
+  const unsigned char* from = place<SPACE>(t, address, op.bytes * op.width, Access::READ);
+  if (SPACE == Space::GLOBAL || SPACE == Space::SHARED) note_traffic(t, op, SPACE == Space::SHARED, address, op.bytes * op.width);
   for (int i = 0; i < op.width; ++i) {
     uint64_t value = 0;
     memcpy(&value, from + i * op.bytes, op.bytes);
@@ -153,7 +155,9 @@ void store(Thread& t, const Op& op) {
   unsigned char value[16];
   for (int i = 0; i < op.width; ++i) memcpy(value + i * op.bytes, &t.registers[op.at[1 + i]], op.bytes);
   const int count = op.bytes * op.width;
-  memcpy(place<SPACE>(t, address_in<SPACE>(t, op, 0), count, Access::WRITE, &op, value), value, count);
+  const uint64_t address = address_in<SPACE>(t, op, 0);
+  memcpy(place<SPACE>(t, address, count, Access::WRITE, &op, value), value, count);
+  if (SPACE == Space::GLOBAL || SPACE == Space::SHARED) note_traffic(t, op, SPACE == Space::SHARED, address, count);
 }
 
 template <Space SPACE, auto F>
@@ -181,6 +185,7 @@ void copy_async(Thread& t, const Op& op) {
   if (t.get<uint32_t>(op, 2) != 16 || bytes_read > 16) fail("a cp.async of another size");
   check_boundary(source, 16);
   if (bytes_read) global_at(source, 16);
+  if (bytes_read) note_traffic(t, op, false, source, 16);
   memset(shared_at(t, target, 16, Access::WRITE), POISON, 16);
   for (int i = 0; i < 16; ++i) bytes[shared_offset(target, 16) + i].writer = UNDER_WAY;
   t.open_copies.push_back({target, source, bytes_read});

@@ -46,6 +46,21 @@ constexpr int MIN_BLOCKS = ROWS == 8 && HEAD_DIM <= DIMS_OF_THREE ? 3 : 2;
 constexpr int K_VECTOR = largest_power(K_PART / 4, 16 / BYTES), K_LOADS = K_PART / 4 / K_VECTOR;
 constexpr int V_VECTOR = largest_power(V_PART / 8, 16 / BYTES), V_LOADS = V_PART / 8 / V_VECTOR;
 constexpr int K_WORDS = K_VECTOR * BYTES / 4, V_WORDS = (V_VECTOR * BYTES + 3) / 4;
+
+// The result in the order of registers: dim of(dim) is a lane's sum [i][k], its place the one of a quarter of it, and the rows of
+// a warp are four banks apart. Gaps of eight keep apart the threads that read four dims each.
+struct Registers {
+  static constexpr int GAP = 8, END = HEAD_DIM + (HEAD_DIM - 1) / 32 * GAP, FLOATS = END + (4 - END % 32 + 32) % 32;
+
+  static DEVICE int of(int i, int k, int quarter) {
+    const int place = (i * 2 + k) * 4 + quarter;
+    return place + place / 32 * GAP;
+  }
+  static DEVICE int of(int dim) {
+    const int vector = dim % V_PART / V_VECTOR, i = dim / V_PART * (V_PART / 8) + vector / 8 * V_VECTOR + dim % V_VECTOR;
+    return of(i, vector % 2, vector % 8 / 2);
+  }
+};
 // Weights go up to 2^SHIFT, so that small ones keep their bits as halves.
 constexpr float SHIFT = 12.0f;
 
@@ -129,7 +144,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
                  int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
                  int fixed_splits, float eps, float scale, float softcap) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
-  __shared__ Result result;
+  __shared__ Result<Registers> result;
   __shared__ Heads heads;
   __shared__ Fragment queries[HEAD_DIM / 16][WARP_SIZE];
   __shared__ float powers[ROWS];
@@ -325,10 +340,8 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
       for (int i = 0; i < HEAD_DIM / 8; ++i)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int part = i / (V_PART / 8), element = i % (V_PART / 8), load = element / V_VECTOR;
-          const int dim = part * V_PART + (load * 8 + 2 * quarter + k) * V_VECTOR + element % V_VECTOR;
           const float sum = HALVES == 1 ? out_sums[i][k] + out_sums[i][k + 2] : out_sums[i][h * 2 + k];
-          add(result.out[(h * 8 + row) * HEAD_DIM + dim], factor * UNIT * sum, is_first);
+          add(result.out[h * 8 + row][Registers::of(i, k, quarter)], factor * UNIT * sum, is_first);
         }
     }
   });

@@ -8,6 +8,14 @@
 constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
 constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES, AHEAD = 4, TILE = AT_ONCE * AHEAD;
 
+// The result in the order of registers: [step][j] of all lanes.
+struct Registers {
+  static constexpr int FLOATS = STEPS * VECTOR * LANES;
+
+  static DEVICE int of(int step, int j, int lane) { return (step * VECTOR + j) * LANES + lane; }
+  static DEVICE int of(int dim) { return of(dim / VECTOR / LANES, dim % VECTOR, dim / VECTOR % LANES); }
+};
+
 KERNEL __launch_bounds__(THREADS, 2)
 decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
                      KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
@@ -15,7 +23,7 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
                      int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
                      int fixed_splits, float eps, float scale, float softcap) {
   typedef Vector<KV_DTYPE, VECTOR> Elements;
-  __shared__ Result result;
+  __shared__ Result<Registers> result;
   __shared__ Heads heads;
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
   Split split;
@@ -111,7 +119,7 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
         for (int j = 0; j < VECTOR; ++j) {
           const int element = (step * LANES + lane) * VECTOR + j;
           if (slot == 0 && element < HEAD_DIM)
-            add(result.out[row * HEAD_DIM + element], factor * out_sums[row][step][j], is_first);
+            add(result.out[row][Registers::of(step, j, lane)], factor * out_sums[row][step][j], is_first);
         }
     }
   });

@@ -206,15 +206,19 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
 
 // ---- what becomes of the warps' results ----
 
+// Order::of(dim) is where a dim lies among the Order::FLOATS of a row: the kernels' lanes hold dims in orders of their own, and
+// are to find banks of their own.
+template <class Order>
 struct Result {
-  alignas(16) float out[ROWS * HEAD_DIM];  // sum of exp2(score - top) * value
-  float sum[ROWS];                         // sum of exp2(score - top)
-  float tops[WARPS][ROWS];                 // each warp's; the block's is the highest
+  float out[ROWS][Order::FLOATS];  // sum of exp2(score - top) * value
+  float sum[ROWS];                 // sum of exp2(score - top)
+  float tops[WARPS][ROWS];         // each warp's; the block's is the highest
   float weights[ROWS][MAX_SPLITS];
   bool last;
 };
 
-DEVICE float block_top(const Result& result, int row) {
+template <class Order>
+DEVICE float block_top(const Result<Order>& result, int row) {
   float top = result.tops[0][row];
   for (int warp = 1; warp < WARPS; ++warp) top = fmaxf(top, result.tops[warp][row]);
   return top;
@@ -234,7 +238,8 @@ DEVICE void in_order_of_warps(AddAll add_all) {
 }
 
 // From the block's result to the output, with those of the sequence's other splits. All threads call it, after a barrier.
-DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, const float* sinks, const float* v_scale,
+template <class Order>
+DEVICE void finish(Result<Order>& result, const Split& split, int kv_heads, int group, const float* sinks, const float* v_scale,
                    float* partials, float* sums, int* counters, DTYPE* out) {
   constexpr int VECTOR = HEAD_DIM % 4 ? 1 : 4, AHEAD = 8;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -242,10 +247,15 @@ DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, 
   const bool alone = split.splits == 1;
   const int64_t head = (int64_t)blockIdx.z * kv_heads * group + split.head;
   const auto place = [&](int row, int at) { return (head + row) * gridDim.x + at; };
+  const auto own = [&](int i) {
+    Vector<float, VECTOR> dims;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) dims.at[j] = result.out[i / HEAD_DIM][Order::of(i % HEAD_DIM + j)];
+    return dims;
+  };
   if (!alone) {
     for (int i = threadIdx.x * VECTOR; i < size; i += THREADS * VECTOR)
-      Vector<float, VECTOR>::load(result.out + i)
-          .store(partials + place(i / HEAD_DIM, blockIdx.x) * HEAD_DIM + i % HEAD_DIM);
+      own(i).store(partials + place(i / HEAD_DIM, blockIdx.x) * HEAD_DIM + i % HEAD_DIM);
     if (threadIdx.x < split.rows) {
       sums[place(threadIdx.x, blockIdx.x) * 2] = block_top(result, threadIdx.x);
       sums[place(threadIdx.x, blockIdx.x) * 2 + 1] = result.sum[threadIdx.x];
@@ -282,8 +292,10 @@ DEVICE void finish(Result& result, const Split& split, int kv_heads, int group, 
   for (int i = threadIdx.x * VECTOR; i < size; i += THREADS * VECTOR) {
     const float* weights = result.weights[i / HEAD_DIM];
     float total[VECTOR] = {};
-    if (alone)
-      for (int j = 0; j < VECTOR; ++j) total[j] = weights[0] * result.out[i + j];
+    if (alone) {
+      const Vector<float, VECTOR> dims = own(i);
+      for (int j = 0; j < VECTOR; ++j) total[j] = weights[0] * dims.at[j];
+    }
     for (int start = 0; start < split.splits && !alone; start += AHEAD) {
       uint32_t loaded[AHEAD][VECTOR];
 #pragma unroll
