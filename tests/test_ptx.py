@@ -20,7 +20,7 @@ from emulation.quantized import quantized
 from nanovllm_cli.kernels import norm
 from nanovllm_cli.kernels.gemm import gemm
 from ptx import device
-from ptx.code import RESERVED_BYTES, UnknownCode
+from ptx.code import UnknownCode
 from ptx.device import PtxMachine
 
 pytestmark = pytest.mark.skipif(missing_ptx() is not None, reason=str(missing_ptx()))
@@ -129,12 +129,10 @@ cvt.u64.u32 %id, %t;
 OFFSETS = "shl.b64 %at, %id, 3;\nadd.s64 %in, %in, %at;\nadd.s64 %to, %to, %at;\nld.global.u64 %a, [%in];\n"
 
 
-def run(lines: str, data: torch.Tensor, threads: int, order: int = 0) -> torch.Tensor:
+def run(lines: str, data: torch.Tensor, threads: int, order: int = 0, machine: PtxMachine | None = None) -> torch.Tensor:
     """What threads make of int64 [num]; they store to %to."""
-    loaded, program = device.load(HEADER + lines + "ret;\n}\n", "lines")
-    out = torch.full_like(data, -1)
-    shared = RESERVED_BYTES, RESERVED_BYTES + loaded.shared_bytes
-    device.run(PtxMachine(order), loaded, program, (1, 1, 1), (threads, 1, 1), (data, out), shared, "lines")
+    out, program = torch.full_like(data, -1), device.load(HEADER + lines + "ret;\n}\n", "lines")
+    (machine or PtxMachine(order)).run("lines", program, (1, 1, 1), (threads, 1, 1), (data, out))
     return out
 
 

@@ -130,9 +130,10 @@ class Emulator:
             on_gpu.launch(self, kernel, grid, block, args, shared_bytes)
             return
         if PTX:
-            from ptx import device
+            from ptx.device import PtxMachine
 
-            device.launch(self, kernel, grid, block, args, shared_bytes, PTX)
+            machine = PtxMachine(self.order, PTX, bugs=self.bugs, only_block=self.only_block)
+            machine.launch(kernel, grid, block, args, shared_bytes)
             return
         library = load(kernel, self.bugs)
         library.emulation_set_order(self.order)

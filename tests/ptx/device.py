@@ -23,6 +23,7 @@ from emulation.emulator import CACHE, Emulator, KernelFailed
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 from ptx import code
+from ptx.code import PARAM_BYTES, RESERVED_BYTES
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing"]
@@ -36,12 +37,19 @@ class Traffic(NamedTuple):
     """What a kernel's warps did at an instruction: how often, and what that took in turns of shared memory's 32 banks, or in sectors
     of 32 bytes of global memory; `least` is what as many bytes need. line: of the PTX."""
 
-    kernel: Kernel
+    kernel: str
     line: int
     is_shared: bool
     requests: int
     actual: int
     least: int
+
+
+class Program(NamedTuple):
+    """An entry, ready to run for as long as the process lives."""
+
+    code: code.Code
+    handle: ctypes.c_void_p
 
 
 class PtxMachine(Emulator):
@@ -61,65 +69,41 @@ class PtxMachine(Emulator):
         self.traffic: list[Traffic] = []
 
     def launch(self, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0) -> None:
-        _machine().ptx_count_traffic(self.counts_traffic)
-        launch(self, kernel, grid, block, args, shared_bytes, self.capability, self.change)
-        count = _machine().ptx_traffic(None, ctypes.c_long(0))
-        rows = np.zeros((count, 5), np.int64)
-        _machine().ptx_traffic(_pointer(rows), ctypes.c_long(count))
-        self.traffic += [Traffic(kernel, line, bool(shared), *counts) for line, shared, *counts in rows.tolist()]
+        if not kernel.min_capability <= self.capability <= kernel.max_capability:
+            pytest.skip(f"{kernel} is not for {self.capability}")
+        if "OVERLAP" in self.bugs:
+            pytest.skip("dependent launch is for the emulation")
+        if kernel.stem == "blocks":
+            pytest.skip("its table has addresses")
+        program = _program(kernel, self.bugs, self.capability, self.change)
+        self.run(f"{kernel}, as PTX for {self.capability}", program, grid, block, args, shared_bytes)
 
-
-def launch(
-    emulator: Emulator,
-    kernel: Kernel,
-    grid: Dims,
-    block: Dims,
-    args: tuple[Arg, ...],
-    shared_bytes: int,
-    capability: int,
-    change: Change | None = None,
-) -> None:
-    """In the place of `Emulator.launch`."""
-    if not kernel.min_capability <= capability <= kernel.max_capability:
-        pytest.skip(f"{kernel} is not for {capability}")
-    if "OVERLAP" in emulator.bugs:
-        pytest.skip("dependent launch is for the emulation")
-    if kernel.stem == "blocks":
-        pytest.skip("its table has addresses")
-    loaded, program = _program(kernel, emulator.bugs, capability, change)
-    begin, end = code.RESERVED_BYTES, code.RESERVED_BYTES + loaded.shared_bytes
-    if shared_bytes:
-        end = loaded.dynamic_at + shared_bytes
-    run(emulator, loaded, program, grid, block, args, (begin, end), f"{kernel}, as PTX for {capability}")
-
-
-def run(
-    emulator: Emulator,
-    loaded: code.Code,
-    program: ctypes.c_void_p,
-    grid: Dims,
-    block: Dims,
-    args: tuple[Arg, ...],
-    shared: tuple[int, int],
-    name: str,
-) -> None:
-    """Raises KernelFailed, with the line of the PTX, where a launch does what it must not. shared: from, to."""
-    assert loaded.num_params == len(args), (name, loaded.num_params, len(args))
-    assert block[0] * block[1] * block[2] <= loaded.max_threads, (name, block)
-    params, ranges = np.zeros((len(args), code.PARAM_BYTES), np.uint8), []
-    for place, arg in enumerate(args):
-        params[place, : len(_bytes(arg))] = _bytes(arg)
-        if isinstance(arg, torch.Tensor):
-            storage = arg.untyped_storage()
-            ranges += [storage.data_ptr(), storage.data_ptr() + storage.nbytes()]
-    only_block = -1 if emulator.only_block is None else emulator.only_block
-    failed = _machine().ptx_launch(
-        program, (ctypes.c_uint32 * 6)(*grid, *block), _pointer(params), ctypes.c_long(params.nbytes),
-        (ctypes.c_uint64 * len(ranges))(*ranges), ctypes.c_long(len(ranges) // 2), (ctypes.c_uint32 * 2)(*shared),
-        loaded.local_bytes, emulator.order, ctypes.c_long(only_block),
-    )  # fmt: skip
-    if failed:
-        raise KernelFailed(f"{name}: {_machine().ptx_failure().decode()}")
+    def run(
+        self, name: str, program: Program, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0
+    ) -> None:
+        """Raises KernelFailed, with the line of the PTX, where a launch does what it must not."""
+        code, machine = program.code, _machine()
+        assert code.num_params == len(args), (name, code.num_params, len(args))
+        assert block[0] * block[1] * block[2] <= code.max_threads, (name, block)
+        params, ranges = np.zeros((len(args), PARAM_BYTES), np.uint8), []
+        for place, arg in enumerate(args):
+            params[place, : len(_bytes(arg))] = _bytes(arg)
+            if isinstance(arg, torch.Tensor):
+                storage = arg.untyped_storage()
+                ranges += [storage.data_ptr(), storage.data_ptr() + storage.nbytes()]
+        end = code.dynamic_at + shared_bytes if shared_bytes else RESERVED_BYTES + code.shared_bytes
+        machine.ptx_count_traffic(self.counts_traffic)
+        failed = machine.ptx_launch(
+            program.handle, (ctypes.c_uint32 * 6)(*grid, *block), _pointer(params), ctypes.c_long(params.nbytes),
+            (ctypes.c_uint64 * len(ranges))(*ranges), ctypes.c_long(len(ranges) // 2),
+            (ctypes.c_uint32 * 2)(RESERVED_BYTES, end), code.local_bytes, self.order,
+            ctypes.c_long(-1 if self.only_block is None else self.only_block),
+        )  # fmt: skip
+        if failed:
+            raise KernelFailed(f"{name}: {machine.ptx_failure().decode()}")
+        rows = np.zeros((machine.ptx_traffic(None, ctypes.c_long(0)), 5), np.int64)
+        machine.ptx_traffic(_pointer(rows), ctypes.c_long(len(rows)))
+        self.traffic += [Traffic(name, line, bool(shared), *counts) for line, shared, *counts in rows.tolist()]
 
 
 def _bytes(arg: Arg) -> np.ndarray:
@@ -135,22 +119,18 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _program(
-    kernel: Kernel, bugs: tuple[str, ...], capability: int, change: Change | None
-) -> tuple[code.Code, ctypes.c_void_p]:
+def _program(kernel: Kernel, bugs: tuple[str, ...], capability: int, change: Change | None) -> Program:
     ptx = text(kernel, bugs, capability)
     return load(change(ptx) if change else ptx, kernel.entry)
 
 
-def load(ptx: str, entry: str) -> tuple[code.Code, ctypes.c_void_p]:
-    """An entry, ready to run for as long as the process lives."""
-    loaded = code.read(ptx, entry, meaning)
-    program = _machine().ptx_program(
-        _pointer(loaded.lines), ctypes.c_long(len(loaded.lines)), _pointer(loaded.operands), ctypes.c_long(len(loaded.operands)),
-        _pointer(loaded.registers), ctypes.c_long(len(loaded.registers)),
-        _pointer(loaded.specials), ctypes.c_long(len(loaded.specials)),
+def load(ptx: str, entry: str) -> Program:
+    read = code.read(ptx, entry, meaning)
+    handle = _machine().ptx_program(
+        _pointer(read.lines), ctypes.c_long(len(read.lines)), _pointer(read.operands), ctypes.c_long(len(read.operands)),
+        _pointer(read.registers), ctypes.c_long(len(read.registers)), _pointer(read.specials), ctypes.c_long(len(read.specials)),
     )  # fmt: skip
-    return loaded, ctypes.c_void_p(program)
+    return Program(read, ctypes.c_void_p(handle))
 
 
 def text(kernel: Kernel, bugs: tuple[str, ...], capability: int) -> str:
@@ -199,6 +179,7 @@ def _machine() -> Any:
         subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
         unfinished.rename(target)
     library = ctypes.CDLL(str(target))
+    library.ptx_traffic.restype = ctypes.c_long
     library.ptx_program.restype = ctypes.c_void_p
     library.ptx_failure.restype = ctypes.c_char_p
     return library

@@ -117,7 +117,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
            const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts, float eps,
            float offset) {
   DYNAMIC_SHARED(shared);  // rings; FUSED: codes and factors of x
-  __shared__ __align__(16) float partial[WARPS][PASSES][TILE][MOST_ROWS];
+  __shared__ __align__(16) float partial[WARPS][PASSES][TILE * MOST_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, first_warp = warp - part, groups = WARPS / parts;
   const int records = (width + COLUMNS - 1) / COLUMNS, padded = records * COLUMNS;
@@ -159,7 +159,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
 #pragma unroll 1
     for (int row = 0; row < rows; ++row) {
       const DTYPE* source = x + (int64_t)row * width;
-      const float factor = gain ? norm_factor(source, width, eps, &partial[0][0][0][0]) : 1.0f;
+      const float factor = gain ? norm_factor(source, width, eps, partial[0][0]) : 1.0f;
 #pragma unroll 1
       for (int column = threadIdx.x * 8; column - lane * 8 < padded; column += ROUNDING_SPAN)
         round_eight(load_normalised(source, gain, min(column, width), width, factor, offset), column, padded, GROUP,
@@ -196,21 +196,23 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
       for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float* target = partial[warp][pass][lane / 4 + 8 * i] + row_tile * 8;
-          const float* pair = sums.at[row_tile] + 2 * i;
+          const auto put = [&](int row, int k) {
+            partial[warp][pass][place_of_sum(row, lane / 4 + 8 * i)] = sums.at[row_tile][2 * i + k];
+          };
           if (LANE_ROWS == 1) {
-            target[lane % 4] = pair[0];
+            put(lane % 4, 0);
           } else {
-            reinterpret_cast<float2*>(target)[lane % 4] = make_float2(pair[0], pair[1]);
+            put(row_tile * 8 + lane % 4 * 2, 0);
+            put(row_tile * 8 + lane % 4 * 2 + 1, 1);
           }
         }
       }
     }
     team.meet();
     const auto sum_of = [&](int side, int row, int output) {
-      const int pass = GATED ? side : 0;
-      float sum = partial[first_warp][pass][output][row];
-      for (int i = 1; i < parts; ++i) sum += partial[first_warp + i][pass][output][row];
+      const int pass = GATED ? side : 0, place = place_of_sum(row, output);
+      float sum = partial[first_warp][pass][place];
+      for (int i = 1; i < parts; ++i) sum += partial[first_warp + i][pass][place];
       return sum;
     };
     team.write(sum_of, first_output, added_to_mine);

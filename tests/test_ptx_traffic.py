@@ -1,0 +1,132 @@
+"""What kernels ask of shared and of global memory at shapes in use, counted by the machine of ptx/: turns of the 32 banks, sectors of
+32 bytes, against the fewest that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import test_kernel_block_gemv as block_gemv_tests
+import test_kernel_decode_attention as decode_tests
+import test_kernel_gemv as gemv_tests
+import test_kernel_prefill_attention as prefill_tests
+import test_kernel_scaled as scaled_tests
+from emulation.compare import random
+from emulation.emulator import missing_ptx
+from emulation.quantized import quantized
+from nanovllm_cli.kernels.block_gemv import block_gemv
+from nanovllm_cli.kernels.gemm import SMALL, gemm
+from nanovllm_cli.kernels.gemv import gemv
+from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
+from nanovllm_cli.kernels.packed_gemv import packed_gemv
+from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
+from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
+from nanovllm_cli.quant.format import Integer
+from ptx.device import PtxMachine
+from test_ptx import OFFSETS, run
+
+pytestmark = pytest.mark.skipif(missing_ptx() is not None, reason=str(missing_ptx()))
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+OUTPUTS, WIDTH = 256, 2048
+
+
+def decode(kv: torch.dtype, dim: int, group: int) -> Callable[[PtxMachine], object]:
+    step = decode_tests.step((BF16, kv), (1, group, dim), [300])
+    return lambda machine: step.run(machine, step.scratch(machine))
+
+
+def prefill(kv: torch.dtype | None) -> Callable[[PtxMachine], object]:
+    case = prefill_tests.case((150,), (100,), 4, 1, 128, BF16, kv)
+    return lambda machine: prefill_tests.run(case, machine)
+
+
+def weights(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(rows, WIDTH, dtype=BF16), torch.zeros(rows, OUTPUTS, dtype=BF16)
+
+
+def packed(machine: PtxMachine, rows: int) -> None:
+    (x, residual), (weight, _) = weights(rows), quantized(Integer(4, 128), OUTPUTS, WIDTH)
+    if rows <= 8:
+        packed_gemv(machine, x, weight, None, residual=residual)
+    elif rows <= 64:
+        packed_gemm(machine, x, weight, None, new_counters(machine), residual=residual)
+    else:
+        packed_wgmma(machine, x, weight, None, new_counters(machine), residual=residual, plan=Plan(SHAPES[0]))
+
+
+def scaled(machine: PtxMachine) -> None:
+    x, weight = (scaled_tests.scaled(rows, WIDTH, torch.int8) for rows in (8, OUTPUTS))
+    scaled_gemv(machine, x, weight, None, dtype=BF16)
+
+
+def blocks(machine: PtxMachine, rows: int) -> None:
+    x, residual = weights(rows)
+    block_gemv(machine, x, block_gemv_tests.weights("Q4_K", OUTPUTS, WIDTH)[0], None, residual=residual)
+
+
+def dense(machine: PtxMachine, rows: int) -> None:
+    (x, residual), weight = weights(rows), gemv_tests.weights(OUTPUTS, WIDTH, BF16)
+    if rows <= 8:
+        gemv(machine, x, weight, None, residual=residual)
+    else:
+        gemm(machine, x, weight, None, residual=residual, tile=SMALL)
+
+
+# The most that is taken, in turns of the banks and in sectors, of what would do.
+KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
+    "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
+    "decode attention, group of 16": (decode(BF16, 128, 16), 1.25, 1.15),
+    "decode attention, fp8": (decode(FP8, 128, 4), 1.1, 1.1),
+    "prefill attention": (prefill(None), 1.0, 1.2),  # a quarter of a warp writes half a sector of its row
+    "prefill attention, fp8": (prefill(FP8), 1.22, 1.3),
+    "gemv": (lambda machine: dense(machine, 1), 1.45, 1.05),
+    "gemm": (lambda machine: dense(machine, 40), 1.0, 1.1),
+    "int4, a row": (lambda machine: packed(machine, 1), 1.0, 1.05),
+    "int4, 32 rows": (lambda machine: packed(machine, 32), 1.0, 1.0),
+    "int4, 64 rows": (lambda machine: packed(machine, 64), 1.1, 1.0),  # registers are short, and codes are read in halves
+    "int4, 140 rows": (lambda machine: packed(machine, 140), 1.0, 1.0),
+    "int8 by int8": (scaled, 1.0, 1.1),
+    "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.05, 1.05),
+    "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.05, 1.15),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_memory_is_asked_for_little_more_than_it_must(name: str) -> None:
+    launch, banks, sectors = KERNELS[name]
+    machine = PtxMachine(counts_traffic=True)
+    launch(machine)
+    for is_shared, most in ((True, banks), (False, sectors)):
+        counts = [count for count in machine.traffic if count.is_shared == is_shared]
+        actual, least = sum(count.actual for count in counts), sum(count.least for count in counts)
+        worst = sorted(counts, key=lambda count: count.least - count.actual)[:3]
+        assert least <= actual <= most * least, f"{actual / least:.2f} of the least; {worst}"
+
+
+SHARED = "mov.u32 %s, own; mul.lo.s32 %o, %t, {stride}; and.b32 %o, %o, 255; add.s32 %s, %s, %o;\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "actual", "least"),
+    [
+        (SHARED.format(stride=4) + "ld.shared.u32 %d, [%s];", 1, 1),
+        (SHARED.format(stride=8) + "ld.shared.u32 %d, [%s];", 2, 1),
+        (SHARED.format(stride=128) + "ld.shared.u32 %d, [%s];", 2, 1),  # two words of one bank, 16 lanes each
+        (SHARED.format(stride=0) + "ld.shared.u32 %d, [%s];", 1, 1),
+        (SHARED.format(stride=8) + "ld.shared.u64 %d, [%s];", 2, 2),  # half a warp at a time
+        (SHARED.format(stride=16) + "ld.shared.v4.u32 {%a, %b, %c, %d}, [%s];", 4, 4),
+        (SHARED.format(stride=128) + "ld.shared.v4.u32 {%a, %b, %c, %d}, [%s];", 8, 4),
+        ("ld.global.u64 %d, [%in];", 8, 8),
+        ("add.s64 %in, %in, %at; ld.global.u32 %d, [%in];", 16, 4),
+        ("sub.s64 %in, %in, %at; ld.global.u32 %d, [%in];", 1, 1),
+    ],
+)
+def test_turns_and_sectors_are_counted_as_nvidia_describes_them(lines: str, actual: int, least: int) -> None:
+    data, machine = torch.zeros(128, dtype=torch.int64), PtxMachine(counts_traffic=True)
+    offset = data.data_ptr() % 32
+    assert offset == 0, "torch's own boundary"
+    run(OFFSETS + lines, data, 32, machine=machine)
+    last = max(machine.traffic, key=lambda count: count.line)
+    assert (last.requests, last.actual, last.least) == (1, actual, least)
