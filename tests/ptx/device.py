@@ -34,8 +34,8 @@ Change = Callable[[str], str]
 
 
 class Traffic(NamedTuple):
-    """What a kernel's warps did at an instruction: how often, and what that took in turns of shared memory's 32 banks, or in sectors
-    of 32 bytes of global memory; `least` is what as many bytes need. line: of the PTX."""
+    """What a kernel's warps did at an instruction: how often, and what that took in turns of shared memory's 32 banks, or in
+    sectors of 32 bytes of global memory; `least` is what as many bytes need. line: of the PTX."""
 
     kernel: str
     line: int

@@ -89,7 +89,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
     stride = (width + 63) / 64 * 64 + 32;  // two rows are half of the banks apart, and 16-byte reads do not collide
     source = reinterpret_cast<DTYPE*>(shared);
     const auto same = [](int column) { return column; };
-    normalise<8>(reinterpret_cast<DTYPE*>(shared), stride, partial[0][0].at[0], x, gain, rows, width, eps, offset, same);
+    normalise<8>(reinterpret_cast<DTYPE*>(shared), stride, partial[0][0].at, x, gain, rows, width, eps, offset, same);
   } else {
     wait_for_previous_kernel();
   }
@@ -130,8 +130,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
       const float *low = chains[strip][0], *high = chains[strip][1] + 2;
-      Vector<float, 2>{low[0] + high[0], low[1] + high[1]}.store(
-          partial[odd][warp].at[strip] + Sums<STRIP>::place(strip, row, lane % 4 * 2));
+      Vector<float, 2>{low[0] + high[0], low[1] + high[1]}.store(&partial[odd][warp].of(strip, row, lane % 4 * 2));
     }
     team.finish(partial[odd] + first_warp, first, added_to_mine);
   }

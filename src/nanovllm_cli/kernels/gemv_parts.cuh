@@ -69,15 +69,15 @@ DEVICE void normalise(DTYPE* shared, int stride, float* squares, const DTYPE* x,
   __syncthreads();
 }
 
-// Sums of one warp, in shared memory: strips of STRIP outputs, or one of gates beside one of ups.
+// Sums of one warp, in shared memory: strips of STRIP outputs, or one of gates beside one of ups. Rows and strips are as far apart
+// as lets lanes that write four rows, or read two strips, find banks of their own.
 template <int STRIP>
 struct Sums {
-  float at[STRIPS][MOST_ROWS * STRIP];
+  static constexpr int ROW = STRIP == 16 ? STRIPS * STRIP + 4 : STRIP, SIDE = STRIP == 16 ? STRIP : MOST_ROWS * ROW + 16;
+  float at[STRIP == 16 ? MOST_ROWS * ROW : STRIPS * SIDE];
 
-  // Two strips are read at once: from the other half of the banks.
-  static DEVICE int place(int strip, int row, int column) {
-    return STRIP == 16 ? place_of_sum(row ^ strip, column) : (row ^ strip * 2) * STRIP + column;
-  }
+  DEVICE float& of(int strip, int row, int column) { return at[strip * SIDE + row * ROW + column]; }
+  DEVICE float of(int strip, int row, int column) const { return at[strip * SIDE + row * ROW + column]; }
 
   // Of products whose A is a strip of sixteen outputs, and whose B is eight rows.
   DEVICE void store(const float (*totals)[4]) {
@@ -86,7 +86,7 @@ struct Sums {
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) at[strip][place(strip, lane % 4 * 2 + i % 2, lane / 4 + i / 2 * 8)] = totals[strip][i];
+      for (int i = 0; i < 4; ++i) of(strip, lane % 4 * 2 + i % 2, lane / 4 + i / 2 * 8) = totals[strip][i];
     }
   }
 };
@@ -101,9 +101,9 @@ struct Team : Results<GATED ? STRIP : STRIP * STRIPS> {
   DEVICE void finish(const Sums<STRIP>* sums, int first, float added_to_mine) const {
     this->meet();
     const auto sum_of = [&](int side, int row, int column) {
-      const int strip = GATED ? side : column / STRIP, place = Sums<STRIP>::place(strip, row, column % STRIP);
-      float sum = sums[0].at[strip][place];
-      for (int i = 1; i < this->parts; ++i) sum += sums[i].at[strip][place];
+      const int strip = GATED ? side : column / STRIP;
+      float sum = sums[0].of(strip, row, column % STRIP);
+      for (int i = 1; i < this->parts; ++i) sum += sums[i].of(strip, row, column % STRIP);
       return sum;
     };
     this->write(sum_of, first, added_to_mine);

@@ -137,7 +137,7 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
     const int stride = tiles * TILE_COLUMNS + 8;  // eight rows' 16 bytes are in different banks
     const auto source_of = [&](int column) { return ORDERED ? order[column] : column; };
     if (NORM) {
-      normalise<TILE_COLUMNS>(staged, stride, partial[0][0].at[0], x, gain, rows, width, eps, offset, source_of);
+      normalise<TILE_COLUMNS>(staged, stride, partial[0][0].at, x, gain, rows, width, eps, offset, source_of);
     } else {
       gather(staged, stride, x, rows, width, order);
     }

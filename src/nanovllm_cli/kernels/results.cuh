@@ -7,10 +7,6 @@
 constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;
 constexpr bool GATED = ACTIVATION != 0;
 
-// Where in shared memory the sum of a row and one of sixteen outputs lies: lanes that write what mma leaves them, and lanes that
-// read a row, find banks of their own.
-DEVICE int place_of_sum(int row, int output) { return (row ^ row / 2 % 2) * 16 + (output ^ row / 4 % 2 * 8); }
-
 // Where a team of `parts` warps puts what it has summed: OUTPUTS neighbours of every row. GATED: of as many gates and ups.
 template <int OUTPUTS>
 struct Results {
