@@ -65,7 +65,16 @@ struct alignas(sizeof(T) * COUNT) Vector {
   T at[COUNT];
 
   static DEVICE Vector load(const T* address) { return *reinterpret_cast<const Vector*>(address); }
-  DEVICE void store(T* address) const { *reinterpret_cast<Vector*>(address) = *this; }
+  // As words: behind a condition the compiler stores a struct's elements one by one.
+  DEVICE void store(T* address) const {
+    if constexpr (sizeof(Vector) == 16) {
+      *reinterpret_cast<uint4*>(address) = __builtin_bit_cast(uint4, *this);
+    } else if constexpr (sizeof(Vector) == 8) {
+      *reinterpret_cast<uint2*>(address) = __builtin_bit_cast(uint2, *this);
+    } else {
+      *reinterpret_cast<Vector*>(address) = *this;
+    }
+  }
 };
 
 // Elements of T in the widest load.

@@ -114,10 +114,11 @@ DEVICE void dequantize_keys(const uint8_t* raw, DTYPE* tile) {
   if (chunk >= RAW_CHUNKS) return;
 #pragma unroll
   for (int row = threadIdx.x / LANES; row < KEYS; row += STEP) {
-    const Vector<uint32_t, 4> words = Vector<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(raw + row * DIM + chunk * 16));
-    for (int j = 0; j < 2; ++j) {
-      Vector<uint32_t, 4> pairs;
-      for (int k = 0; k < 4; ++k) pairs.at[k] = dequantize(words.at[2 * j + k / 2], k % 2 * 2);
+    const uint4 words = *reinterpret_cast<const uint4*>(raw + row * DIM + chunk * 16);
+    for (int turn = 0; turn < 2; ++turn) {
+      const int j = turn ^ chunk / 4 % 2;  // of eight lanes half write even chunks, and half odd ones: other banks
+      const uint32_t low = j ? words.z : words.x, high = j ? words.w : words.y;
+      const Vector<uint32_t, 4> pairs = {dequantize(low, 0), dequantize(low, 2), dequantize(high, 0), dequantize(high, 2)};
       pairs.store(reinterpret_cast<uint32_t*>(tile + place(row, 2 * chunk + j)));
     }
   }
