@@ -82,7 +82,7 @@ PLANTED = {
     "no barrier": ("gemm", r"bar\.sync\s+0;", ""),
     "no barrier in a sum": ("norm", r"bar\.sync\s+0;", ""),
     "no wait for copies": ("gemm", r"cp\.async\.wait_group \d+", "cp.async.wait_group 9"),
-    "a lane's neighbour": ("norm", r"(shfl\.sync\.bfly\S+\s+\S+, \S+) ", r"\1 0 + "),
+    "a lane's neighbour": ("norm", r"(shfl\.sync\.bfly\S+\s+\S+, \S+) [^,]+,", r"\1 0,"),
     "sums exchanged": ("wgmma", r"(wgmma\.mma_async\S+ )\{(%f\d+),(%f\d+),", r"\1{\3,\2,"),
     "B transposed": ("wgmma", r",1,1,1,0;", ",1,1,1,1;"),
     "sums read early": ("wgmma", r"wgmma\.wait_group\.sync\.aligned 0;", ""),
@@ -108,6 +108,7 @@ def test_planted_error_is_found(planted: str) -> None:
 
     with pytest.raises((AssertionError, KernelFailed)) as failed:
         SOUND[name](PtxMachine(change=change))
+    assert not isinstance(failed.value, UnknownCode)
     assert "nothing to change" not in str(failed.value)
 
 
@@ -120,7 +121,8 @@ HEADER = """
 .visible .entry lines(.param .u64 data, .param .u64 out)
 {
 .shared .align 16 .b8 own[256];
-.reg .b64 %in, %to;
+.reg .b64 %in, %to, %at, %id, %t, %a, %b, %c, %d, %m, %n, %o, %s, %x, %y;
+.reg .pred %p, %q;
 ld.param.u64 %in, [data];
 ld.param.u64 %to, [out];
 mov.u32 %t, %tid.x;
@@ -168,10 +170,13 @@ SINGLE = {
     "div.s32 %d, -7, 2;": 0xFFFFFFFD,
     "rem.s32 %d, -7, 2;": 0xFFFFFFFF,
     "clz.b32 %d, 0x00ffffff;": 8,
-    "cvt.s32.s8 %d, 0x1ff;": 0xFFFFFFFF,
+    "cvt.s32.s8 %d, 0x1ff; cvt.u32.u64 %d, %d;": 0xFFFFFFFF,
+    "cvt.s8.s32 %x, -1; cvt.s64.s16 %d, %x;": 0xFFFFFFFFFFFFFFFF,
+    "max.ftz.f32 %d, 0f80000000, 0f00000000;": 0,
+    "min.ftz.f32 %d, 0f00000000, 0f80000000;": 0x80000000,
     "cvt.s64.s32 %d, 0x80000000;": 0xFFFFFFFF80000000,
     "cvt.rzi.ftz.s32.f32 %d, 0f4F000000;": 0x7FFFFFFF,
-    "cvt.rzi.ftz.s32.f32 %d, 0fC0200000;": 0xFFFFFFFE,
+    "cvt.rzi.ftz.s32.f32 %d, 0fC0200000; cvt.u32.u64 %d, %d;": 0xFFFFFFFE,
     "cvt.rzi.ftz.s32.f32 %d, 0f7FC00000;": 0,
     "cvt.rni.ftz.s32.f32 %d, 0f40200000;": 2,
     "cvt.rzi.ftz.u64.f32 %d, 0fBF800000;": 0,
@@ -306,6 +311,10 @@ FORBIDDEN = {
         COPY + "cp.async.commit_group; cp.async.wait_group 0; xor.b32 %o, %s, 16; ld.shared.u32 %d, [%o];", "under way|a race"
     ),
     "division by zero": ("div.u32 %d, %t, 0;", "does not define"),
+    "a barrier with a number": ("bar.sync 1;", "a barrier with a number"),
+    "a barrier of some threads": ("bar.sync 0, 64;", "a barrier of some threads"),
+    "a barrier of some lanes": ("bar.warp.sync 0xffff;", "leaves it out|a barrier of some lanes"),
+    "too few operands": ("cp.async.cg.shared.global [%s], [%in], 16;", "an operand that is not there"),
 }
 
 
@@ -318,6 +327,12 @@ def test_what_a_gpu_would_not_say_is_said(what: str, order: int) -> None:
         run(("" if lines.startswith(COPY) else OFFSETS) + lines, torch.zeros(64, dtype=torch.int64), threads, order)
 
 
+@pytest.mark.parametrize("order", [0, 1, 7])
+def test_a_warp_may_write_what_it_read_ahead_of_its_barrier(order: int) -> None:
+    lines = "ld.shared.u32 %x, [own]; bar.warp.sync -1; setp.eq.s32 %p, %t, 0; @!%p bra $END; ld.shared.u32 %x, [own]; "
+    run(lines + "st.shared.u32 [own], %x; $END: bar.sync 0;", torch.zeros(32, dtype=torch.int64), 32, order)
+
+
 def test_all_lanes_may_write_the_same() -> None:
     run("st.shared.u32 [own], 5;", torch.zeros(64, dtype=torch.int64), 32)
 
@@ -327,6 +342,9 @@ def test_all_lanes_may_write_the_same() -> None:
     [
         ("add.u33 %d, %t, 1;", "without a meaning: add.u33"), ("bra $NOWHERE;", r"no label \$NOWHERE"),
         ("mov.u32 %d, elsewhere;", "nothing declares: elsewhere"), ("ld.global.u32 %d, [%t+%t];", "an address like"),
+        ("mov.u32 %d, %smid;", "nothing declares: %smid"), ("setp.lt.s32 %p|%q, %t, 1;", "two results"),
+        ("cp.async.cg.shared.global [%s], [%in+16], 16, 16;", "an address with an offset"), (".loc 1 2 3\nret;", "line"),
+        ("ld.global.v4.b64 {%a, %b, %c, %d}, [%in];", "more than 16 bytes"),
         ("!", "line"), ("{", "without an end"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What kernels ask of shared and of global memory at shapes in use, counted by the machine of ptx/: turns of the 32 banks, sectors
+"""What kernels ask of shared and of global memory at shapes in use, counted by the machine of ptx/: turns of 32 banks, sectors
 of 32 bytes, against the fewest that would do."""
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "int4, 64 rows": (lambda machine: packed(machine, 64), 1.1, 1.0),  # registers are short, and codes are read in halves
     "int4, 140 rows": (lambda machine: packed(machine, 140), 1.0, 1.0),
     "int8 by int8": (scaled, 1.0, 1.1),
-    "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.05, 1.05),
-    "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.05, 1.15),
+    "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
+    "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
 }
 
 
@@ -102,7 +102,7 @@ def test_memory_is_asked_for_little_more_than_it_must(name: str) -> None:
         counts = [count for count in machine.traffic if count.is_shared == is_shared]
         actual, least = sum(count.actual for count in counts), sum(count.least for count in counts)
         worst = sorted(counts, key=lambda count: count.least - count.actual)[:3]
-        assert least <= actual <= most * least, f"{actual / least:.2f} of the least; {worst}"
+        assert 0 < least <= actual <= most * least, f"{actual / least:.2f} of the least; {worst}"
 
 
 SHARED = "mov.u32 %s, own; mul.lo.s32 %o, %t, {stride}; and.b32 %o, %o, 255; add.s32 %s, %s, %o;\n"

@@ -1,4 +1,4 @@
-"""Emulated kernels under AddressSanitizer and UBSan: see emulation/sanitized.py, which chooses the cases."""
+"""Emulated kernels under AddressSanitizer and UBSan: see emulation/sanitized.py; few_cases.py beside it chooses the cases."""
 
 from __future__ import annotations
 

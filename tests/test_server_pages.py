@@ -207,6 +207,17 @@ def test_what_is_sent_before_the_conversations_are_there_is_seen(opening: Open, 
     chat.is_clean()
 
 
+def test_a_browser_that_never_gives_its_store_is_chatted_with_all_the_same(opening: Open, served: Served) -> None:
+    served.answers(Script.of("An answer"))
+    chat = opening()
+    chat.context.add_init_script(SLOW_STORE)
+    chat.reload()
+    chat.send("Anybody here?")
+    chat.shows(".assistant .content", "An answer")
+    chat.finished()
+    chat.is_clean()
+
+
 def test_stop_ends_it_here_and_in_the_server(opening: Open, served: Served) -> None:
     served.answers(Script.of("Once", " more", waits=served.held, waits_at=1))
     chat = opening()

@@ -119,9 +119,9 @@ void add_floats(Table& table, const std::string& type) {
   table["lg2.approx." + type] = {float_unary<T, FLUSHED, [](T a) { return T(std::log2((double)a)); }>};
   table["neg." + type] = {float_unary<T, FLUSHED, [](T a) { return -a; }>};
   table["abs." + type] = {float_unary<T, FLUSHED, [](T a) { return std::fabs(a); }>};
-  // Of a number and NaN, the number.
-  table["min." + type] = {float_binary<T, FLUSHED, [](T a, T b) { return std::fmin(a, b); }>};
-  table["max." + type] = {float_binary<T, FLUSHED, [](T a, T b) { return std::fmax(a, b); }>};
+  // Of a number and NaN, the number; -0 is less than +0.
+  table["min." + type] = {float_binary<T, FLUSHED, [](T a, T b) { return a == b && std::signbit(b) ? b : std::fmin(a, b); }>};
+  table["max." + type] = {float_binary<T, FLUSHED, [](T a, T b) { return a == b && std::signbit(a) ? b : std::fmax(a, b); }>};
 }
 
 template <class T, bool FLUSHED, auto F>
@@ -225,7 +225,8 @@ void add_arithmetic(Table& table) {
   table["fma.rm.ftz.f32"] = {float_ternary<float, true, fma_downward>};
   table["copysign.f32"] = {binary<float, float, [](float sign, float value) { return std::copysign(value, sign); }>};
   // Only the upper half is computed.
-  table["rcp.approx.ftz.f64"] = {unary<uint64_t, double, [](double a) { return __builtin_bit_cast(uint64_t, 1 / a) & ~0xffffffffull; }>};
+  table["rcp.approx.ftz.f64"] = {
+      unary<uint64_t, double, [](double a) { return __builtin_bit_cast(uint64_t, 1 / a) & ~0xffffffffull; }>};
 
   table["bra"] = {[](Thread& t, const Op& op) { t.pc = op.extra; }};
   table["ret"] = {nullptr, nullptr, Kind::EXIT};

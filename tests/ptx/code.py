@@ -30,6 +30,7 @@ _LABEL = re.compile(r"([$\w]+):(?!:)")
 _VARIABLE = re.compile(
     r"\.(?P<space>shared|local)\s+\.align\s+(?P<align>\d+)\s+\.[bsu](?P<bits>\d+)\s+(?P<name>[$\w]+)(?:\[(?P<count>\d*)\])?;"
 )
+_DIRECTIVE = re.compile(r"\.(?:reg\s+\.\w+\s+(?P<registers>[^;]*)|(?:shared|local|pragma)\s[^;]*);")
 _MEMORY = re.compile(
     r"(?P<name>ld|st)(?P<space>\.(?:global|shared|local|param))?(?:\.(?:cg|L1::\w+|L2::\w+))*"
     r"(?:\.v(?P<width>[24]))?\.(?P<type>[bsuf])(?P<bits>\d+)"
@@ -65,6 +66,7 @@ class _Entry:
 
     meaning: Callable[[str], int]
     names: list[dict[str, int]] = field(default_factory=lambda: [{}])  # registers, by scope
+    numbered: set[str] = field(default_factory=set)  # what the numbered ones begin with
     registers: list[int] = field(default_factory=list)  # values at the start
     constants: dict[int, int] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)  # addresses in their space
@@ -78,10 +80,11 @@ class _Entry:
         for scope in reversed(self.names):
             if name in scope:
                 return scope[name]
-        if not name.startswith("%"):
+        which = _special(name)
+        if which is None and name.rstrip("0123456789") not in self.numbered:
             raise UnknownCode(f"a name that nothing declares: {name}")
         self.names[0][name] = self._new(POISON)
-        if (which := _special(name)) is not None:
+        if which is not None:
             self.specials.append((self.names[0][name], which))
         return self.names[0][name]
 
@@ -92,9 +95,11 @@ class _Entry:
         return self.constants[value]
 
     def declare(self, names: str) -> None:
-        """Of registers in a scope of inline assembly. Numbered ones (`%r<9>`) are known by their names alone."""
+        """Of registers in this scope; or numbered ones, like `%r<9>`."""
         for name in names.split(","):
-            if "<" not in name:
+            if "<" in name:
+                self.numbered.add(name.strip().partition("<")[0])
+            else:
                 self.names[-1][name.strip()] = self._new(POISON)
 
     def operand(self, text: str) -> int:
@@ -195,11 +200,10 @@ def _statements(text: str, at: int, end: int, known: _Entry) -> Iterator[tuple[i
         elif text[at] == "}":
             known.names.pop()
             at += 1
-        elif text[at] == ".":
-            stop = text.index(";", at)
-            if declared := re.match(r"\.reg\s+\.\w+\s+(.*)", text[at:stop], re.DOTALL):
-                known.declare(declared[1])
-            at = stop + 1
+        elif directive := _DIRECTIVE.match(text, at):
+            if directive["registers"]:
+                known.declare(directive["registers"])
+            at = directive.end()
         elif label := _LABEL.match(text, at):
             known.labels[label[1]] = len(known.lines)
             at = label.end()
@@ -221,12 +225,17 @@ def _add(known: _Entry, line: int, statement: re.Match[str]) -> None:
     if memory := _MEMORY.fullmatch(name):
         name = memory["name"] + (memory["space"] or "")
         shape = int(memory["bits"]) // 8, int(memory["width"] or 1), memory["type"] == "s"
+        if shape[0] * shape[1] > 16:
+            raise UnknownCode(f"line {line}: more than 16 bytes at once")
     elif _MOVE.fullmatch(name) and any(text[0] == "{" for text in texts):
         parts = max(text.count(",") + 1 for text in texts)
         shape = int(name[-2:]) // 8 // parts, parts, False
         name = "mov.unpack" if texts[0][0] == "{" else "mov.pack"
-    elif "|" not in statement["operands"] and name.startswith("shfl."):
-        texts.insert(1, "_")
+    elif name.startswith("shfl."):
+        if "|" not in statement["operands"]:
+            texts.insert(1, "_")
+    elif "|" in statement["operands"]:
+        raise UnknownCode(f"line {line}: two results")
     operands: list[int] = []
     for text in texts:
         if text[0] == "{":
@@ -239,6 +248,8 @@ def _add(known: _Entry, line: int, statement: re.Match[str]) -> None:
             extra = int(address[2] or 0)
         else:
             operands.append(known.operand(text))
+    if extra and not (memory or name.startswith(("atom", "ldmatrix"))):
+        raise UnknownCode(f"line {line}: an address with an offset")
     known.add(line, guard, name, operands, shape, extra)
 
 

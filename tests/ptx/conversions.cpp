@@ -76,8 +76,18 @@ uint8_t to_e4m3(double x) {
 
 namespace {
 
+// What is narrower than its register is extended, as its type has it.
+template <class To>
+void set_number(Thread& t, const Op& op, To value) {
+  if constexpr (std::is_integral_v<To>) {
+    t.set<int64_t>(op, 0, (int64_t)value);
+  } else {
+    t.set<To>(op, 0, value);
+  }
+}
+
 template <class To, class From>
-void integer(Thread& t, const Op& op) { t.set<To>(op, 0, (To)t.get<From>(op, 1)); }
+void integer(Thread& t, const Op& op) { set_number<To>(t, op, (To)t.get<From>(op, 1)); }
 
 // Out of range is the nearest there is, NaN zero.
 template <class To, class From, bool FLUSHED, double (*ROUND)(double)>
@@ -87,7 +97,10 @@ void to_integer(Thread& t, const Op& op) {
   const double whole = ROUND(value);
   using Limits = std::numeric_limits<To>;
   const double beyond = std::ldexp(1.0, Limits::digits);  // the first that does not fit
-  t.set<To>(op, 0, whole != whole ? To(0) : whole >= beyond ? Limits::max() : whole < (double)Limits::min() ? Limits::min() : (To)whole);
+  set_number<To>(t, op, whole != whole                     ? To(0)
+                        : whole >= beyond                  ? Limits::max()
+                        : whole < (double)Limits::min() ? Limits::min()
+                                                           : (To)whole);
 }
 
 template <class To>

@@ -22,14 +22,11 @@ import torch
 from emulation.emulator import CACHE, Emulator, KernelFailed
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
-from ptx import code
-from ptx.code import PARAM_BYTES, RESERVED_BYTES
+from ptx.code import PARAM_BYTES, RESERVED_BYTES, Code, read
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing"]
 Dims = tuple[int, int, int]
-
-
 Change = Callable[[str], str]
 
 
@@ -48,7 +45,7 @@ class Traffic(NamedTuple):
 class Program(NamedTuple):
     """An entry, ready to run for as long as the process lives."""
 
-    code: code.Code
+    code: Code
     handle: ctypes.c_void_p
 
 
@@ -125,12 +122,12 @@ def _program(kernel: Kernel, bugs: tuple[str, ...], capability: int, change: Cha
 
 
 def load(ptx: str, entry: str) -> Program:
-    read = code.read(ptx, entry, meaning)
+    code = read(ptx, entry, meaning)
     handle = _machine().ptx_program(
-        _pointer(read.lines), ctypes.c_long(len(read.lines)), _pointer(read.operands), ctypes.c_long(len(read.operands)),
-        _pointer(read.registers), ctypes.c_long(len(read.registers)), _pointer(read.specials), ctypes.c_long(len(read.specials)),
+        _pointer(code.lines), ctypes.c_long(len(code.lines)), _pointer(code.operands), ctypes.c_long(len(code.operands)),
+        _pointer(code.registers), ctypes.c_long(len(code.registers)), _pointer(code.specials), ctypes.c_long(len(code.specials)),
     )  # fmt: skip
-    return Program(read, ctypes.c_void_p(handle))
+    return Program(code, ctypes.c_void_p(handle))
 
 
 def text(kernel: Kernel, bugs: tuple[str, ...], capability: int) -> str:

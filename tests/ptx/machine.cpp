@@ -58,8 +58,12 @@ std::vector<Thread*> partners_of(Thread& t) {
     if (other.state != State::MEETING) return {nullptr};
     // Lanes of a warp meet at one instruction, the warps of a block at any barrier of the same kind.
     const Op* at = t.at;
-    if (kind == Kind::BLOCK && other.warp != t.warp) at = partners.empty() || partners.back()->warp != other.warp ? other.at : partners.back()->at;
+    if (kind == Kind::BLOCK && other.warp != t.warp) {
+      const bool is_first = partners.empty() || partners.back()->warp != other.warp;
+      at = is_first ? other.at : partners.back()->at;
+    }
     if (other.at != at || at->meaning.meet != t.at->meaning.meet) return {nullptr};
+    if (kind == Kind::LANES && other.get<uint32_t>(*at, at->count - 1) != mask) fail("lanes meet with other masks");
     partners.push_back(&other);
   }
   return partners;
@@ -154,7 +158,7 @@ extern "C" {
 
 const char* ptx_failure() { return failure; }
 
-// Whether there is an instruction of that name: its number among all, or -1.
+// The number of an instruction of that name among all, or -1.
 int ptx_meaning(const char* name) {
   const auto found = table().find(name);
   return found == table().end() ? -1 : (int)std::distance(table().begin(), found);

@@ -9,7 +9,8 @@
 // writing; lanes that meet at different instructions; operands of wgmma that change under way, or that were written past it without
 // a fence. Registers and shared memory begin as 0xff; cp.async lands, and wgmma multiplies, at the wait.
 //
-// Not seen: what ptxas makes of it, timing, blocks that would run at once, a missing wgmma.fence.
+// Not seen: what ptxas makes of it, timing, blocks that would run at once, races in global memory, an array of shared memory that is
+// overrun into the next, a missing wgmma.fence. Chapters of the PTX ISA are those of version 9.0.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,8 @@ constexpr int WARP = 32, WARPGROUP = 4;
 constexpr unsigned char POISON = 0xff;
 // Generic addresses of what is not global memory.
 constexpr uint64_t SHARED_BASE = 1ull << 60, LOCAL_BASE = 1ull << 61;
+
+[[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
 
 struct Thread;
 struct Op;
@@ -94,19 +97,19 @@ struct Thread {
 
   template <class T>
   T get(const Op& op, int i) const {
+    if (i >= op.count) fail("an operand that is not there");
     T value;
     memcpy(&value, &registers[op.at[i]], sizeof value);
     return value;
   }
   template <class T>
   void set(const Op& op, int i, T value) {
+    if (i >= op.count) fail("an operand that is not there");
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
     registers[op.at[i]] = bits;
   }
 };
-
-[[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
 
 // ---- memory (memory.cpp) ----
 

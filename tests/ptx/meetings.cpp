@@ -61,16 +61,29 @@ void load_matrices(Threads& threads, const Op& op) {
     }
 }
 
-void block_barrier(Threads&, const Op&) { next_epoch(); }
+// The one that all threads of a block meet at: named ones, and those of some threads, are not in use.
+template <int PLACE, int OPERANDS>
+void check_barrier(Threads& threads, const Op& op) {
+  if (op.count != OPERANDS) fail("a barrier of some threads");
+  for (Thread* t : threads)
+    if (t->get<uint32_t>(*t->at, PLACE)) fail("a barrier with a number");
+}
 
-void block_or(Threads& threads, const Op& op) {
-  uint64_t any = 0;
-  for (Thread* t : threads) any |= t->get<uint64_t>(op, 2);
-  for (Thread* t : threads) t->set<uint64_t>(op, 0, any);
+void block_barrier(Threads& threads, const Op& op) {
+  check_barrier<0, 1>(threads, op);
   next_epoch();
 }
 
-void warp_barrier(Threads& threads, const Op&) {
+void block_or(Threads& threads, const Op& op) {
+  check_barrier<1, 3>(threads, op);
+  uint64_t any = 0;
+  for (Thread* t : threads) any |= t->get<uint64_t>(*t->at, 2);
+  for (Thread* t : threads) t->set<uint64_t>(*t->at, 0, any);
+  next_epoch();
+}
+
+void warp_barrier(Threads& threads, const Op& op) {
+  if (threads[0]->get<uint32_t>(op, 0) != ~0u) fail("a barrier of some lanes");  // epochs are the warp's
   uint32_t latest = 0;
   for (Thread* t : threads) latest = std::max(latest, t->warp_epoch);
   for (Thread* t : threads) t->warp_epoch = latest + 1;

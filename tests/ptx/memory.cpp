@@ -40,7 +40,8 @@ void note(Thread& t, Byte& byte, uint32_t address, Access access, const Op* op, 
     fail("a race in shared memory at " + std::to_string(address) + ": thread " + std::to_string(t.id) + " " + second + " what " +
          name_of(who) + " " + first + ", and no barrier between them");
   };
-  if (byte.writer == UNDER_WAY) fail("shared memory at " + std::to_string(address) + " is touched while a cp.async to it is under way");
+  if (byte.writer == UNDER_WAY)
+    fail("shared memory at " + std::to_string(address) + " is touched while a cp.async to it is under way");
   const bool is_read = access == Access::READ || access == Access::PRODUCT;
   const bool both_atomic = access == Access::ATOMIC && byte.atomic;
   const bool one_write = is_same && op == byte.written_by && byte.writer_warp == t.warp;
@@ -49,7 +50,9 @@ void note(Thread& t, Byte& byte, uint32_t address, Access access, const Op* op, 
   if (access == Access::PRODUCT && byte.writer >= 0 && fences[byte.writer] == byte.write_fences)
     fail("wgmma reads what thread " + std::to_string(byte.writer) + " wrote without a fence");
   if (is_read) {
-    const bool fresh = byte.read_epoch != epoch || byte.reader == NOBODY;
+    // A warp's own reads ahead of its barrier are done; other warps meet the newer one.
+    const bool fresh = byte.reader == NOBODY || byte.read_epoch != epoch ||
+                       (byte.reader_warp == t.warp && byte.read_warp_epoch < t.warp_epoch);
     byte.reader = fresh || byte.reader == t.id ? t.id : SEVERAL;
     byte.reader_warp = fresh || byte.reader_warp == t.warp ? t.warp : SEVERAL;
     byte.read_warp_epoch = fresh ? t.warp_epoch : std::max(byte.read_warp_epoch, t.warp_epoch);
@@ -118,7 +121,8 @@ unsigned char* local_at(Thread& t, uint64_t offset, int count) {
 enum class Space { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
 
 template <Space SPACE>
-unsigned char* place(Thread& t, uint64_t address, int count, Access access, const Op* op = nullptr, const unsigned char* value = nullptr) {
+unsigned char* place(Thread& t, uint64_t address, int count, Access access, const Op* op = nullptr,
+                     const unsigned char* value = nullptr) {
   if constexpr (SPACE == Space::GLOBAL) return global_at(address, count);
   if constexpr (SPACE == Space::SHARED) return shared_at(t, (uint32_t)address, count, access, op, value);
   if constexpr (SPACE == Space::LOCAL) return local_at(t, address, count);
@@ -138,10 +142,16 @@ uint64_t address_in(const Thread& t, const Op& op, int i) {
 }
 
 template <Space SPACE>
+void note_traffic_in(const Thread& t, const Op& op, uint64_t address) {
+  if (SPACE == Space::LOCAL || SPACE == Space::PARAM || address >= LOCAL_BASE) return;
+  note_traffic(t, op, SPACE == Space::SHARED || address >= SHARED_BASE, address, op.bytes * op.width);
+}
+
+template <Space SPACE>
 void load(Thread& t, const Op& op) {
   const uint64_t address = address_in<SPACE>(t, op, op.width);
   const unsigned char* from = place<SPACE>(t, address, op.bytes * op.width, Access::READ);
-  if (SPACE == Space::GLOBAL || SPACE == Space::SHARED) note_traffic(t, op, SPACE == Space::SHARED, address, op.bytes * op.width);
+  note_traffic_in<SPACE>(t, op, address);
   for (int i = 0; i < op.width; ++i) {
     uint64_t value = 0;
     memcpy(&value, from + i * op.bytes, op.bytes);
@@ -157,7 +167,7 @@ void store(Thread& t, const Op& op) {
   const int count = op.bytes * op.width;
   const uint64_t address = address_in<SPACE>(t, op, 0);
   memcpy(place<SPACE>(t, address, count, Access::WRITE, &op, value), value, count);
-  if (SPACE == Space::GLOBAL || SPACE == Space::SHARED) note_traffic(t, op, SPACE == Space::SHARED, address, count);
+  note_traffic_in<SPACE>(t, op, address);
 }
 
 template <Space SPACE, auto F>
@@ -181,14 +191,14 @@ void add_space(Table& table, const std::string& space) {
 void copy_async(Thread& t, const Op& op) {
   const uint32_t target = t.get<uint32_t>(op, 0);
   const uint64_t source = t.get<uint64_t>(op, 1);
-  const int bytes_read = t.get<uint32_t>(op, 3);  // the rest is zeros
+  const uint32_t bytes_read = t.get<uint32_t>(op, 3);  // the rest is zeros
   if (t.get<uint32_t>(op, 2) != 16 || bytes_read > 16) fail("a cp.async of another size");
   check_boundary(source, 16);
   if (bytes_read) global_at(source, 16);
   if (bytes_read) note_traffic(t, op, false, source, 16);
   memset(shared_at(t, target, 16, Access::WRITE), POISON, 16);
   for (int i = 0; i < 16; ++i) bytes[shared_offset(target, 16) + i].writer = UNDER_WAY;
-  t.open_copies.push_back({target, source, bytes_read});
+  t.open_copies.push_back({target, source, (int)bytes_read});
 }
 
 void wait_copies(Thread& t, const Op& op) {

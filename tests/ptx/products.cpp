@@ -1,4 +1,4 @@
-// Products of matrices: mma.sync over a warp, wgmma over four. Which lane holds which element is that of the PTX ISA, 9.7.14 and 9.7.15.
+// Products of matrices: mma.sync over a warp, wgmma over four. Which lane holds which element is the PTX ISA's (9.7.14, 9.7.15).
 #include "machine.h"
 
 namespace ptx {
@@ -43,6 +43,10 @@ Bits element(const Thread& t, const Op& op, int first, int i) {
   return word >> 8 * sizeof(Bits) * (i % (4 / sizeof(Bits)));
 }
 
+// Sums of integers wrap.
+template <class Sum>
+using Whole = std::conditional_t<std::is_integral_v<Sum>, int64_t, double>;
+
 template <const Shape& SHAPE, class Sum, class Bits, auto NUMBER>
 void multiply(Threads& threads, const Op& op) {
   if (threads.size() != WARP) fail("mma.sync without all lanes");
@@ -64,7 +68,7 @@ void multiply(Threads& threads, const Op& op) {
       const Place place = sum_place(t->lane, i);
       double sum = 0;
       for (int k = 0; k < SHAPE.depth; ++k) sum += a[place.row][k] * b[k][place.column];
-      t->set<Sum>(op, i, (Sum)(t->get<Sum>(op, at_c + i) + sum));
+      t->set<Sum>(op, i, (Sum)(Whole<Sum>)(t->get<Sum>(op, at_c + i) + sum));
     }
 }
 
@@ -166,6 +170,8 @@ void wait_products(Threads& lanes, const Op& op) {
   if (lanes.size() != WARP) fail("wgmma.wait_group without all lanes");
   const size_t left = lanes[0]->get<uint32_t>(op, 0);
   while (lanes[0]->products.size() > left) {
+    for (Thread* t : lanes)
+      if (t->products.empty() || t->products[0].size() != lanes[0]->products[0].size()) fail("wgmma: lanes began other products");
     for (size_t i = 0; i < lanes[0]->products[0].size(); ++i) {
       std::vector<const Product*> products;
       for (Thread* t : lanes) products.push_back(&t->products[0][i]);
@@ -192,15 +198,16 @@ void add_group(Table& table) {
 }  // namespace
 
 void add_products(Table& table) {
-  const auto product = [&](const char* name, Meet meet) { table[std::string("mma.sync.aligned.") + name] = {nullptr, meet, Kind::WARP}; };
-  static constexpr Shape HALVES = M16N8K16, HALVES_8 = M16N8K8, BYTES_8 = M8N8K16_BYTES, BYTES_16 = M16N8K16_BYTES, BYTES_32 = M16N8K32_BYTES;
-  product("m16n8k16.row.col.f32.bf16.bf16.f32", multiply<HALVES, float, uint16_t, from_bf16>);
-  product("m16n8k16.row.col.f32.f16.f16.f32", multiply<HALVES, float, uint16_t, from_half>);
-  product("m16n8k8.row.col.f32.f16.f16.f32", multiply<HALVES_8, float, uint16_t, from_half>);
-  product("m8n8k16.row.col.s32.s8.s8.s32", multiply<BYTES_8, int32_t, int8_t, of_byte>);
-  product("m16n8k16.row.col.s32.s8.s8.s32", multiply<BYTES_16, int32_t, int8_t, of_byte>);
-  product("m16n8k32.row.col.s32.s8.s8.s32", multiply<BYTES_32, int32_t, int8_t, of_byte>);
-  product("m16n8k32.row.col.f32.e4m3.e4m3.f32", multiply<BYTES_32, float, uint8_t, from_e4m3>);
+  const auto product = [&](const char* name, Meet meet) {
+    table[std::string("mma.sync.aligned.") + name] = {nullptr, meet, Kind::WARP};
+  };
+  product("m16n8k16.row.col.f32.bf16.bf16.f32", multiply<M16N8K16, float, uint16_t, from_bf16>);
+  product("m16n8k16.row.col.f32.f16.f16.f32", multiply<M16N8K16, float, uint16_t, from_half>);
+  product("m16n8k8.row.col.f32.f16.f16.f32", multiply<M16N8K8, float, uint16_t, from_half>);
+  product("m8n8k16.row.col.s32.s8.s8.s32", multiply<M8N8K16_BYTES, int32_t, int8_t, of_byte>);
+  product("m16n8k16.row.col.s32.s8.s8.s32", multiply<M16N8K16_BYTES, int32_t, int8_t, of_byte>);
+  product("m16n8k32.row.col.s32.s8.s8.s32", multiply<M16N8K32_BYTES, int32_t, int8_t, of_byte>);
+  product("m16n8k32.row.col.f32.e4m3.e4m3.f32", multiply<M16N8K32_BYTES, float, uint8_t, from_e4m3>);
   add_group<64>(table), add_group<96>(table), add_group<128>(table), add_group<192>(table);
   table["wgmma.fence.sync.aligned"] = {[](Thread&, const Op&) {}};
   table["wgmma.commit_group.sync.aligned"] = {commit_products};

@@ -1,5 +1,6 @@
 // What the accesses of warps cost in hardware, by the rules that NVIDIA publishes: shared memory answers from 32 banks of four bytes
-// at once, global memory in sectors of 32 bytes. The n-th access of each lane at an instruction counts as the warp's n-th.
+// at once (a wavefront), global memory in sectors of 32 bytes. The n-th access of each lane at an instruction counts as the warp's
+// n-th. Not counted: atomics, what cp.async writes to shared memory, what wgmma reads there.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -78,7 +79,10 @@ void end_block_traffic() {
 }  // namespace ptx
 
 extern "C" {
-void ptx_count_traffic(int wanted) { ptx::is_wanted = wanted, ptx::counts.clear(); }
+void ptx_count_traffic(int wanted) {
+  ptx::is_wanted = wanted;
+  ptx::counts.clear(), ptx::accesses.clear(), ptx::times.clear();
+}
 // Up to `most` rows of line, is_shared, requests, actual, least; how many there are.
 long ptx_traffic(long* rows, long most) {
   long i = 0;

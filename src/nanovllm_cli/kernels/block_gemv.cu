@@ -114,7 +114,7 @@ DEVICE void multiply(Sums& sums, const uint8_t* record, const Rows& x, int first
 
 // Where in shared memory the sum of a row and one of sixteen outputs lies: lanes that write what mma leaves them, and lanes that
 // read a row, find banks of their own.
-DEVICE int place_of_sum(int row, int output) { return (row ^ row / 2 % 2) * 16 + (output ^ row / 4 % 2 * 8); }
+DEVICE int place_of_sum(int row, int output) { return (row ^ row / 2 % 2) * 16 + (output ^ (row / 2 ^ row / 4) % 2 * 8); }
 
 KERNEL __launch_bounds__(THREADS, LANE_ROWS == 8 ? 1 : 2)
 block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint32_t* codes, const float2* factors,

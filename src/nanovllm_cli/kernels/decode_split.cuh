@@ -206,8 +206,7 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
 
 // ---- what becomes of the warps' results ----
 
-// Order::of(dim) is where a dim lies among the Order::FLOATS of a row: the kernels' lanes hold dims in orders of their own, and
-// are to find banks of their own.
+// Order::of(dim): the place of a dim in a row of Order::FLOATS, in which a kernel's lanes have no bank conflicts.
 template <class Order>
 struct Result {
   float out[ROWS][Order::FLOATS];  // sum of exp2(score - top) * value

@@ -70,7 +70,7 @@ DEVICE void normalise(DTYPE* shared, int stride, float* squares, const DTYPE* x,
 }
 
 // Sums of one warp, in shared memory: strips of STRIP outputs, or one of gates beside one of ups. Rows and strips are as far apart
-// as lets lanes that write four rows, or read two strips, find banks of their own.
+// as lets lanes that write four rows, or read two strips, find banks of their own; lanes that read two rows of sixteen do not.
 template <int STRIP>
 struct Sums {
   static constexpr int ROW = STRIP == 16 ? STRIPS * STRIP + 4 : STRIP, SIDE = STRIP == 16 ? STRIP : MOST_ROWS * ROW + 16;

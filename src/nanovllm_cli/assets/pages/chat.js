@@ -286,12 +286,12 @@ function pretty(json) {
 // ---- asking ----
 
 async function send() {
-  await restored;
   const text = input.value;
   if (!text.trim() || running.has(current)) return;
-  notice("");
   input.value = "";
   fitInput();
+  await restored;
+  notice("");
   current.messages.push({ role: "user", content: text });
   answer(current);
 }
@@ -485,6 +485,7 @@ byId("import").addEventListener("click", () => byId("import-file").click());
 byId("import-file").addEventListener("change", async (event) => {
   const [file] = event.target.files;
   event.target.value = "";
+  await restored;
   try {
     for (const conversation of await imported(file)) {
       conversations.push(conversation);
@@ -498,6 +499,6 @@ byId("import-file").addEventListener("change", async (event) => {
   }
 });
 
-// Until then nothing is sent: what was said would be out of sight once the last conversation is shown.
+// Until then nothing is sent or imported: it would be out of sight once what the browser kept is shown.
 const restored = restore();
 start();

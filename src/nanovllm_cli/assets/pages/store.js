@@ -2,6 +2,7 @@
 "use strict";
 
 const MOST_IMPORTED = 64 << 20;
+const OPENS_WITHIN = 5000;
 
 const store = {
   database: null,
@@ -9,7 +10,8 @@ const store = {
   async open() {
     const request = indexedDB.open("nanovllm", 1);
     request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
-    this.database = await settled(request);
+    const late = new Promise((_, reject) => setTimeout(reject, OPENS_WITHIN)); // some browsers never answer
+    this.database = await Promise.race([settled(request), late]);
   },
 
   async all() {
