@@ -273,11 +273,11 @@ def test_thinking_is_folded_and_unfolded_while_it_lasts_and_behind_it(start: Sta
     assert "thought 9\nlast thought\n\nword0" in screen
     (chat.log.parent / "go").unlink()
     chat.type("count\n")
-    chat.expect(lambda screen: "word9" in screen.rsplit("count", 1)[-1])
+    chat.expect(lambda screen: "word9" in screen.partition("› count\n")[2])
     chat.press("C-t")
     chat.go_on()
-    screen = chat.expect(lambda screen: "word29\n\n›" in screen.rsplit("count", 1)[-1])
-    body = screen.rsplit("› count\n", 1)[-1].split("\n\n›")[0]
+    screen = chat.expect(lambda screen: "word29\n\n›" in screen.partition("› count\n")[2])
+    body = screen.partition("› count\n")[2].split("\n\n›")[0]
     assert body.split() == [f"word{i}" for i in range(30)]  # nothing was written in the middle of it
     chat.type("silent\n")
     chat.expect("› silent\nanswered")  # thinking of nothing is not worth a line
