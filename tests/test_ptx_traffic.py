@@ -125,8 +125,7 @@ SHARED = "mov.u32 %s, own; mul.lo.s32 %o, %t, {stride}; and.b32 %o, %o, 255; add
 )
 def test_turns_and_sectors_are_counted_as_nvidia_describes_them(lines: str, actual: int, least: int) -> None:
     data, machine = torch.zeros(128, dtype=torch.int64), PtxMachine(counts_traffic=True)
-    offset = data.data_ptr() % 32
-    assert offset == 0, "torch's own boundary"
+    assert data.data_ptr() % 32 == 0, "torch's own boundary"
     run(OFFSETS + lines, data, 32, machine=machine)
     last = max(machine.traffic, key=lambda count: count.line)
     assert (last.requests, last.actual, last.least) == (1, actual, least)

@@ -193,28 +193,20 @@ IDBFactory.prototype.open = function (...given) {
 """
 
 
-def test_what_is_sent_before_the_conversations_are_there_is_seen(opening: Open, served: Served) -> None:
+@pytest.mark.parametrize("opens", [True, False], ids=["late", "never"])
+def test_what_is_sent_before_the_store_is_open_is_answered(opens: bool, opening: Open, served: Served) -> None:
     served.answers(Script.of("An answer"))
     chat = opening()
     chat.context.add_init_script(SLOW_STORE)
     chat.reload()
     chat.send("Already here")
     chat.press("#input", "Enter")
-    chat.evaluate("storeOpens()")
+    if opens:
+        chat.evaluate("storeOpens()")
     chat.shows(".assistant .content", "An answer")
     chat.shows(".user", "Already here")
+    assert chat.is_visible("#notice") is not opens  # that nothing is kept
     assert len(served.generates.asked) == 1
-    chat.is_clean()
-
-
-def test_a_browser_that_never_gives_its_store_is_chatted_with_all_the_same(opening: Open, served: Served) -> None:
-    served.answers(Script.of("An answer"))
-    chat = opening()
-    chat.context.add_init_script(SLOW_STORE)
-    chat.reload()
-    chat.send("Anybody here?")
-    chat.shows(".assistant .content", "An answer")
-    chat.finished()
     chat.is_clean()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -10,7 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -225,12 +226,18 @@ def _link(target: Path, arguments: list[str]) -> None:
 
 
 def _compile(target: Path, arguments: list[str]) -> None:
-    """It appears whole or not at all."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of the sanitizers
+    command = ["g++", *FLAGS, *arguments, *(f"-I{folder}" for folder in (HERE, *cuda_headers()))]
+    with appearing(target) as unfinished:
+        done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise KernelFailed(f"{target.name} does not compile:\n{done.stderr[:4000]}")
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A place to write what becomes `target` then: it appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of the sanitizers
-    command = ["g++", *FLAGS, *arguments, *(f"-I{folder}" for folder in (HERE, *cuda_headers())), "-o", str(unfinished)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise KernelFailed(f"{target.name} does not compile:\n{done.stderr[:4000]}")
+    yield unfinished
     unfinished.rename(target)

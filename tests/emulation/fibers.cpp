@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda_emulation.h"
+#include "orders.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -164,21 +165,6 @@ void run_fiber() {
   abort();
 }
 
-// 0: as numbered; 1: backwards; others: shuffled by the seed.
-std::vector<long> order_of(long count) {
-  std::vector<long> order(count);
-  for (long i = 0; i < count; ++i) order[i] = i;
-  if (order_seed == 1) std::reverse(order.begin(), order.end());
-  if (order_seed > 1) {
-    unsigned state = order_seed;
-    for (long i = count - 1; i > 0; --i) {
-      state = state * 1664525u + 1013904223u;
-      std::swap(order[i], order[(state >> 8) % (i + 1)]);
-    }
-  }
-  return order;
-}
-
 void start_fiber(int id) {
   Fiber& fiber = fibers[id];
   if (!fiber.stack) fiber.stack = (char*)aligned_alloc(64, STACK_BYTES);
@@ -317,8 +303,8 @@ int run_grid(const Call& call, const unsigned* dims, size_t shared_bytes) {
   grid_dim = dim3(dims[0], dims[1], dims[2]);
   block_dim = dim3(dims[3], dims[4], dims[5]);
   launched = &call;
-  const std::vector<long> thread_order = order_of((long)dims[3] * dims[4] * dims[5]);
-  for (long block : order_of((long)dims[0] * dims[1] * dims[2])) {
+  const std::vector<long> thread_order = order_of((long)dims[3] * dims[4] * dims[5], order_seed);
+  for (long block : order_of((long)dims[0] * dims[1] * dims[2], order_seed)) {
     if (only_block >= 0 && block != only_block) continue;
     block_index = {(unsigned)(block % dims[0]), (unsigned)(block / dims[0] % dims[1]),
                    (unsigned)(block / ((long)dims[0] * dims[1]))};

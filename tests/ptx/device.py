@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.emulator import CACHE, Emulator, KernelFailed
+from emulation.emulator import CACHE, Emulator, KernelFailed, appearing
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 from ptx.code import PARAM_BYTES, RESERVED_BYTES, Code, read
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off", "-fno-strict-aliasing"]
+ORDERS = HERE.parent / "emulation" / "orders.h"
 Dims = tuple[int, int, int]
 Change = Callable[[str], str]
 
@@ -140,10 +140,9 @@ def text(kernel: Kernel, bugs: tuple[str, ...], capability: int) -> str:
     digest = hashlib.sha256(repr((options, tools.nvrtc_version, tools.headers_version, sources)).encode()).hexdigest()
     target = CACHE / f"{kernel.entry}-{digest[:20]}.ptx"
     if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-        unfinished.write_text(_compiled(sources[source.name], kernel, options, tools))
-        unfinished.rename(target)
+        ptx = _compiled(sources[source.name], kernel, options, tools)
+        with appearing(target) as unfinished:
+            unfinished.write_text(ptx)
     return target.read_text()
 
 
@@ -168,13 +167,11 @@ def meaning(name: str) -> int:
 @functools.cache
 def _machine() -> Any:
     sources = sorted(HERE.glob("*.cpp"))
-    digest = hashlib.sha256(repr(FLAGS).encode() + b"".join(file.read_bytes() for file in [*sources, *HERE.glob("*.h")]))
+    digest = hashlib.sha256(repr(FLAGS).encode() + b"".join(file.read_bytes() for file in [*sources, *HERE.glob("*.h"), ORDERS]))
     target = CACHE / f"ptx-{digest.hexdigest()[:20]}.so"
     if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-        subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
-        unfinished.rename(target)
+        with appearing(target) as unfinished:
+            subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", str(unfinished)], check=True)
     library = ctypes.CDLL(str(target))
     library.ptx_traffic.restype = ctypes.c_long
     library.ptx_program.restype = ctypes.c_void_p

@@ -1,4 +1,6 @@
 // Products of matrices: mma.sync over a warp, wgmma over four. Which lane holds which element is the PTX ISA's (9.7.14, 9.7.15).
+#include <algorithm>
+
 #include "machine.h"
 
 namespace ptx {
@@ -11,7 +13,7 @@ struct Place {
 };
 // Of element i of a lane's part of A (rows x depth), B (depth x 8) and of the sums (rows x 8).
 struct Shape {
-  int rows, depth, a, b, d;  // a, b, d: elements of a lane
+  int depth, a, b, d;  // a, b, d: elements of a lane
   Place (*of_a)(int lane, int i);
   Place (*of_b)(int lane, int i);
 };
@@ -19,19 +21,19 @@ struct Shape {
 Place sum_place(int lane, int i) { return {lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2}; }
 
 // Two 16-bit elements a register.
-constexpr Shape M16N8K16 = {16, 16, 8, 4, 4,
+constexpr Shape M16N8K16 = {16, 8, 4, 4,
                             [](int lane, int i) { return Place{lane / 4 + 8 * (i / 2 % 2), lane % 4 * 2 + i % 2 + 8 * (i / 4)}; },
                             [](int lane, int i) { return Place{lane % 4 * 2 + i % 2 + 8 * (i / 2), lane / 4}; }};
-constexpr Shape M16N8K8 = {16, 8, 4, 2, 4, [](int lane, int i) { return Place{lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2}; },
+constexpr Shape M16N8K8 = {8, 4, 2, 4, [](int lane, int i) { return Place{lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2}; },
                            [](int lane, int i) { return Place{lane % 4 * 2 + i, lane / 4}; }};
 // Four 8-bit ones.
-constexpr Shape M8N8K16_BYTES = {8, 16, 4, 4, 2, [](int lane, int i) { return Place{lane / 4, lane % 4 * 4 + i}; },
+constexpr Shape M8N8K16_BYTES = {16, 4, 4, 2, [](int lane, int i) { return Place{lane / 4, lane % 4 * 4 + i}; },
                                  [](int lane, int i) { return Place{lane % 4 * 4 + i, lane / 4}; }};
-constexpr Shape M16N8K16_BYTES = {16, 16, 8, 4, 4,
+constexpr Shape M16N8K16_BYTES = {16, 8, 4, 4,
                                   [](int lane, int i) { return Place{lane / 4 + 8 * (i / 4), lane % 4 * 4 + i % 4}; },
                                   [](int lane, int i) { return Place{lane % 4 * 4 + i, lane / 4}; }};
 constexpr Shape M16N8K32_BYTES = {
-    16, 32, 16, 8, 4,
+    32, 16, 8, 4,
     [](int lane, int i) { return Place{lane / 4 + 8 * (i / 4 % 2), lane % 4 * 4 + i % 4 + 16 * (i / 8)}; },
     [](int lane, int i) { return Place{lane % 4 * 4 + i % 4 + 16 * (i / 4), lane / 4}; }};
 
@@ -104,10 +106,9 @@ Sums& sums_of(Thread& t, const Op& op, int count) {
 }
 
 bool is_under_way(const Thread& t, const Sums& sums) {
-  for (const auto& group : t.products)
-    for (const Product& product : group)
-      if (product.op->at[0] == sums.registers[0]) return true;
-  return false;
+  const auto adds = [&](const Product& product) { return product.op->at[0] == sums.registers[0]; };
+  const auto has_one = [&](const std::vector<Product>& group) { return std::any_of(group.begin(), group.end(), adds); };
+  return has_one(t.open_products) || std::any_of(t.products.begin(), t.products.end(), has_one);
 }
 
 void put_back(Thread& t, const Sums& sums) {

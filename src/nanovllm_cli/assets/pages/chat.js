@@ -288,10 +288,10 @@ function pretty(json) {
 async function send() {
   const text = input.value;
   if (!text.trim() || running.has(current)) return;
+  notice("");
   input.value = "";
   fitInput();
   await restored;
-  notice("");
   current.messages.push({ role: "user", content: text });
   answer(current);
 }
