@@ -190,6 +190,26 @@ def test_upgrades_are_not_taken(server: Running) -> None:
         assert server.say(HEAD + upgrade % protocol).status == 200
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_offers_another_protocol_is_read_like_any_other(server: Running, chunked: bool, in_pieces: bool) -> None:
+    """As Java's own client sends each of its requests, and keeps the connection for the next one."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+    body = b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+    if chunked:
+        body = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    data = POST + offer + body
+    step = 7 if in_pieces else len(data)
+    with server.connect() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            for begin in range(0, len(data), step):
+                sock.sendall(data[begin : begin + step])
+            answer = read_answer(sock)
+            assert answer.status == 200, answer
+            assert answer.json["tokens"]
+
+
 # ---- bodies ----
 
 

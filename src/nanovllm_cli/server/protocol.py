@@ -1,6 +1,7 @@
 """GuardedProtocol: uvicorn's HTTP over httptools, with the limits that it leaves to a proxy in front.
 
-    the head        its bytes (431) and how long it takes (408), on new and on idle connections
+    the head        its bytes (431) and how long it takes (408), on new and on idle connections; an offer to change to another
+                    protocol (h2c, from Java's own client with every request) is left out of it, as HTTP allows
     the body        what chunks cost beside their content, trailers, and what still comes when the answer is already out
     the answer      a client that stops reading the end of it; its head and what comes with it are one packet; to HTTP/1.0, whose
                     clients know no chunks, its end is the connection's
@@ -15,6 +16,7 @@ import resource
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -70,9 +72,29 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._overhead > LINGER_BYTES:
                 self.transport.abort()
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._overhead > self.settings.max_header_bytes and not self._refused and not self.transport.is_closing():
             self._refuse(self._too_large() if self._in_head else ApiError(400, "the body is mostly not its content"))
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:  # the parser takes what is behind the head for the other protocol
+                if self.parser.get_method() == b"CONNECT":
+                    self.send_400_response("")
+                    return
+                data = self._head_without_offer() + data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -86,6 +108,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # it comes again, without the offer
         self._set_timer(None)
         self._overhead, self._in_head = 0, False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -102,6 +126,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._overhead = 0
         if self.cycle.response_complete:
