@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -42,8 +41,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             code = 0
         except (KeyboardInterrupt, signals.Terminated):
             raise
-        except BrokenPipeError as error:
-            code = 0 if _reader_gone() else _explain(error, words)
         except BaseException as error:
             signals.check()  # what an interrupt broke is no error
             code = _explain(error, words)
@@ -82,13 +79,6 @@ def _first_sign(words: list[str]) -> None:
 
     if len(words) > 1 and not {"-h", "--help", "--version", "-q", "--quiet"} & set(words):
         console().status("starting")
-
-
-def _reader_gone() -> bool:
-    """Whether it was stdout's pipe that broke (the parser prints its help there), and not some other."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _explain(error: BaseException, words: list[str]) -> int:

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, parameters
 from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
+from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import as_words, load_settings
 from nanovllm_cli.errors import UsageError
 
@@ -84,6 +85,9 @@ class Command(TyperCommand):
     """A command whose help has sections and whose defaults may come from settings files."""
 
     reads_settings = True
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _on_our_stdout(super().get_help_option(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_options(self, formatter)
@@ -173,6 +177,9 @@ class Group(TyperGroup):
 
     _is_passed_by = False
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return _on_our_stdout(super().get_help_option(ctx))
+
     def get_params(self, ctx: Any) -> list[Any]:
         return [] if self._is_passed_by else super().get_params(ctx)
 
@@ -213,6 +220,19 @@ class DefaultGroup(Group):
                     f"did you mean {near[0]}? A model of that name is reached by -m {args[0]}",
                 )
         return self.default.make_context(info_name, args, parent=parent, **extra)
+
+
+def _on_our_stdout(help_option: Any) -> Any:
+    """--help that is written as answers are: the parser's own passes over a stdout that is closed, and trips over a full one."""
+
+    def show(ctx: Any, param: Any, wanted: bool) -> None:
+        if wanted and not ctx.resilient_parsing:
+            console().out.write(ctx.get_help() + "\n")
+            raise typer.Exit
+
+    if help_option is not None:
+        help_option.callback = show
+    return help_option
 
 
 def _is_a_model(word: str) -> bool:

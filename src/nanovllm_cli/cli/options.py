@@ -11,6 +11,7 @@ import typer
 
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
+from nanovllm_cli.cli.output import console
 from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -26,9 +27,10 @@ def print_version(wanted: bool) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            print("nanovllm", version("nanovllm-cli"))
+            known = version("nanovllm-cli")
         except PackageNotFoundError:
-            print("nanovllm (not installed)")
+            known = "(not installed)"
+        console().out.write(f"nanovllm {known}\n")
         raise typer.Exit
 
 
