@@ -137,6 +137,10 @@ def test_what_is_more_than_llguidance_follows_is_the_requests_own_doing(llm: LLM
     (answer,) = answers(llm, Constraint("regex", "(a{1,900}){300,900}"), max_tokens=300)
     assert (answer.finish_reason, answer.unmeetable) == ("error", True)
     assert answer.error == "the answer could not be held to its constraint: its expressions are too involved"
+    doubling = "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(18))
+    (answer,) = answers(llm, Constraint("gbnf", f'root ::= a0\n{doubling}a18 ::= "x"'))
+    assert (answer.finish_reason, answer.unmeetable) == ("error", True)
+    assert answer.error == "the answer could not be held to its constraint: the text so far can be read in too many ways"
 
 
 def test_a_step_that_fails_is_repeated_from_the_same_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ _REASONS = {
     "ParserTooComplex": "the text so far can be read in too many ways",
     "LexerTooComplex": "its expressions are too involved",
 }
+_OTHER_ERRORS = {"lexer error": "LexerTooComplex", "parser error: Too many items": "ParserTooComplex"}
+"""How errors begin that llguidance calls internal, as it calls a token that isn't allowed."""
 
 
 class Matcher:
@@ -70,8 +72,9 @@ class Matcher:
             return
         message = "the answer could not be held to its constraint"
         reason = _REASONS.get(self.inner.stop_reason())
-        if self.inner.get_error().startswith("lexer error"):  # an "InternalError", as is a token that isn't allowed
-            reason = _REASONS["LexerTooComplex"]
+        for start, kind in _OTHER_ERRORS.items():
+            if self.inner.get_error().startswith(start):
+                reason = _REASONS[kind]
         if reason is None:
             raise RequestError(f"{message}: llguidance gave up")
         raise UnmeetableError(f"{message}: {reason}")
