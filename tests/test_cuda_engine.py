@@ -21,13 +21,14 @@ from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
-from nanovllm_cli.engine import device_sampler
+from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
+from nanovllm_cli.kernels.prefill_attention import prefill_tiles
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -344,6 +345,34 @@ def test_deterministic_tokens_and_logprobs_depend_on_the_request_alone(folder: P
     assert [answers([prompt])[0] for prompt in PROMPTS] == together
     assert answers(PROMPTS, max_num_batched_tokens=7) == together
     assert answers(PROMPTS[::-1], num_blocks=4)[::-1] == together
+
+
+def test_deterministic_steps_are_recorded_by_the_room_that_their_attention_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window and without have items of their own. A sequence grows into another split of its keys; two at once have
+    more items then than there may be room for, and are not recorded any longer."""
+    monkeypatch.setitem(prefill_tiles.__kwdefaults__, "split_keys", 64)
+    monkeypatch.setattr("nanovllm_cli.kernels.prefill_attention.MIN_SPLIT_KEYS", 64)
+    monkeypatch.setattr(decode_work, "LEAST_ITEMS", 1)
+    monkeypatch.setattr(decode_work, "SCRATCH_BYTES", 0)
+    windows = {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}
+    config = Qwen3Config(**SHAPE | {"max_position_embeddings": 192} | windows)
+    folder = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    long, short = list(range(3, 126)), [7]
+    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=10, ignore_eos=True)
+
+    def answers(device: EmulatedDevice, prompts: list[list[int]], **settings: Any) -> list[Any]:
+        engine = engine_on(folder, device, deterministic=True, **{"max_num_seqs": 2, "max_num_batched_tokens": 64} | settings)
+        return [output.outputs[0].logprobs for output in run(engine, [(prompt, params) for prompt in prompts])]
+
+    alone, beside, crowded = (EmulatedDevice(num_multiprocessors=32) for _ in range(3))
+    expected = answers(EmulatedDevice(num_multiprocessors=32), [long, short], eager=True)
+    assert answers(alone, [long]) == expected[:1]
+    # Prompts in one step, so that there are no graphs of other numbers of rows.
+    assert answers(beside, [short, short], max_num_batched_tokens=256) == expected[1:] * 2
+    assert answers(crowded, [long, long], max_num_batched_tokens=256) == expected[:1] * 2
+    assert [len(device.graphs) for device in (alone, beside, crowded)] == [2, 1, 1], "alone of two items, then of three"
 
 
 def test_whole_prompts_on_hopper_go_to_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

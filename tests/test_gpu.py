@@ -55,7 +55,7 @@ def outputs(
         num_blocks=worker.num_blocks, ahead=worker.ahead,
     )  # fmt: skip
     found = run(engine, [(prompt, params) for prompt in PROMPTS])
-    return found, 0 if worker.runner.decode is None else worker.runner.decode.num_graphs
+    return found, worker.runner.decode.num_graphs
 
 
 def answers(folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings: Any) -> list[tuple[int, ...]]:

@@ -22,6 +22,7 @@ WAYS: tuple[tuple[str, dict[str, bool], bool | None, int], ...] = (
     (ONE_BY_ONE, {}, False, 100),
     ("eager", {"eager": True}, None, 100),
     (OVERLAPPED, {}, True, 100),
+    ("deterministic", {"deterministic": True}, None, 100),
     ("programmatic launch, memory divided as each kernel likes", {}, True, -1),
 )
 """Of a decode step: settings, programmatic launch (None: as elsewhere), percent of a multiprocessor's memory that is shared."""

@@ -1,9 +1,9 @@
 """Attention on a GPU. K and V of a layer are [N, K, S, D] each, in the compute type or as fp8 (e4m3) with a scale a head.
 
-A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the device
-and so can be recorded. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A
-deterministic GPU takes the second for both: a token's K and V must have the same bits whether it was decoded or, after a
-preemption, computed again in a chunk.
+A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the
+device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
+the second for both: a token's K and V must have the same bits whether it was decoded or, after a preemption, computed again in a
+chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`).
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
 cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
@@ -95,10 +95,10 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
-        self._shapes = {_shape(spec) for spec in specs}
+        self.shapes = list(dict.fromkeys(map(_shape, specs)))
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         if not deterministic:
-            for shape in {shape[:3] for shape in self._shapes}:
+            for shape in {shape[:3] for shape in self.shapes}:
                 self._scratch[shape] = DecodeScratch(launcher, max_batch, *shape, max_tokens)
         self._counters = new_counters(launcher)
         most_heads = max(spec.num_kv_heads for spec in specs)
@@ -131,18 +131,26 @@ class CudaAttention:
         starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
         if self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
             return self.decode_step(batch)._replace(prompts=starts.tolist())
-        work = {}
-        for shape in self._shapes:
-            tiles = prefill_tiles(
-                self.launcher, starts, lens, *shape[:3], self.dtype, self.cache_dtype,
-                window=shape[3], deterministic=self.deterministic,
-            )  # fmt: skip
-            work[shape] = tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
+        work = {
+            shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
+            for shape, tiles in self.divide(starts, lens).items()
+        }
         return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
 
-    def decode_step(self, batch: Batch) -> CudaStep:
-        """One token a sequence; nothing is read on the host, and a kv_len of 0 is a row of padding."""
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens)
+    def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> dict[Shape, PrefillWork]:
+        """See `prefill_tiles`; items are on the host."""
+        return {
+            shape: prefill_tiles(
+                self.launcher, query_starts, kv_lens, *shape[:3], self.dtype, self.cache_dtype,
+                window=shape[3], deterministic=self.deterministic,
+            )
+            for shape in self.shapes
+        }  # fmt: skip
+
+    def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
+        """One token a sequence; nothing is read on the host, and a kv_len of 0 is a row of padding. work: on the device, where it
+        is deterministic."""
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
 
     def attend(
         self,

@@ -134,22 +134,16 @@ class CudaPlatform:
         rows, backend = self.config.max_num_seqs, model.backend
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
-        decode = None
-        if self.config.deterministic:
-            drawn = torch.zeros(rows, dtype=torch.int64, device=self.launcher.device)
-        else:
-            reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
-            recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
-            decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
-            drawn = decode.drawn_tokens
-        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, drawn, sampler.guide)
-        if decode is not None:
-            if on_device.knows_vocabulary:
-                on_device.buffers.rows = decode.sampling_rows
-            self.progress.stage("preparing decode kernels for this GPU", None, "tensors")
-            with torch.inference_mode():
-                decode.warm_up(on_device)
-            self.progress.done()
+        reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
+        recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
+        decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
+        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, decode.drawn_tokens, sampler.guide)
+        if on_device.knows_vocabulary:
+            on_device.buffers.rows = decode.sampling_rows
+        self.progress.stage("preparing decode kernels for this GPU", None, "tensors")
+        with torch.inference_mode():
+            decode.warm_up(on_device)
+        self.progress.done()
         return CudaRunner(model, cache, sampler, on_device, decode, self.config.block_size)
 
     def _table_width(self, max_position: int) -> int:

@@ -26,7 +26,7 @@ Read = Callable[[], list[Drawn]]
 
 
 class CudaRunner:
-    """decode: None where every step runs launch by launch (a deterministic GPU). sampler draws on the host, on_device there."""
+    """sampler draws on the host, on_device there."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CudaRunner:
         cache: KVCache,
         sampler: Sampler,
         on_device: DeviceSampler,
-        decode: DecodeStep | None,
+        decode: DecodeStep,
         block_size: int,
     ) -> None:
         self.model = model
@@ -53,7 +53,7 @@ class CudaRunner:
     def draws_unseen(self, params: SamplingParams) -> bool:
         """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it."""
         sees_prompt = params.prompt_logprobs is not None
-        return self.decode is not None and not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
+        return not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
 
     def submit(self, plan: Plan) -> Callable[[], StepOutput]:
         """See RunsAhead."""
@@ -66,18 +66,18 @@ class CudaRunner:
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
-        if self.decode is not None and all(map(_is_plain_decode, plan.scheduled)):
-            return self._decode(self.decode, plan.scheduled)
+        if all(map(_is_plain_decode, plan.scheduled)):
+            return self._decode(plan.scheduled)
         return self._step(plan.scheduled)
 
-    def _decode(self, decode: DecodeStep, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def _decode(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         by_id = {share.seq_id: share for share in scheduled}
         free, guided, others = self._by_place(list(by_id))
         there = free + guided
         self.sampler.start_masks(others)
         slots = self.on_device.seat({seq_id: by_id[seq_id].num_drawn for seq_id in there})[: len(free)]
         order = [by_id[seq_id] for seq_id in there + others]
-        logits = decode.run(order, self._rows_before, slots, self.on_device)
+        logits = self.decode.run(order, self._rows_before, slots, self.on_device)
         self._rows_before = {}
         if guided:
             if by_id[guided[0]].token_ids == [DRAWN_BEFORE]:

@@ -3,7 +3,8 @@
 Everything it reads lies in buffers that never move, so the step is recorded once for each batch bucket (1, 2, 4, 8, …) and
 replayed: embedding, layers, head and sampling in one graph. The rows behind the last sequence of a bucket are padding: they
 write nothing and draw nothing. Nor do those of sequences that draw on the host, but they leave their logits. A bucket's first
-step runs without a graph, so that nobody waits for the recording; its second is recorded.
+step runs without a graph, so that nobody waits for the recording; its second is recorded. On a deterministic GPU a bucket has one
+graph for each power of two of attention's items.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
 from nanovllm_cli.engine.uploads import Uploads
@@ -25,8 +27,9 @@ from nanovllm_cli.models.decoder import Decoder, StepInputs
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, bool, bool]
-"""Rows of the bucket; whether all sequences that draw on the device are greedy; whether any of them wants logprobs."""
+Key = tuple[int, int | None, bool, bool]
+"""Rows of the bucket; room for attention's items, where the host divides it; whether all sequences that draw on the device are
+greedy; whether any of them wants logprobs."""
 # Lines of the uploaded buffer, each of max_rows numbers. Known tokens come first: they continue the table of drawn ones.
 KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW = range(7)
 NUM_LINES = 7
@@ -61,6 +64,7 @@ class DecodeStep:
         self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
+        self._work = DecodeWork(device, backend, max_rows) if backend.deterministic else None
         self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
         self._seen: set[Key] = set()
         self._recordable = recordable
@@ -76,11 +80,11 @@ class DecodeStep:
     ) -> torch.Tensor:
         """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, of the first rows;
         the others are drawn from by the caller: returns logits [B, V], to be used before the next step."""
-        self._upload(scheduled, rows_before, slots)
+        room = self._upload(scheduled, rows_before, slots)
         only_greedy, has_logprobs = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
-        key = (self._bucket(len(scheduled)), only_greedy, has_logprobs)
+        key = (self._bucket(len(scheduled)), room, only_greedy, has_logprobs)
         recorded = self._graphs.get(key)
-        if recorded is None and self._recordable and key in self._seen:
+        if recorded is None and self._recordable and key in self._seen and room != 0:
             recorded = self._record(key, sampler)
         self._seen.add(key)
         if recorded is None:
@@ -91,9 +95,9 @@ class DecodeStep:
 
     def warm_up(self, sampler: DeviceSampler) -> None:
         """Launches every kernel once, on a row of padding, so that the first answer does not wait for the compiler."""
-        self._upload([], {}, [])
+        room = self._upload([], {}, [])
         for only_greedy in (True, False):
-            key = (1, only_greedy, False)
+            key = (1, room, only_greedy, False)
             self._launch(key, sampler)
             self._seen.add(key)
 
@@ -109,7 +113,7 @@ class DecodeStep:
         return recorded
 
     def _launch(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
-        rows, only_greedy, has_logprobs = key
+        rows, _, only_greedy, has_logprobs = key
         lines = self._lines
         batch = Batch(
             token_ids=lines[SOURCE, :rows],
@@ -122,13 +126,15 @@ class DecodeStep:
             logit_rows=self._logit_rows[:rows],
             token_table=self._state[: 2 * self._max_rows],
         )
-        inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch))
+        work = None if self._work is None else self._work.by_shape
+        inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch, work))
         logits = self._model.logits(self._model.run(inputs, self._cache))
         if sampler.knows_vocabulary:
             sampler.draw(logits, only_greedy, has_logprobs)
         return logits
 
-    def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> None:
+    def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> int | None:
+        """See `DecodeWork.upload`; None where the device divides its attention."""
         upload = self._uploads.take()
         lines = upload.numpy().reshape(NUM_LINES, self._max_rows)
         count, size = len(scheduled), self._backend.block_size
@@ -156,6 +162,7 @@ class DecodeStep:
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])
+        return None if self._work is None else self._work.upload(position + 1)
 
     def _upload_tables(self, tables: list[list[int]]) -> None:
         last, self._last_tables = self._last_tables, []

@@ -1,7 +1,7 @@
 """Causal attention of any number of tokens a sequence over the paged cache, on a GPU (prefill_attention.cu).
 
 `prefill_tiles` divides a step's work, once a step, from lengths that the host knows; `prefill_attention` does it, once a layer.
-Decode steps that the host replays without looking at lengths are `decode_attention`'s.
+Decode steps whose lengths only the device looks at are `decode_attention`'s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Tiling(NamedTuple):
 
 class PrefillWork(NamedTuple):
     """A step's work. `items` [n, ITEM_FIELDS] int32 (struct Item in the kernel), which the caller moves to the device:
-    `work._replace(items=work.items.to(device))`. `pieces`: scratch, in units of 16 rows and a kv head."""
+    `work._replace(items=work.items.to(device))`; an item of zeros is no work. `pieces`: scratch, in units of 16 rows and a kv
+    head."""
 
     items: torch.Tensor
     pieces: int
@@ -178,6 +179,11 @@ def new_counters(launcher: Launcher) -> torch.Tensor:
     return torch.zeros(2 * launcher.num_multiprocessors, dtype=torch.int32, device=launcher.device)
 
 
+def piece_bytes(head_dim: int) -> int:
+    """Of the sums of 16 rows and a kv head."""
+    return 4 * 16 * (-(-head_dim // 16) * 16 + 8)
+
+
 def prefill_attention(
     launcher: Launcher,
     q: torch.Tensor,
@@ -217,8 +223,7 @@ def prefill_attention(
     out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    padded_dim = -(-dim // 16) * 16
-    scratch = torch.empty(work.pieces * kv_heads * 16 * (padded_dim + 8), dtype=torch.float32, device=q.device)
+    scratch = torch.empty(work.pieces * kv_heads * piece_bytes(dim), dtype=torch.uint8, device=q.device)
     args = (
         q, k_cache, v_cache, work.items, block_tables, sinks, k_scale, v_scale, out, scratch, counters,
         np.int32(kv_heads), np.int32(heads // kv_heads), np.int32(block_tables.shape[1]), np.int32(work.window),
