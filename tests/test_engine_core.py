@@ -444,6 +444,21 @@ def test_an_error_in_sampling_ends_one_sequence() -> None:
     assert engine.stats().used_blocks == 0
 
 
+def test_the_text_before_an_error_is_all_there_whether_or_not_it_was_looked_at() -> None:
+    engine, model = make_engine(factory=LETTERS)
+    model.script = ids("abcd")
+    model.draw_error = lambda scheduled, seq_id: "bad" if scheduled.start > 3 else None
+    for name in ("looked at", "not"):
+        engine.add(name, [1, 2], SamplingParams(temperature=0.0, max_tokens=9, stop=("cd",) if name == "not" else ()))
+    looked = ""
+    while engine.has_unfinished():
+        engine.advance()
+        looked += engine.take("looked at").outputs[0].delta_text
+    last = engine.take("not").outputs[0]
+    assert (last.finish_reason, last.num_tokens, last.text) == ("error", 3, "abc")
+    assert looked == "abc"
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_an_error_in_one_of_several_answers_leaves_the_others(which: int) -> None:
     engine, model = make_engine()

@@ -102,6 +102,7 @@ class Answer:
                     break
             if drawn.error is not None and self.finish_reason is None:
                 self.fail(drawn.error, unmeetable=drawn.unmeetable)
+                self._flush()
             if drawn.ends and self.finish_reason in (None, "length"):
                 if self.finish_reason is None:
                     self._flush()
