@@ -32,7 +32,8 @@ def test_what_run_chat_and_serve_call_so_themselves_is_no_habit() -> None:
 def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
     """`-ot x` would write the answer into a file called t, `-mli` would run the model li."""
     command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
-    for words, flag in ((["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft")):
+    calls = (["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft"), (["tiny", "-ptc", "4"], "-ptc")
+    for words, flag in calls:
         with pytest.raises(typer.TyperException) as refused:
             command.make_context("run", words)
         assert explanation(refused.value).hint == habits._SENTENCES[flag]
@@ -42,6 +43,9 @@ def test_hints_of_commands_name_commands() -> None:
     assert set(habits._COMMANDS.values()) <= NAMES
     assert set(habits._EXTRA_WORDS) <= NAMES
     assert not ({*habits._COMMANDS} | {*habits._NO_COMMANDS}) & NAMES
+    assert habits.command_hint("llama-cli", NAMES) == "here it is nanovllm run"
+    assert habits.command_hint("llama-quantize", NAMES) == "here it is nanovllm quantize"
+    assert habits.command_hint("llama-nosuch", NAMES) is None
     assert habits.command_hint("version") == "here it is nanovllm --version"
 
 

@@ -81,7 +81,7 @@ def _habit_hint(flag: str | None, ctx: Any) -> str | None:
 
 def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
     words = error.message.split("'")
-    habit = command_hint(words[1]) if len(words) > 2 and ctx.parent is None else None
+    habit = command_hint(words[1], commands) if len(words) > 2 and ctx.parent is None else None
     if habit:
         return habit
     near = difflib.get_close_matches(words[1], commands) if len(words) > 2 else []

@@ -37,6 +37,9 @@ _OPTIONS = {
     "--embedding": ("--token-embedding-type",),
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
     "--verbose": ("--log-verbosity", "-lv", "--uvicorn-log-level"),
+    "--file": ("--binary-file", "-bf"),
+    "--timeout": ("-to",),
+    "--help": ("--usage",),
     "--sleep-idle": ("--sleep-idle-seconds", "--keep-alive", "--ttl"),
 }
 _RENAMED = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names}
@@ -47,19 +50,28 @@ _EXPLAINED = {
      "--no-kv-offload"): "a model lies on one device as a whole: --device auto, cpu, cuda or cuda:N",
     ("-fa", "--flash-attn", "--jinja", "--stream", "-cb", "--cont-batching", "--enable-prefix-caching",
      "--metrics", "--props", "--embedding", "--embeddings", "--rerank", "--reranking", "--webui", "--no-context-shift",
-     "--escape", "--no-display-prompt", "--simple-io", "--no-perf", "--mmap",
+     "--no-escape", "--check-tensors", "--no-display-prompt", "--simple-io", "--no-perf", "--mmap",
      "--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-reasoning", "--enable-log-requests"):
         _ALWAYS,
-    ("-e",): r"a prompt is taken as it stands; in most shells $'one\ntwo' has a new line in it",
+    ("-e", "--escape"): r"a prompt is taken as it stands; in most shells $'one\ntwo' has a new line in it",
     ("-co", "--color", "--colors"): "colour follows the terminal; NO_COLOR and FORCE_COLOR decide otherwise",
     ("-sysf", "--system-prompt-file"): 'here it is -sys "$(cat FILE)"',
     ("-hft", "--hf-token"): "the token is read from HF_TOKEN, or from where hf auth login keeps it",
     ("--list-devices",): "nanovllm plan MODEL says what it would be computed on",
     ("--context-shift", "--keep"): "nothing is left out in silence; chat --context-overflow shift drops the oldest turns aloud",
     ("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"): "nanovllm chat --save-kv keeps what was read",
-    ("--prio", "--poll", "--numa", "--cpu-mask", "--cpu-range", "--cpu-strict"):
+    ("--prio", "--prio-batch", "--poll", "--poll-batch", "--numa", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict"):
         "which processors are used is said in front: taskset, numactl, nice; -t says how many",
     ("--imatrix",): "--algorithm gptq or awq looks at what the layers see; --calibration FILE is what they read",
+    ("--repack", "--no-repack", "-nr", "--op-offload", "--no-op-offload", "-nopo", "--no-host", "--kv-unified", "-kvu", "--swa-full",
+     "--fit", "-fit"): "that is decided here by itself: leave it out",
+    ("-sp", "--special"): "control tokens are no part of an answer; --json --logprobs 0 lists all that were drawn",
+    ("--verbose-prompt",): "a server shows it: nanovllm serve MODEL, then POST /apply-template and /tokenize",
+    ("-ptc", "--print-token-count"): "tokens are counted in the line at the end, and in --json and --jsonl",
+    ("--log-colors", "--log-prefix", "--log-timestamps"): "--log-file FILE keeps what is said, with times; --log-json as JSON",
+    ("--slot-save-path",): "nanovllm chat --save-kv keeps what was read; a server keeps it in memory alone",
+    ("--models-dir", "--models-preset"): "each model is named: nanovllm serve MODEL MODEL",
+    ("--leave-output-tensor",): "the head is left as it is, but for GGUF, where --head keep says so",
     ("--pure",): "--tensor-type '.=FORMAT' gives every weight that format",
     ("--disable-log-requests", "--disable-uvicorn-access-log", "--log-disable"):
         "serve writes a line for each request; --no-access-log leaves it out",
@@ -70,27 +82,31 @@ _EXPLAINED = {
     ("--threads-http", "--api-server-count"): "one process answers over HTTP: leave it out",
     ("--swap-space", "--cpu-offload-gb", "--cache-ram", "-cram"): "there is one cache, in memory: --kv-cache SIZE",
     ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl",
-     "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--override-kv"):
+     "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor",
+     "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", "--override-kv", "-gan", "--grp-attn-n", "-gaw", "--grp-attn-w"):
         "that follows from the model's own files: leave it out",
-    ("--no-enable-prefix-caching",): "the prefix cache changes no answer and is always on: leave it out",
+    ("--no-enable-prefix-caching", "--cache-prompt", "--no-cache-prompt", "--cache-reuse", "-sps", "--slot-prompt-similarity"):
+        "the prefix cache changes no answer and is always on: leave it out",
     ("-no-cnv", "--no-conversation", "-st", "--single-turn"): "run answers once and never asks back: leave it out",
     ("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", "-mli", "--multiline-input",
-     "--in-prefix", "--in-suffix"): "nanovllm chat MODEL is the conversation",
-    ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-mu", "--model-url"):
+     "--in-prefix", "--in-prefix-bos", "--in-suffix"): "nanovllm chat MODEL is the conversation",
+    ("-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo", "-hff", "--hf-file", "-mu", "--model-url"):
         "a hub's model is named like any other: org/repo, org/repo:Q4_K_M, org/repo/file.gguf",
     ("--warmup", "--no-warmup"): "nothing is run beforehand: leave it out",
     ("-mmp", "--no-mmap", "--mlock"): "weights are mapped while they load, and then lie in memory of their own: leave it out",
     ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
     ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split",
      "-sm", "--split-mode"): "a model runs on one device",
-    ("--lora", "--adapter-path", "--enable-lora"): "adapters are not supported: merge them into the weights first",
+    ("--lora", "--lora-scaled", "--lora-base", "--adapter-path", "--enable-lora", "--control-vector", "--control-vector-scaled"):
+        "adapters are not supported: merge them into the weights first",
     ("--mmproj", "--image"): "models that read images are not supported",
     ("-md", "--model-draft", "--draft-model", "--speculative-config"):
         "drafting by a second model is not supported; --speculate 8 guesses by what the text repeats",
     ("--spec-type", "--draft", "--draft-n", "--draft-max", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m",
      "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):
         "--speculate 8 guesses up to eight tokens a step by what the text repeats",
-    ("--mirostat", "--samplers", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z", "--adaptive-target",
+     "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",
 }  # fmt: skip
 _SENTENCES = {name: sentence for names, sentence in _EXPLAINED.items() for name in names}
@@ -98,15 +114,25 @@ _SENTENCES = {name: sentence for names, sentence in _EXPLAINED.items() for name 
 _COMMANDS = {
     "list": "models list", "ls": "models list", "pull": "models pull", "download": "models pull", "get": "models pull",
     "rm": "models rm", "remove": "models rm", "show": "models show", "info": "models show", "cli": "run", "generate": "run",
-    "complete": "run", "server": "serve", "start": "serve", "perplexity": "verify",
+    "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
+    "gguf-dump": "models show",
 }  # fmt: skip
 
+_SPLIT = "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /v1/models",
     "help": "nanovllm --help lists the commands, nanovllm run --help what one of them takes",
     "version": "here it is nanovllm --version",
     "tokenize": "a server does so: nanovllm serve MODEL, then POST /tokenize",
-    "split": "nanovllm convert FILE --to gguf --split-max-size 2G splits, and without a size merges",
+    "stop": "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server",
+    "create": "a model gets a name of yours by nanovllm config set aliases.NAME MODEL",
+    "perplexity": "nanovllm quantize says what it costs (perplexity, KL divergence); nanovllm verify compares two models",
+    "imatrix": "nanovllm quantize --algorithm gptq or awq looks at what the layers see",
+    "embedding": "a server does so: nanovllm serve MODEL, then POST /v1/embeddings",
+    "infill": "a server does so: nanovllm serve MODEL, then POST /infill",
+    "batched-bench": "here it is nanovllm bench MODEL -npl 1,2,4",
+    "gguf-split": _SPLIT,
+    "split": _SPLIT,
 }
 
 _EXTRA_WORDS = {
@@ -124,12 +150,13 @@ def option_hint(flag: str, known: Collection[str]) -> str | None:
     return _SENTENCES.get(flag)
 
 
-def command_hint(name: str) -> str | None:
-    """The same of a command that the program does not have."""
-    told = _NO_COMMANDS.get(name)
+def command_hint(name: str, known: Collection[str] = ()) -> str | None:
+    """The same of a command that the program does not have. known: those that it has, which llama.cpp's may only be prefixed."""
+    bare = name.removeprefix("llama-")
+    told = _NO_COMMANDS.get(bare)
     if told:
         return told
-    ours = _COMMANDS.get(name)
+    ours = _COMMANDS.get(bare) or (bare if bare in known else None)
     return f"here it is nanovllm {ours}" if ours else None
 
 
