@@ -282,6 +282,8 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path: Path) -> None:
         ("{} run tiny say hi 2>&-", 0, "hi\n", ""),
         ("{} run tiny say hi 2>/dev/full", 0, "hi\n", ""),
         ("{} run -q tiny say hi <&-", 0, "hi\n", ""),
+        ("{} run -q tiny say hi 0>/dev/null", 0, "hi\n", ""),  # what nohup leaves
+        ("{} chat -q tiny 0>/dev/null", 0, "", ""),
         ("{} run missing hi 2>&-", 3, "", ""),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,11 +45,12 @@ def nanovllm(home: Path, *args: str, stdin: str = "") -> subprocess.CompletedPro
 
 
 def test_a_story_and_its_statistics(tmp_path: Path, model: str) -> None:
-    done = nanovllm(tmp_path, "run", model, "Once upon a time", "-n", "40", "-s", "1")
+    done = nanovllm(tmp_path, "run", model, "Once upon a time", "-n", "40", "-s", "1", "-v")
     assert done.returncode == 0
     assert done.stdout.endswith("\n")
     assert len(done.stdout) > 20
-    first, *_, last = done.stderr.splitlines()
+    told, first, *_, last = done.stderr.splitlines()
+    assert re.fullmatch(r"info: (bfloat16|float32) on \d+ threads; context of \d+ tokens, KV cache of [\d.]+ MiB", told)
     assert first.startswith(f"{model}: ")
     assert last.startswith("prompt ")
     assert " tok/s | answer " in last

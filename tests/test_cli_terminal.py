@@ -105,6 +105,14 @@ def test_stdout_and_stderr_are_judged_apart(spawn: Spawn, tmp_path: Path) -> Non
     assert (tmp_path / "out.txt").read_text() == ("slow but steady " * 50)[:40] + "\n"
 
 
+def test_a_pipe_may_lead_to_the_same_screen(spawn: Spawn) -> None:
+    text = finish(spawn("run", "tiny", "slowly", "-n", "40", stdout="/dev/stdout | cat"))[1]
+    assert "writing" not in text
+    assert ("slow but steady " * 50)[:40] in seen(text)
+    text = finish(spawn("run", "--no-stats", "thinker", "say <think>let me see</think>Yes.", stdout="/dev/stdout | cat"))[1]
+    assert text.endswith("\x1b[2mlet me see\x1b[0m\r\nYes.\r\n")
+
+
 def test_reasoning_is_dimmed_on_stderr(spawn: Spawn, tmp_path: Path) -> None:
     prompt = "say <think>let me see</think>Forty-two."
     text = finish(spawn("run", "--no-stats", "thinker", prompt))[1]

@@ -138,6 +138,8 @@ class LLM:
         self._max_num_seqs = config.max_num_seqs
         self._request_ids = itertools.count()
         self._readers = Readers(self.engine)
+        dtype, where = str(self.dtype).removeprefix("torch."), "a GPU" if self.threads is None else f"{self.threads} threads"
+        logger.info("%s on %s; context of %s tokens, KV cache of %.1f MiB", dtype, where, self.context_len, self.kv_bytes / 2**20)
 
     @staticmethod
     def find(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import BinaryIO
 
-from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode
+from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode, standard_input
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PROMPT_WORTH_SHOWING
 from nanovllm_cli.errors import UsageError
@@ -23,7 +23,7 @@ class PlainReader:
 
     def __init__(self, console: Console, source: BinaryIO | None = None) -> None:
         self._console = console
-        self._source = source or (sys.stdin.buffer if sys.stdin is not None else None)
+        self._source = source or standard_input()
         self._asks = source is None and sys.stdin is not None and sys.stdin.isatty()
 
     def read(self, draft: str = "") -> str:

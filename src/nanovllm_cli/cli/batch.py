@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.form import FORM_KEYS, form_of_line
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
+from nanovllm_cli.cli.log import ON_SCREEN
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.question import Question, checked_messages, new_question, with_system
@@ -168,7 +169,7 @@ class _Run:
             f"memory {size(records.peak_memory_bytes())}",
         ]
         text = " | ".join(parts)
-        logger.info("%s", text)
+        logger.info("%s", text, extra={ON_SCREEN: shows})
         if shows:
             self.screen.line(text, "dim")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fcntl
 import os
 import select
 import sys
@@ -35,15 +36,26 @@ def assemble(words: Sequence[str], files: Sequence[str], console: Console) -> st
     return "\n\n".join(part for part in parts if part)
 
 
-def read_standard_input(console: Console) -> str:
+def standard_input() -> BinaryIO | None:
+    """Its bytes; None where it is closed or, as nohup leaves it, open for writing alone."""
     if sys.stdin is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        if fcntl.fcntl(sys.stdin.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            return None
+    return sys.stdin.buffer
+
+
+def read_standard_input(console: Console) -> str:
+    source = standard_input()
+    if source is None:
         return ""
     if sys.stdin.isatty():
         console.say("reading from the terminal; Ctrl-D on an empty line ends it")
     elif not _has_data(_WAIT_SECONDS):
         console.say("waiting for standard input to end (</dev/null leaves it out)")
     try:
-        data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+        data = source.read(MAX_INPUT_BYTES + 1)
     except OSError as failure:
         raise UsageError(f"cannot read standard input: {failure.strerror}") from failure
     return decode(_bounded(data, "standard input"), "standard input")
@@ -61,13 +73,14 @@ def open_input(name: str, console: Console) -> Iterator[BinaryIO]:
     if name != STANDARD_INPUT:
         with _telling(name), open(name, "rb") as file:
             yield file
-    elif sys.stdin is None:
+        return
+    source = standard_input()
+    if source is None:
         raise UsageError("standard input is closed")
-    else:
-        if sys.stdin.isatty():
-            console.say("reading from the terminal; Ctrl-D on an empty line ends it")
-        with _telling("standard input"):
-            yield sys.stdin.buffer
+    if sys.stdin.isatty():
+        console.say("reading from the terminal; Ctrl-D on an empty line ends it")
+    with _telling("standard input"):
+        yield source
 
 
 @contextlib.contextmanager

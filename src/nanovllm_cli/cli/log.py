@@ -12,6 +12,8 @@ from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.errors import OutputError
 
 PACKAGE = "nanovllm_cli"
+ON_SCREEN = "on_screen"
+"""Of a record, in `extra`: True where its words are on stderr anyway, as a line of their own."""
 
 
 def screen_for(options: MessageOptions) -> Console:
@@ -72,7 +74,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(self.formatter, JsonFormatter):
             self._console.line(self.format(record))
-        else:
+        elif not getattr(record, ON_SCREEN, False):
             text = one_line(record.getMessage().split("\n")[0])
             self._console.line(
                 f"{record.levelname.lower()}: {text}", "dim" if record.levelno < logging.WARNING else None

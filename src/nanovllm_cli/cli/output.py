@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from typing import Literal, TextIO
@@ -46,6 +47,7 @@ class Stream:
         self._file = file
         self._gone = False
         self.is_terminal = file is not None and file.isatty()
+        self.is_pipe = _is_pipe(file)
         dumb = environ.get("TERM", "") in ("", "dumb")
         self.moves_cursor = self.is_terminal and not dumb
         self.color = _wants_color(environ, self.moves_cursor)
@@ -113,6 +115,7 @@ class Console:
         self.err = err or Stream(sys.stderr, "standard error", required=False)
         self.quiet = False
         self._one_screen = self.out.is_terminal and self.err.is_terminal
+        self._may_be_one_screen = self._one_screen or (self.out.is_pipe and self.err.is_terminal)  # `| cat`
         self._last = self.err
         self._status = ""
         self._styled = False
@@ -170,7 +173,7 @@ class Console:
 
     def answer(self, text: str) -> None:
         """A piece of the model's answer, on stdout."""
-        if self._one_screen:
+        if self._may_be_one_screen:
             self.status("")
             self._end_style()
             if self._last is self.err:
@@ -237,6 +240,13 @@ def console() -> Console:
 def one_line(text: str) -> str:
     """`text` on one line without control characters: what a message may safely show of names and of others' words."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text).strip()
+
+
+def _is_pipe(file: TextIO | None) -> bool:
+    try:
+        return file is not None and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _wants_color(environ: Mapping[str, str], moves_cursor: bool) -> bool:

@@ -18,7 +18,7 @@ from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.files import WholeFile
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.local import open_local
-from nanovllm_cli.cli.log import screen_for
+from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
 from nanovllm_cli.cli.options import (
     EngineOptions,
@@ -146,7 +146,7 @@ def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen
     last = history.load() if prompt.continue_last else None
     text = inputs.assemble(asked.words, prompt.file or [], screen)
     if not text and last is None:
-        raise UsageError("there is no prompt", EXAMPLE)
+        raise UsageError("there is no prompt", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
@@ -218,7 +218,8 @@ def _answer(
     """Streams the answer to where it belongs."""
     answering = answerer.ask(question, given)
     printer = _printer(options, screen, file.write if file is not None else screen.answer, answerer.name, answering)
-    status = _Status(screen, hidden=file is not None or options.json or options.extract or not screen.out.is_terminal)
+    streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
+    status = _Status(screen, hidden=file is not None or options.json or options.extract or not streams)
     has_stepped = False
     try:
         with contextlib.closing(answering):
@@ -247,8 +248,8 @@ def _answer(
         answer.check()
     if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
         screen.say(f"cut off: {answerer.limit(given)}", "dim")
-    logger.info("%s", statistics.line())
     shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
+    logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
     if shows:
         screen.line(statistics.line(), "dim")
 
@@ -280,7 +281,7 @@ class _Status:
         elif self._hidden and time.monotonic() - self._drawn >= _STATUS_SECONDS:
             self._drawn = time.monotonic()
             count = sum(answer.num_tokens or 0 for answer in answering.answers.in_order())
-            self._screen.status(f"writing  {count:,} tokens")
+            self._screen.status(f"writing  {count:,} token{'s' if count != 1 else ''}")
 
 
 def _path(output: str | None) -> Path | None:
