@@ -715,6 +715,18 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
         ServeSettings(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("field", "option"),
+    [
+        ("max_body_bytes", "--max-body"), ("max_requests", "--max-requests"), ("idle_seconds", "--idle-timeout"),
+        ("request_seconds", "--timeout"), ("drain_seconds", "--drain-timeout"), ("ping_seconds", "--ping-interval"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_called_as_it_was_written(field: str, option: str) -> None:
+    with pytest.raises(UsageError, match=f"^{option} must be "):
+        ServeSettings(**{field: 0})  # type: ignore[arg-type]
+
+
 def test_without_a_key_only_this_machine_is_served() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
         assert ServeSettings(host=host).is_private

@@ -10,6 +10,16 @@ from dataclasses import dataclass
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.keys import KeyFile, check_keys
 
+_OPTIONS = {
+    "max_body_bytes": "--max-body",
+    "max_requests": "--max-requests",
+    "idle_seconds": "--idle-timeout",
+    "request_seconds": "--timeout",
+    "drain_seconds": "--drain-timeout",
+    "ping_seconds": "--ping-interval",
+}
+"""What a person writes for a field."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
@@ -62,12 +72,11 @@ class ServeSettings:
             )
         for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_requests"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1")
-        for name in ("header_seconds", "body_seconds", "idle_seconds", "write_seconds", "drain_seconds", "ping_seconds"):
+                raise UsageError(f"{_OPTIONS.get(name, name)} must be at least 1")
+        times = ("header_seconds", "body_seconds", "idle_seconds", "write_seconds", "drain_seconds", "ping_seconds")
+        for name in times if self.request_seconds is None else (*times, "request_seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{name} must be more than 0")
-        if self.request_seconds is not None and not 0 < self.request_seconds < math.inf:
-            raise UsageError("--timeout must be more than 0")
+                raise UsageError(f"{_OPTIONS.get(name, name)} must be a number of seconds, more than 0")
 
     @property
     def needs_key(self) -> bool:
