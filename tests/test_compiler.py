@@ -197,10 +197,10 @@ def test_cache_that_can_not_be_written_is_no_error(cache: Path, compilations: li
 
 
 def test_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int) -> None:
+    def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "replace", full)
     assert isinstance(compiler.compile(KERNEL, "sm_80"), Compiled)
     assert list(cache.iterdir()) == []
 

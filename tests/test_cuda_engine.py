@@ -324,6 +324,25 @@ def test_a_closed_engine_holds_no_memory_of_the_device(folder: Path) -> None:
     assert runner() is None
 
 
+def kernels_not_rehearsed(folder: Path, **settings: Any) -> set[str]:
+    """Of prompts, chunks of any length and any number of answers; but a copied block's, which is small and seldom."""
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, max_num_seqs=9, max_num_batched_tokens=45, **settings)
+    asked = [
+        (PROMPTS[0], replace(FILTERED, constraint=FORM)), (PROMPTS[3], greedy(4, logprobs=2, repetition_penalty=1.2)),
+        (PROMPTS[2], replace(FILTERED, n=7, max_tokens=4)), (PROMPTS[1], greedy(9)), ([5] * 44, greedy(2)), ([6] * 33, greedy(2)),
+        ([9] * 50, greedy(2)),
+    ]  # fmt: skip
+    run(engine, asked)
+    assert device.launcher.launched
+    return {str(kernel) for kernel in device.launcher.launched - device.launcher.rehearsed if kernel.stem != "blocks"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}, {"deterministic": True}], ids=str)
+def test_no_answer_waits_for_the_compiler(settings: dict[str, Any], folder: Path) -> None:
+    assert kernels_not_rehearsed(folder, **settings) == set()
+
+
 def test_a_step_is_under_way_while_the_last_one_is_read(folder: Path) -> None:
     engine = engine_on(folder, EmulatedDevice())
     engine.add("a", [3, 4, 5], greedy(6))

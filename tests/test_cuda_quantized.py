@@ -30,7 +30,7 @@ from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format import NF4, Blocks, Fp8, Integer, Nf4
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from test_cuda_engine import engine_on
+from test_cuda_engine import engine_on, kernels_not_rehearsed
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 
 pytestmark = needs_emulation
@@ -62,6 +62,11 @@ def test_quantized_while_loading(name: str, tmp_path: Path) -> None:
     model = dequantized(model, name)
     for tokens in (FEW, MANY):
         assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < FORMATS[name]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "q8_0"])
+def test_no_answer_waits_for_the_compiler(name: str, tmp_path: Path) -> None:
+    assert kernels_not_rehearsed(save(random_model(Qwen3Config(**SHAPE)), tmp_path), quant=name) == set()
 
 
 @pytest.mark.parametrize("name", FORMATS)

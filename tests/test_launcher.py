@@ -195,6 +195,38 @@ def test_kernel_is_compiled_and_loaded_once(gpu: Gpu) -> None:
     assert cuda.num_launches == 4
 
 
+def test_what_a_rehearsal_would_launch_is_compiled_side_by_side_and_loaded_when_it_is_launched(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, both_here = CudaLauncher(), threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(launcher, "num_processors", lambda: 2)
+    monkeypatch.setattr(compiler, "compile", lambda *args: both_here.wait() >= 0 and gpu.compile(*args))
+    kernels, ran = norm.variants()[:2], []
+
+    def step() -> None:
+        for kernel in (*kernels, kernels[0]):
+            cuda.launch(kernel, GRID, BLOCK, ())
+        cuda.torch_op(lambda: ran.append("torch's"))
+
+    for _ in range(2):
+        cuda.rehearse(step)
+    assert (len(gpu.compiled), gpu.launches, gpu.functions, ran, cuda.num_launches) == (2, [], [], [], 0)
+    step()
+    cuda.rehearse(step)
+    assert (len(gpu.compiled), len(gpu.launches), len(gpu.functions), ran) == (2, 3, 2, ["torch's"])
+
+
+def test_a_rehearsal_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch, Gpu(75))
+    cuda = CudaLauncher()
+    with pytest.raises(UnsupportedError, match=r"capability 8\.0"):
+        cuda.rehearse(lambda: cuda.launch(KERNEL._replace(min_capability=80), GRID, BLOCK, ()))
+    with pytest.raises(ZeroDivisionError):
+        cuda.rehearse(lambda: 1 // 0)
+    cuda.launch(KERNEL, GRID, BLOCK, ())
+    assert len(gpu.launches) == 1
+
+
 def test_a_launch_that_fails_is_a_runtime_error_that_names_it(gpu: Gpu) -> None:
     """A step that is recorded falls back on this."""
     cuda = CudaLauncher()

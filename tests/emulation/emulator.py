@@ -96,7 +96,8 @@ class Emulator:
     """order: the seed of the order in which threads and blocks get their turn. capability: what the wrappers are told.
 
     bugs: macros that plant a bug, for tests of the tests; OVERLAP is none, but emulates dependent launch (overlap.h).
-    only_block: the one block of a launch that runs, for grids too large to emulate. `launches` counts, by entry.
+    only_block: the one block of a launch that runs, for grids too large to emulate. `launches` counts, by entry; `launched` and
+    `rehearsed` are the kernels.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class Emulator:
         self.bugs = bugs
         self.only_block = only_block
         self.launches: dict[str, int] = {}
+        self.launched: set[Kernel] = set()
+        self.rehearsed: set[Kernel] = set()
 
     def launch(
         self,
@@ -127,6 +130,7 @@ class Emulator:
         assert all(0 < size < limit for size, limit in zip(grid, (1 << 31, 1 << 16, 1 << 16), strict=True)), grid
         assert shared_bytes <= 227 << 10, shared_bytes
         self.launches[kernel.entry] = self.launches.get(kernel.entry, 0) + 1
+        self.launched.add(kernel)
         if on_gpu.ENABLED:
             on_gpu.launch(self, kernel, grid, block, args, shared_bytes)
             return
@@ -148,6 +152,15 @@ class Emulator:
 
     def torch_op(self, function: Callable[[], object]) -> None:
         function()
+
+    def rehearse(self, step: Callable[[], object]) -> None:
+        """Compiles nothing: the tests' models need few of the kernels that they might."""
+        self.launch = lambda kernel, *_: self.rehearsed.add(kernel)
+        self.torch_op = lambda function: None
+        try:
+            step()
+        finally:
+            del self.launch, self.torch_op
 
 
 def _value(arg: Arg) -> np.ndarray:

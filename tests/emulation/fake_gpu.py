@@ -92,6 +92,9 @@ class FakeLauncher:
         self.num_launches += 1
         function()
 
+    def rehearse(self, step: Callable[[], object]) -> None:
+        step()
+
 
 class _Event:
     def record(self) -> None: ...

@@ -158,13 +158,22 @@ class CudaPlatform:
         blocks = -(-tokens // size)
         cache = KVCache(blocks, model.spec.kv_heads_and_dims, model.backend)
         prompt = Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)
+        # Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own.
+        chunks = [
+            Scheduled(0, [0] * length, 1, list(range(blocks)), (0,), prompt_len=tokens)
+            for length in (1 << i for i in range(1, (tokens - 1).bit_length()))
+        ]
+
+        def run(shares: list[Scheduled]) -> None:
+            for share in shares:
+                batch, _ = build_batch([share], size)
+                with torch.inference_mode():
+                    model.logits(model.run(model.prepare(batch), cache))
+
+        self.launcher.rehearse(lambda: run([*chunks, prompt]))
         self.device.forget_peak()
         before = self.device.memory().allocated
-        # A chunk too, whose attention has other kernels than a whole prompt's: nobody is to wait for the compiler later.
-        for share in (Scheduled(0, [0, 0], 1, [0], (0,), prompt_len=3), prompt):
-            batch, _ = build_batch([share], size)
-            with torch.inference_mode():
-                model.logits(model.run(model.prepare(batch), cache))
+        run([*chunks[:1], prompt])
         return max(0, self.device.memory().peak - before)
 
     def _too_large(self, what: str) -> DoesNotFitError:

@@ -94,10 +94,14 @@ class DecodeStep:
         return logits
 
     def warm_up(self, sampler: DeviceSampler) -> None:
-        """Launches every kernel once, on a row of padding, so that the first answer does not wait for the compiler."""
+        """Compiles the kernels of every bucket, and launches those of the first on a row of padding: no answer is to wait for the
+        compiler."""
         room = self._upload([], {}, [])
-        for only_greedy in (True, False):
-            key = (1, room, only_greedy, False)
+        first = [(1, room, only_greedy, False) for only_greedy in (True, False)]
+        buckets = [self._bucket(1 << i) for i in range((self._max_rows - 1).bit_length() + 1)]
+        keys = [*first, *((rows, room, False, True) for rows in buckets)]
+        self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in keys])
+        for key in first:
             self._launch(key, sampler)
             self._seen.add(key)
 

@@ -220,7 +220,8 @@ def _load(key: str) -> Compiled | None:
 
 
 def _store(key: str, compiled: Compiled) -> None:
-    """Under a temporary name first, so that no reader meets half an entry; on disk before it gets its name."""
+    """Under a temporary name first, so that no reader meets half an entry. What a crash of the machine leaves of it has another
+    checksum: nobody waits for the disk."""
     body = json.dumps(compiled.resources).encode() + b"\n" + compiled.cubin
     folder = cache_folder() / "cuda"
     with contextlib.suppress(OSError):
@@ -231,8 +232,6 @@ def _store(key: str, compiled: Compiled) -> None:
         try:
             with open(file, "wb") as out:
                 out.write(_FORMAT + _checksum(key, body) + body)
-                out.flush()
-                os.fsync(out.fileno())
             os.replace(unfinished, folder / key)
         except OSError:
             os.unlink(unfinished)

@@ -72,6 +72,10 @@ class Launcher(Protocol):
     def torch_op(self, function: Callable[[], object]) -> None:
         """Torch's own kernels, in their place among ours: in a recorded step they too run at each replay."""
 
+    def rehearse(self, step: Callable[[], object]) -> None:
+        """Calls `step` without launching anything, and compiles what it would launch, all at once: one after another, as they
+        come, kernels keep one processor busy. Nothing in `step` may depend on numbers that its kernels compute."""
+
 
 def read_sources(path: Path, headers: Path) -> dict[str, str]:
     """The text of a .cu file and of the headers in `headers` that it includes, directly or not, by file name."""

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import compiler
+from nanovllm_cli.kernels.compiler import Compiled
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Arg, Kernel
+from nanovllm_cli.processors import num_processors
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 FREE_SHARED_BYTES = 48 << 10  # shared memory, static and dynamic, that a kernel has without asking
@@ -96,12 +99,17 @@ class CudaLauncher:
         self._index = device_index
         self._thread = _Thread()
         self._loaded: dict[Kernel, _Loaded] = {}
+        self._compiled: dict[Kernel, Compiled] = {}  # and not loaded yet
+        self._rehearsed: dict[Kernel, None] | None = None  # kernels of a step that is only rehearsed, in their order
         self.programmatic_launch = programmatic_launch and self.capability >= PROGRAMMATIC_CAPABILITY
         self._options = ("-DPDL",) if self.programmatic_launch else ()
         self._driver = _Driver(self.programmatic_launch)
 
     def launch(self, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int = 0) -> None:
         """See `Launcher.launch`. The first launch of a kernel loads it, and does not belong into a graph's capture."""
+        if self._rehearsed is not None:
+            self._rehearsed[kernel] = None
+            return
         if not self._thread.has_device:
             self._make_current()
         loaded = self._loaded.get(kernel) or self._load(kernel)
@@ -118,7 +126,22 @@ class CudaLauncher:
 
     def torch_op(self, function: Callable[[], object]) -> None:
         """See `Launcher.torch_op`. A CUDA graph records torch's launches as it does ours."""
-        function()
+        if self._rehearsed is None:
+            function()
+
+    def rehearse(self, step: Callable[[], object]) -> None:
+        """See `Launcher.rehearse`. The compiler's threads run side by side, one a processor."""
+        kernels = self._rehearsed = {}
+        try:
+            step()
+        finally:
+            self._rehearsed = None
+        new = [kernel for kernel in kernels if kernel not in self._loaded and kernel not in self._compiled]
+        pool = ThreadPoolExecutor(num_processors())
+        try:
+            self._compiled.update(zip(new, pool.map(self._compile, new), strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C, only those that have begun are waited for
 
     def _make_current(self) -> None:
         """The driver launches into the thread's current context. A new thread has none, and torch sets one only when it must."""
@@ -131,12 +154,7 @@ class CudaLauncher:
     def _load(self, kernel: Kernel) -> _Loaded:
         from cupy.cuda import Module, driver
 
-        if self.capability < kernel.min_capability:
-            needed = f"{kernel.min_capability // 10}.{kernel.min_capability % 10}"
-            raise UnsupportedError(
-                f"{kernel} needs a GPU of compute capability {needed}", "use --dtype float16, or --device cpu"
-            )
-        compiled = compiler.compile(kernel, compiler.architecture(self.capability), self._options)
+        compiled = self._compiled.pop(kernel, None) or self._compile(kernel)
         module = Module()
         module.load(compiled.cubin)
         function = module.get_function(kernel.entry)
@@ -144,6 +162,14 @@ class CudaLauncher:
             driver.funcSetAttribute(function.ptr, SHARED_CARVEOUT, CARVEOUT)
         loaded = self._loaded[kernel] = _Loaded(function, FREE_SHARED_BYTES - compiled.resources.shared)
         return loaded
+
+    def _compile(self, kernel: Kernel) -> Compiled:
+        if self.capability < kernel.min_capability:
+            needed = f"{kernel.min_capability // 10}.{kernel.min_capability % 10}"
+            raise UnsupportedError(
+                f"{kernel} needs a GPU of compute capability {needed}", "use --dtype float16, or --device cpu"
+            )
+        return compiler.compile(kernel, compiler.architecture(self.capability), self._options)
 
     def _allow_shared(self, kernel: Kernel, loaded: _Loaded, shared_bytes: int) -> None:
         from cupy.cuda import driver, runtime
