@@ -49,10 +49,10 @@ class Step:
     def with_own_caches(self) -> Step:
         return replace(self, k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
 
-    def scratch(self, emulator: Emulator, deterministic: bool = False) -> DecodeScratch:
+    def scratch(self, emulator: Emulator) -> DecodeScratch:
         _, heads, kv_heads, dim, *_ = self.projected
         tokens = self.block_tables.shape[1] * self.k_cache.shape[2]
-        scratch = DecodeScratch(emulator, len(self.kv_lens), heads, kv_heads, dim, tokens, deterministic)
+        scratch = DecodeScratch(emulator, len(self.kv_lens), heads, kv_heads, dim, tokens)
         scratch.partials.fill_(torch.nan)
         scratch.sums.fill_(torch.nan)
         return scratch
@@ -161,13 +161,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["filling", "deterministic"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", STEPS)
-def test_each_row_is_one_rounding_from_float64(name: str, order: int, deterministic: bool) -> None:
+def test_each_row_is_one_rounding_from_float64(name: str, order: int) -> None:
     inputs = STEPS[name]()
     emulator, caches = Emulator(order), inputs.expected_caches()
-    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator, deterministic)), inputs.expected())
+    close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
     assert same_bits(inputs.k_cache, caches[0])
     assert same_bits(inputs.v_cache, caches[1])
 
@@ -230,23 +229,6 @@ def test_many_splits_are_combined_and_scratch_may_be_used_again(order: int, monk
     close_to_rounding(smaller.run(emulator, scratch), smaller.expected())
 
 
-@pytest.mark.parametrize("types", [(BF16, FP8), (BF16, BF16)], ids=["tensor cores", "CUDA cores"])
-def test_deterministic_bits_depend_on_the_sequence_alone(types: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FIXED_SPLIT", 64)
-    monkeypatch.setattr(kernels, "FIXED_SPLITS", 5)  # reached by the longest, whose splits are longer then
-    dims = (2, 3, 32 if types[1] == FP8 else 17)
-    inputs = step(types, dims, LENS)
-    for window in (0, 150):
-        inputs.options["window"] = window
-        everything = Emulator(7, num_multiprocessors=132)
-        together = inputs.run(everything, inputs.scratch(everything, deterministic=True))
-        close_to_rounding(together, inputs.expected())
-        for rows, width, order in (((7,), 33, 0), ((6,), 200, 1), ((6, 7, 5), 64, 7)):
-            few = Emulator(order, num_multiprocessors=1)
-            alone = inputs.rows(*rows, width=width)
-            assert torch.equal(alone.run(few, alone.scratch(few, deterministic=True)), together[list(rows)])
-
-
 def test_every_number_of_splits_covers_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
     inputs = step((BF16, FP8), (1, 1, 32), [1, 63, 64, 65, 300, 517])
@@ -304,9 +286,8 @@ def test_old_gpus_have_tensor_cores_for_half_only() -> None:
 def test_splits_fill_the_gpu_and_no_more() -> None:
     h200 = Emulator(num_multiprocessors=132)
     for batch, expected in ((1, 64), (32, 7), (128, 2), (256, 1)):
-        assert kernels.num_splits(h200, batch * 8, 40960, False) == expected
-    assert kernels.num_splits(h200, 8, 16, False) == 1
-    assert {kernels.num_splits(h200, pairs, 40960, True) for pairs in (8, 256, 2048)} == {33}
+        assert kernels.num_splits(h200, batch * 8, 40960) == expected
+    assert kernels.num_splits(h200, 8, 16) == 1
 
 
 def test_no_sequences_is_no_launch() -> None:

@@ -63,8 +63,8 @@ _EXPLAINED = {
     ("--prio", "--prio-batch", "--poll", "--poll-batch", "--numa", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--cpu-strict"):
         "which processors are used is said in front: taskset, numactl, nice; -t says how many",
     ("--imatrix",): "--algorithm gptq or awq looks at what the layers see; --calibration FILE is what they read",
-    ("--repack", "--no-repack", "-nr", "--op-offload", "--no-op-offload", "-nopo", "--no-host", "--kv-unified", "-kvu", "--swa-full",
-     "--fit", "-fit"): "that is decided here by itself: leave it out",
+    ("--repack", "--no-repack", "-nr", "--op-offload", "--no-op-offload", "-nopo", "--no-host", "--kv-unified", "-kvu",
+     "--swa-full", "--fit", "-fit"): "that is decided here by itself: leave it out",
     ("-sp", "--special"): "control tokens are no part of an answer; --json --logprobs 0 lists all that were drawn",
     ("--verbose-prompt",): "a server shows it: nanovllm serve MODEL, then POST /apply-template and /tokenize",
     ("-ptc", "--print-token-count"): "tokens are counted in the line at the end, and in --json and --jsonl",
@@ -83,7 +83,8 @@ _EXPLAINED = {
     ("--swap-space", "--cpu-offload-gb", "--cache-ram", "-cram"): "there is one cache, in memory: --kv-cache SIZE",
     ("--tokenizer", "--tokenizer-mode", "--load-format", "--task", "--runner", "--model-impl",
      "--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor",
-     "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", "--override-kv", "-gan", "--grp-attn-n", "-gaw", "--grp-attn-w"):
+     "--yarn-attn-factor", "--yarn-beta-slow", "--yarn-beta-fast", "--override-kv", "-gan", "--grp-attn-n", "-gaw",
+     "--grp-attn-w"):
         "that follows from the model's own files: leave it out",
     ("--no-enable-prefix-caching", "--cache-prompt", "--no-cache-prompt", "--cache-reuse", "-sps", "--slot-prompt-similarity"):
         "the prefix cache changes no answer and is always on: leave it out",
@@ -105,8 +106,8 @@ _EXPLAINED = {
     ("--spec-type", "--draft", "--draft-n", "--draft-max", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m",
      "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):
         "--speculate 8 guesses up to eight tokens a step by what the text repeats",
-    ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z", "--adaptive-target",
-     "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z",
+     "--adaptive-target", "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",
 }  # fmt: skip
 _SENTENCES = {name: sentence for names, sentence in _EXPLAINED.items() for name in names}

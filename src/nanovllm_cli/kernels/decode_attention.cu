@@ -47,8 +47,8 @@ constexpr int K_VECTOR = largest_power(K_PART / 4, 16 / BYTES), K_LOADS = K_PART
 constexpr int V_VECTOR = largest_power(V_PART / 8, 16 / BYTES), V_LOADS = V_PART / 8 / V_VECTOR;
 constexpr int K_WORDS = K_VECTOR * BYTES / 4, V_WORDS = (V_VECTOR * BYTES + 3) / 4;
 
-// The result in the order of registers: dim of(dim) is a lane's sum [i][k], its place the one of a quarter of it, and the rows of
-// a warp are four banks apart. Gaps of eight keep apart the threads that read four dims each.
+// The result in the order of registers: what a warp's lanes add at once, their sums [i][k], lies side by side, four to a row, and
+// rows are four banks apart. Gaps of eight keep apart the threads that read four dims each. of(dim): where a dim lies.
 struct Registers {
   static constexpr int GAP = 8, END = HEAD_DIM + (HEAD_DIM - 1) / 32 * GAP, FLOATS = END + (4 - END % 32 + 32) % 32;
 
@@ -142,7 +142,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
                  KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
                  const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                  int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
-                 int fixed_splits, float eps, float scale, float softcap) {
+                 float eps, float scale, float softcap) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
   __shared__ Result<Registers> result;
   __shared__ Heads heads;
@@ -152,7 +152,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP_SIZE, 0);  // tells the compiler that the lanes agree on it
   Split split;
   find_heads(split, kv_heads, group);
-  if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
+  if (!find_tokens(split, kv_lens, window, least_split)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
 
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;

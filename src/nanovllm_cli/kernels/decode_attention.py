@@ -15,13 +15,11 @@ from nanovllm_cli.kernels.rope_cache import Projected
 
 THREADS = 128
 MAX_SPLITS = 64
-"""Of a sequence, in both policies; as in decode_split.cuh."""
+"""Of a sequence; as in decode_split.cuh."""
 LEAST_SPLIT = 128
-"""Tokens of the smallest split where splits are there to fill the GPU. Smaller ones cost more to combine than they save."""
+"""Tokens of the smallest split. Smaller ones cost more to combine than they save."""
 BLOCKS_WANTED = 12
 """For each multiprocessor: two to three run at once, and a few rounds of them even out sequences of unequal length."""
-FIXED_SPLIT, FIXED_SPLITS = 512, 32
-"""Deterministic splits: 512 tokens, or what gives 32 splits or fewer; a window may begin inside one more."""
 MAX_TENSOR_CORE_DIM = 256
 LARGE_DIM, LARGE_DIM_CAPABILITY = 192, 90
 """A 16-bit cache of larger heads fills a thread's registers. Newer GPUs' compilers want more: there it goes to CUDA cores."""
@@ -31,26 +29,14 @@ BF16_CAPABILITY = 80
 
 class DecodeScratch:
     """Where the splits of a step leave their results: allocated once, for all layers and steps of at most max_batch sequences of
-    at most max_tokens (P * S) tokens.
-
-    deterministic: a sequence's bits depend on nothing but itself. Else it is cut into as many splits as fill the GPU, which
-    depends on B and P.
-    """
+    at most max_tokens (P * S) tokens. A sequence is cut into as many splits as fill the GPU, which depends on B and P."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        max_batch: int,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        max_tokens: int,
-        deterministic: bool = False,
+        self, launcher: Launcher, max_batch: int, num_heads: int, kv_heads: int, head_dim: int, max_tokens: int
     ) -> None:
-        self.deterministic = deterministic
         rows = 0
         for batch in range(1, max_batch + 1):
-            splits = num_splits(launcher, batch * kv_heads, max_tokens, deterministic)
+            splits = num_splits(launcher, batch * kv_heads, max_tokens)
             if splits > 1:
                 rows = max(rows, batch * num_heads * splits)
         self.partials = torch.empty(rows * head_dim, dtype=torch.float32, device=launcher.device)
@@ -59,10 +45,8 @@ class DecodeScratch:
         self.counters = torch.zeros(max_batch * num_heads, dtype=torch.int32, device=launcher.device)
 
 
-def num_splits(launcher: Launcher, pairs: int, tokens: int, deterministic: bool) -> int:
+def num_splits(launcher: Launcher, pairs: int, tokens: int) -> int:
     """The most that a sequence of so many tokens is cut into. pairs: of sequences and kv heads."""
-    if deterministic:
-        return min(FIXED_SPLITS + 1, -(-tokens // FIXED_SPLIT))
     return min(MAX_SPLITS, -(-BLOCKS_WANTED * launcher.num_multiprocessors // pairs), -(-tokens // LEAST_SPLIT))
 
 
@@ -110,12 +94,11 @@ def decode_attention(
     if batch:
         kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, projected.load)
         grid_heads = kv_heads * -(-group // rows)
-        splits = num_splits(launcher, batch * grid_heads, width * block_size, scratch.deterministic)
+        splits = num_splits(launcher, batch * grid_heads, width * block_size)
         partials = batch * heads * splits * dim if splits > 1 else 0
         assert partials <= scratch.partials.numel(), "the scratch is for fewer, or shorter, sequences"
         assert batch * grid_heads <= scratch.counters.numel(), "the scratch is for fewer sequences"
-        least, fixed = (FIXED_SPLIT, FIXED_SPLITS) if scratch.deterministic else (LEAST_SPLIT, 0)
-        sizes = (kv_heads, group, projected.num_angles, interleaved, width, window, least, fixed)
+        sizes = (kv_heads, group, projected.num_angles, interleaved, width, window, LEAST_SPLIT)
         numbers = (np.int32(size) for size in sizes)
         tensors = (qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
         results = (scratch.partials, scratch.sums, scratch.counters, out)

@@ -21,14 +21,14 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
                      KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
                      const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                      int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
-                     int fixed_splits, float eps, float scale, float softcap) {
+                     float eps, float scale, float softcap) {
   typedef Vector<KV_DTYPE, VECTOR> Elements;
   __shared__ Result<Registers> result;
   __shared__ Heads heads;
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % LANES, slot = threadIdx.x % WARP_SIZE / LANES;
   Split split;
   find_heads(split, kv_heads, group);
-  if (!find_tokens(split, kv_lens, window, least_split, fixed_splits)) return write_zeros(split, kv_heads, group, out);
+  if (!find_tokens(split, kv_lens, window, least_split)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;
   const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps};

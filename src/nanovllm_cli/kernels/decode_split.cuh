@@ -42,20 +42,14 @@ DEVICE void find_heads(Split& split, int kv_heads, int group) {
   split.rows = min(ROWS, group - chunk * ROWS);
 }
 
-// Which tokens; false where the sequence has none. fixed_splits 0: as many splits as the grid has, but none below least_split
-// tokens. Else splits of least_split tokens, or of twice as many (four times, ...) where there would be more than fixed_splits,
-// whatever the grid.
-DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_split, int fixed_splits) {
+// Which tokens; false where the sequence has none. As many splits as the grid has, but none below least_split tokens.
+DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_split) {
   const int kv_len = __ldcg(kv_lens + blockIdx.z);
   if (kv_len == 0) return false;
   const int first = window > 0 ? max(0, kv_len - window) : 0, most = gridDim.x;
-  int size = least_split, origin = first / GRAIN * GRAIN;
-  if (fixed_splits) {
-    while ((int64_t)size * fixed_splits < kv_len - first) size *= 2;
-    origin = first / size * size;
-  } else if ((int64_t)size * most < kv_len - origin) {
-    size = ((kv_len - origin + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN;
-  }
+  const int origin = first / GRAIN * GRAIN;
+  int size = least_split;
+  if ((int64_t)size * most < kv_len - origin) size = ((kv_len - origin + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN;
   split.splits = (kv_len - origin + size - 1) / size;
   split.begin = max(first, origin + (int)blockIdx.x * size);
   split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
