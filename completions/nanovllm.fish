@@ -146,6 +146,7 @@ complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l url -x -d 'Ask this Open
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l api-key -x -d 'Its key'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l timeout -x -d 'Most seconds in which it says nothing'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -o sys -l system-prompt -x -d 'What the model is told first'
+complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -s p -l prompt -x -d 'The first message, as the arguments after MODEL'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -s f -l file -r -F -d 'Text of the first message, before the arguments'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l think -x -a 'on off' -d 'Whether the model reasons first, where its template has a switch'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l reasoning -x -a 'show hide auto' -d 'A model'\''s reasoning'

@@ -52,6 +52,7 @@ def test_a_first_message_on_the_command_line_and_from_files(tmp_path: Path) -> N
         chat(tmp_path, args=("-q", "tiny", "-f", "a.txt", "and", "words")).out == "[<u>from a file\n\nand words<a>]\n"
     )
     assert chat(tmp_path, "say 2", args=("-q", "-m", "tiny", "say", "1")).out == "1\n2\n"
+    assert chat(tmp_path, "say 2", args=("-q", "-m", "tiny", "-p", "say 1")).out == "1\n2\n"
 
 
 def test_several_lines_and_leading_slashes(tmp_path: Path) -> None:
@@ -70,7 +71,9 @@ def test_a_message_that_fails_is_told_and_the_next_one_follows(tmp_path: Path) -
     broken = nanovllm(tmp_path, "chat", "-q", "tiny", stdin=b"say hi\n\xff\nsay bye\n")
     assert (broken.code, broken.out) == (2, "hi\nbye\n")
     assert "not UTF-8" in broken.err
-    assert chat(tmp_path, '"""never', "ended").code == 0
+    lost = chat(tmp_path, "say hi", '"""never', "ended")
+    assert (lost.code, lost.out) == (2, "hi\n")
+    assert 'error: the message that began with """ has no end' in lost.err
 
 
 def test_what_a_model_writes_cannot_drive_a_terminal(tmp_path: Path) -> None:

@@ -438,3 +438,18 @@ def test_no_revision_is_remembered_outside_of_the_cache(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["work"]  # the folder of all tests in this file
     hub.remember_revision("org/m", "refs/pr/1", "c" * 40)
     assert (tmp_path / "cache" / "models--org--m" / "refs" / "refs" / "pr" / "1").read_text() == "c" * 40
+
+
+def test_a_link_to_nowhere_and_others_addresses_are_called_that(home: Path) -> None:
+    Path("model-q4.gguf").symlink_to("gone.gguf")
+    for name, what in (
+        ("model-q4.gguf", "model-q4.gguf is a link to a file that is not there"),
+        ("https://example.com/m.gguf", "https://example.com/m.gguf is no model's address"),
+    ):
+        with pytest.raises(ModelNotFoundError) as missing:
+            resolve(name)
+        assert missing.value.message == what
+        assert missing.value.hint is not None
+    with pytest.raises(ModelNotFoundError) as missing:
+        resolve("model-q5.gguf")
+    assert missing.value.hint is None or "model-q4" not in missing.value.hint

@@ -39,7 +39,12 @@ class PlainReader:
             if size > MAX_INPUT_BYTES:
                 raise UsageError(f"the message is longer than {MAX_INPUT_BYTES >> 20} MiB")
             lines.append(line)
-            line = self._line(MORE)
+            try:
+                line = self._line(MORE)
+            except EOFError:
+                if self._asks:
+                    raise  # Ctrl-D, seen by whoever pressed it
+                raise UsageError(f"the message that began with {QUOTES} has no end", f"a line that ends in {QUOTES} ends it") from None
         lines.append(line.removesuffix(QUOTES))
         return "\n".join(lines).strip("\n")
 

@@ -89,7 +89,7 @@ def chat(
         else:
             name, spoken = name_and_words(model, model_word, words or [])
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1), screen)
-        first = _first_message(talk.file or [], spoken)
+        first = _first_message(talk.file or [], [*([talk.prompt] if talk.prompt is not None else []), *spoken])
         refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
         _converse(ctx, source, first, talk, sessions, _given(sampling, form), saved, screen)
 

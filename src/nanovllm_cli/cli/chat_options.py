@@ -20,6 +20,9 @@ class ChatOptions:
     system_prompt: str | None = option(
         "-sys", "--system-prompt", help="What the model is told first.", panel=CONVERSATION, metavar="TEXT"
     )
+    prompt: str | None = option(
+        "-p", "--prompt", help="The first message, as the arguments after MODEL.", panel=PROMPT, metavar="TEXT", envvar=None
+    )
     file: list[str] | None = option(
         "-f", "--file", help="Text of the first message, before the arguments. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,

@@ -340,6 +340,10 @@ def _looks_like_path(name: str) -> bool:
 def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     shown = name if name.isprintable() else repr(name)
     shown = shown if len(shown) <= 200 else shown[:200] + "…"
+    if "\0" not in name and os.path.islink(os.path.expanduser(name)):
+        return ModelNotFoundError(f"{shown} is a link to a file that is not there", "put the file there, or link to another")
+    if "://" in name:
+        return ModelNotFoundError(f"{shown} is no model's address", "addresses of https://huggingface.co are; download others first")
     hint = _near_files(name) or _suggestion(name, known)
     if _looks_like_path(name) or "/" in name:
         return ModelNotFoundError(f"{shown}: no such file or folder", hint)
@@ -352,7 +356,8 @@ def _near_files(name: str) -> str | None:
     """The nearest models' files and folders where the name would be one."""
     try:
         path = Path(os.path.expanduser(name))
-        there = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix in (".gguf", ".safetensors")]
+        models = (each for each in path.parent.iterdir() if each.suffix in (".gguf", ".safetensors") or each.is_dir())
+        there = [each.name for each in models if each.exists()]
     except (OSError, ValueError):
         return None
     near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.75)
