@@ -3,8 +3,11 @@ OpenAI's specification."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from nanovllm_cli.constraint import Constraint
@@ -12,9 +15,15 @@ from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import ChatAsked, Event
+from nanovllm_cli.server.responses_logprobs import ContentTokens
 from nanovllm_cli.server.responses_store import ResponseStore, StoredResponse
+from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.detokenizer import Detokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta as Call
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.source import resolve
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 from openai_spec import check
 from server_client import ServerClient
 from server_fakes import FakeGenerates, FakeModels, Script, event
@@ -131,6 +140,39 @@ def test_logprobs_are_those_of_the_text() -> None:
     assert entries[0]["top_logprobs"] == [{"token": "H", "logprob": -0.5, "bytes": [72]}]
     streamed = [e.data for e in served.stream(PATH, body) if e.name == "response.output_text.delta"]
     assert [entry for delta in streamed for entry in delta["logprobs"]] == entries
+
+
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ("1, 2, 3, 4\n\n", "1, 2, 3, 4\n\n"), ("  a  b \n c", "  a  b \n c"), ("é < <t </th x <", "é < <t </th x <"),
+        ("<think>1, 2</think>\n\n1, 2, 3 ", "1, 2, 3 "), ("<think>so</think> hello there you", "hello there you"),
+        (" \n<think>\n\n</think>\n\nthe <the", "the <the"),
+    ],
+)  # fmt: skip
+def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: str, content: str) -> None:
+    """White space is held back where it may be the end, and half a tag where it may be one."""
+    with open_checkpoint(resolve("tiny").path) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    ids = tokenizer.encode(answer, add_special_tokens=False, parse_special=False)
+    ends = list(itertools.accumulate(len(tokenizer.id_to_bytes(i)) for i in ids))
+    start = len(answer.encode()) - len(content.encode())
+    expected = [i for i, end in zip(ids, ends, strict=True) if end > start]
+    for seed in range(30):
+        r = random.Random(seed)
+        parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer)
+        tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0)), list[Any](), ids
+        while left:
+            piece, left = (left[: (count := r.choice((1, 1, 2, 5, 30)))], left[count:])
+            text = detokenizer.push(piece) + (detokenizer.finish() if not left else "")
+            deltas = [parser.push(text), *([parser.finish()] if not left else [])]
+            found += tokens.take(
+                event(
+                    "".join(delta.content for delta in deltas), reasoning="".join(delta.reasoning for delta in deltas), text=text,
+                    token_ids=piece, logprobs=[TokenLogprobs(i, -1.0, 1, ()) for i in piece], finish=None if left else "length",
+                )
+            )  # fmt: skip
+        assert [msgspec.json.decode(entry)["bytes"] for entry in found] == [list(tokenizer.id_to_bytes(i)) for i in expected]
 
 
 # ---- what is asked for ----

@@ -12,28 +12,51 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 
 
 class ContentTokens:
-    """Hands tokens out with the content that they wrote. Those whose text is held back, since it could become a tag, wait with
-    it; those of reasoning and of its tags are dropped."""
+    """Hands tokens out with the content that they wrote. Those whose text is held back, since it could become a tag or be the
+    end, wait with it; those of reasoning and of its tags are dropped, and those of white space beside them."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._num_top = params.logprobs or 0
         self._tokens = TextTokens(tokenizer, params)
         self._waiting: list[TokenLogprobs] = []
+        self._text = ""  # what was drawn before the content begins
+        self._in_content = False
+        self._num_owed = 0  # bytes of content whose tokens were not handed out
 
     def take(self, event: Event) -> list[Raw]:
         self._waiting += self._tokens.take(event)
+        if event.reasoning:
+            self._in_content = False
+        if not self._in_content:
+            self._text += event.text
         if not event.content:
             if event.reasoning:
-                self._waiting = []
+                self._waiting, self._text = [], ""
             return []
-        ready, self._waiting = self._waiting, []
-        spare = sum(self._num_bytes(entry) for entry in ready) - len(event.content.encode())
+        size = len(event.content.encode())
+        if not self._in_content:
+            held = self._text.rpartition(event.content)[2] if event.content in self._text else ""
+            self._num_owed = self._drop(size + len(held.encode()))
+            self._in_content, self._text = True, ""
+        self._num_owed += size
+        count = 0
+        while count < len(self._waiting) and (self._num_owed > 0 or event.finish_reason is not None):
+            self._num_owed -= self._num_bytes(self._waiting[count])
+            count += 1
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return chat_form(self._tokenizer, ready, self._num_top)
+
+    def _drop(self, num_kept: int) -> int:
+        """Drops tokens, but the last ones with so many bytes. Returns how many bytes more these have: what the content is
+        without of its first token."""
+        spare = sum(self._num_bytes(entry) for entry in self._waiting) - num_kept
         first = 0
-        while first < len(ready) and spare >= self._num_bytes(ready[first]):  # what stood before the content
-            spare -= self._num_bytes(ready[first])
+        while first < len(self._waiting) and spare >= self._num_bytes(self._waiting[first]):
+            spare -= self._num_bytes(self._waiting[first])
             first += 1
-        return chat_form(self._tokenizer, ready[first:], self._num_top)
+        del self._waiting[:first]
+        return max(0, spare)
 
     def _num_bytes(self, entry: TokenLogprobs) -> int:
         return len(self._tokenizer.id_to_bytes(entry.token_id))
