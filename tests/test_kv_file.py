@@ -9,6 +9,7 @@ import shutil
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,24 @@ def test_a_save_that_is_killed_leaves_what_was_there(saved: Path, folder: Path, 
     assert fresh.load_kv(saved) == 96
     assert shared.save_kv(conversation(shared), saved) == 96
     assert not list(saved.parent.glob(".*.partial"))
+
+
+def test_two_processes_that_want_their_first_key_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[bytes] = []
+    other = threading.Thread(target=lambda: keys.append(kv_file._own_key()))
+
+    def meanwhile(count: int) -> bytes:
+        monkeypatch.setattr(os, "urandom", urandom)
+        other.start()
+        other.join(0.1)
+        return urandom(count)
+
+    urandom = os.urandom
+    monkeypatch.setattr(os, "urandom", meanwhile)
+    keys.append(kv_file._own_key())
+    other.join()
+    assert len(keys) == 2
+    assert keys[0] == keys[1] == kv_file._own_key()
 
 
 def test_a_full_disk_leaves_what_was_there(shared: LLM, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ Which tokens are in the cache is `block_manager.py`'s matter, where blocks lie i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
@@ -20,7 +21,6 @@ import logging
 import os
 import stat
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from io import BufferedReader
@@ -231,13 +231,15 @@ def _own_key() -> bytes:
     """This user's key, made when it is first wanted. Raises OutputError."""
     path = state_folder() / "kv.key"
     try:
-        if not path.exists():
+        key = path.read_bytes() if path.exists() else b""
+        if not key:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent)  # for its owner's eyes only
-            with os.fdopen(handle, "wb") as file:
-                file.write(os.urandom(KEY_BYTES))
-            os.replace(temporary, path)
-        key = path.read_bytes()
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # two processes that want their first one get the same
+                key = file.read()
+                if not key:
+                    key = os.urandom(KEY_BYTES)
+                    file.write(key)
     except OSError as failure:
         raise OutputError(f"cannot keep {path}: {failure.strerror or failure}", "KV is saved only with it") from failure
     if len(key) != KEY_BYTES:
