@@ -100,6 +100,35 @@ def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+def test_a_call_that_was_cut_off_is_no_part_of_the_conversation() -> None:
+    """Whether the server kept it or the client brings it back: no template could write it."""
+    script = Script([[event("I look.")], [event(calls=CALL[:2], finish="length")]])
+    served = client(script)
+    first = served.post(PATH, {"input": "hi", "tools": [WEATHER]})
+    assert [item["status"] for item in first["output"]] == ["completed", "incomplete"]
+    served.post(PATH, {"input": "Go on", "previous_response_id": first["id"]})
+    served.post(PATH, {"input": [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "Go on"}]})
+    for asked in served.generates.asked[1:]:
+        assert isinstance(asked, ChatAsked)
+        assert [(each["role"], each["content"]) for each in asked.messages] == [
+            ("user", "hi"), ("assistant", "I look."), ("user", "Go on")
+        ]  # fmt: skip
+        assert not any("tool_calls" in each for each in asked.messages)
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "warm"}
+    refused = served.post(PATH, {"input": [output], "previous_response_id": first["id"]}, status=400)
+    assert "no complete function call" in refused["error"]["message"]
+
+
+def test_a_call_that_the_end_came_behind_can_be_answered() -> None:
+    served = client(Script([[event(calls=CALL, finish="length")]]))
+    first = served.post(PATH, {"input": "hi", "tools": [WEATHER]})
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "warm"}
+    served.post(PATH, {"input": [output], "previous_response_id": first["id"]})
+    asked = served.generates.asked[-1]
+    assert isinstance(asked, ChatAsked)
+    assert [each["role"] for each in asked.messages] == ["user", "assistant", "tool"]
+
+
 def test_an_answer_without_a_word_has_a_message() -> None:
     response = client(Script.of("")).post(PATH, {"input": "hi"})
     assert response["output"][0]["content"][0]["text"] == ""

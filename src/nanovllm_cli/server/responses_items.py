@@ -85,6 +85,7 @@ class _FunctionCall(msgspec.Struct):
     name: _NAME
     arguments: str
     id: _ID | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class _FunctionCallOutput(msgspec.Struct):
@@ -132,7 +133,7 @@ def _read_item(value: Any, path: str, token: str, find: Callable[[str], Item | N
     prefix, struct, fields_of = _KINDS[kind]
     given = read(struct, value, path)
     own_id = f"{prefix}_{token}" if given.id is None else given.id
-    return {"id": own_id, "type": kind, **fields_of(given, path), "status": "completed"}
+    return {"id": own_id, "type": kind, "status": "completed", **fields_of(given, path)}
 
 
 def _message(given: _Message, path: str) -> Item:
@@ -145,7 +146,8 @@ def _message(given: _Message, path: str) -> Item:
 
 
 def _function_call(given: _FunctionCall, path: str) -> Item:
-    return {"call_id": given.call_id, "name": given.name, "arguments": given.arguments}
+    status = "incomplete" if given.status == "incomplete" else "completed"
+    return {"status": status, "call_id": given.call_id, "name": given.name, "arguments": given.arguments}
 
 
 def _function_call_output(given: _FunctionCallOutput, path: str) -> Item:
@@ -213,18 +215,21 @@ def opened(sealed_text: str) -> list[str]:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation, in OpenAI's form of chat messages. Raises ApiError 400 for an output that answers no call."""
+    """The conversation, in OpenAI's form of chat messages, without calls that were cut off. Raises ApiError 400 for an output that
+    answers no call."""
     conversation = ChatTurns()
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
         conversation.say("system", instructions)
     for item in items:
         if item["type"] == "function_call":
+            if _is_cut_off(item):
+                continue
             names[item["call_id"]] = item["name"]
             conversation.call(item["call_id"], item["name"], item["arguments"])
         elif item["type"] == "function_call_output":
             if item["call_id"] not in names:
-                raise invalid("input", f"there is no function call {shown(item['call_id'])} for this output")
+                raise invalid("input", f"there is no complete function call {shown(item['call_id'])} for this output")
             conversation.result(item["call_id"], names[item["call_id"]], item["output"])
         else:
             text = "\n".join([part["text"] for part in item["content"]])
@@ -233,3 +238,13 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
             elif text:
                 conversation.say("assistant", text, "reasoning_content")
     return conversation.messages()
+
+
+def _is_cut_off(call: Item) -> bool:
+    """Whether the answer ended within its arguments, so that nobody can have followed it."""
+    if call["status"] != "incomplete":
+        return False
+    try:
+        return not isinstance(msgspec.json.decode(call["arguments"]), dict)
+    except msgspec.DecodeError:
+        return True

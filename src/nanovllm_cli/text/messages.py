@@ -138,7 +138,7 @@ def _arguments(given: Any, where: str) -> Any:
     if given is None:
         value = {}
     if not isinstance(value, Mapping):
-        raise UsageError(f"the arguments of {where} are not a JSON object", "send them as the model wrote them")
+        raise UsageError(f"the arguments of {where} are not a JSON object", "leave out a call that was cut off")
     return value
 
 
