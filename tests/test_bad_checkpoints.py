@@ -188,6 +188,17 @@ CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     "rope scaling past any float": (
         {"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, Expected(CheckpointError, ("'factor' must be",)),
     ),
+    "rope scaling by next to nothing": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e-30}}, Expected(CheckpointError, ("'factor' must be",)),
+    ),
+    "yarn by next to nothing": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e-320}},
+        Expected(CheckpointError, ("'beta_fast' must be",)),
+    ),
+    "dynamic rope of two dims": (
+        {"partial_rotary_factor": 0.25, "rope_parameters": {"rope_type": "dynamic", "factor": 2}},
+        Expected(UnsupportedError, ("dynamic scaling of 2 rotary dims",)),
+    ),
     "rope of base 1": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}},
         Expected(CheckpointError, ("rotary base must be above 1",)),
@@ -511,6 +522,12 @@ def test_gguf_tensors_that_do_not_fit(case: str, tmp_path: Path, doors: Doors) -
     tensors = gguf_tensors()
     change(tensors)
     doors.refuse(write_gguf(tmp_path / "bad.gguf", KEYS, tensors), expected)
+
+
+def test_a_bias_of_nothing_that_the_model_does_not_have_adds_nothing(tmp_path: Path) -> None:
+    tensors = gguf_tensors() | {"blk.1.attn_k.bias": np.empty(0, np.float32)}
+    with LLM(write_gguf(tmp_path / "odd.gguf", KEYS, tensors), config=EngineConfig(threads=1, num_blocks=4)) as llm:
+        assert llm.spec.num_layers == LAYERS
 
 
 @pytest.mark.parametrize(

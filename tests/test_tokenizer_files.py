@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.text.sentencepiece import read_model
@@ -105,6 +105,52 @@ def test_deepseek_style_tokens_are_control_although_not_flagged(tmp_path: Path) 
     assert tokenizer.encode("<\uff5cUser\uff5c><think>ab") == [6, 7, 3]
     assert tokenizer.encode("<\uff5cUser\uff5c><think>ab", parse_special=False) == [7, 3]
     assert tokenizer.decode([6, 3]) == "<\uff5cUser\uff5c>ab"  # shown, as transformers shows it
+
+
+def test_ids_above_a_gap_are_tokens_like_others(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"a": 0, "b": 1, "c": 7, "ab": 4_000_000_000}, [("a", "b")]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, backend))
+    ids = backend.encode("cab").ids
+    assert tokenizer.encode("cab") == ids == [7, 4_000_000_000]
+    assert tokenizer.decode(ids) == backend.decode(ids) == "cab"
+    assert [tokenizer.id_to_bytes(i) for i in (2, 8, -1, 2**32, 10**30)] == [b""] * 5
+
+
+def test_what_stands_around_a_text_counts_as_a_token(tmp_path: Path) -> None:
+    """So that a model with fewer rows is refused before anything is looked up in it."""
+    backend = byte_level()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 100_000)])
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, backend))
+    assert (tokenizer.encode("ab"), tokenizer.vocab_size) == ([100_000, 3], 100_001)
+
+
+GROWING = {
+    "one step": normalizers.Replace(Regex("."), "x" * 65),
+    "a prefix": normalizers.Prepend("x" * 65),
+    "by two, forty times": normalizers.Sequence([normalizers.Replace("a", "aa")] * 40),
+    "one feeds the next": normalizers.Sequence(
+        [normalizers.Replace(Regex("[0-9]"), "bb"), *[normalizers.Replace("b", "cc"), normalizers.Replace("c", "bb")] * 20]
+    ),
+    "between all characters": normalizers.Sequence([normalizers.Replace(Regex(""), "x")] * 40),
+    "steps without end": normalizers.Sequence([normalizers.NFC()] * 1001),
+}
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_a_normalizer_that_makes_texts_grow_without_end_is_refused(tmp_path: Path, case: str) -> None:
+    backend = byte_level()
+    backend.normalizer = GROWING[case]
+    with pytest.raises(CheckpointError, match="normalizer"):
+        Tokenizer.from_folder(folder_with(tmp_path, backend))
+
+
+def test_normalizers_of_real_models_are_none_of_those(tmp_path: Path) -> None:
+    backend = byte_level()
+    quotes = [normalizers.Replace(char, "\u00ab" * 3) for char in "\u2018\u2019\u201c\u201d\u201e"]
+    marks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581"), normalizers.Replace(Regex(" {2,}"), "\u2581")]
+    backend.normalizer = normalizers.Sequence([normalizers.NFKD(), *quotes, normalizers.Sequence(marks)])
+    assert Tokenizer.from_folder(folder_with(tmp_path, backend)).encode("\u2581ab") == backend.encode("\u2581ab").ids
 
 
 def train(kind: str, **options: Any) -> tuple[Any, bytes]:

@@ -216,6 +216,9 @@ def test_every_known_pre_tokenizer_compiles_and_keeps_the_text() -> None:
         (spm_metadata(scores=[1.0]), CheckpointError, "scores"),
         (spm_metadata(scores=None), CheckpointError, "scores"),
         (spm_metadata(tokens=None), CheckpointError, "token"),
+        (spm_metadata(tokens=["a" * 300_000, "b"], scores=[0.0, 0.0], token_type=None), CheckpointError, "300000 characters"),
+        (spm_metadata(model="t5", precompiled_charsmap=[255] * 8), CheckpointError, "cut off"),
+        (spm_metadata(model="t5", precompiled_charsmap=[1]), CheckpointError, "cut off"),
     ],
 )
 def test_broken_metadata_is_a_typed_error(fields: dict[str, Any], error: type[NanovllmError], words: str) -> None:

@@ -12,6 +12,7 @@ from nanovllm_cli.errors import CheckpointError
 
 MAX_INT = 1 << 31
 MAX_NUMBER = 1e18
+MIN_NUMBER = 1e-18  # above 0: what is divided by it stays a number
 BROKEN = "the file is damaged, or for another kind of model"
 _MISSING = object()
 
@@ -34,11 +35,11 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: Any = _MISSING, positive: bool = True) -> float:
-        """A number of at most 1e18 either way, above 0 unless told otherwise."""
+        """A number of at most 1e18 either way, above 0 (1e-18 at least) unless told otherwise."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
             raise self._bad(key, "a number, and not a huge one", value)
-        if positive and value <= 0:
+        if positive and value < MIN_NUMBER:
             raise self._bad(key, "a number above 0", value)
         return float(value)
 
@@ -55,10 +56,10 @@ class ConfigReader:
         return value
 
     def numbers(self, key: str, length: int | None = None) -> tuple[float, ...]:
-        """A list of numbers above 0 and up to 1e18, of that length where one is given."""
+        """A list of numbers from 1e-18 to 1e18, of that length where one is given."""
         value = self._get(key, _MISSING)
         good = isinstance(value, (list, tuple)) and all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= MAX_NUMBER for v in value
+            isinstance(v, (int, float)) and not isinstance(v, bool) and MIN_NUMBER <= v <= MAX_NUMBER for v in value
         )
         if not good or (length is not None and len(value) != length):
             raise self._bad(key, f"a list of {length if length is not None else 'positive'} numbers", value)

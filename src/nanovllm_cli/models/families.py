@@ -166,6 +166,8 @@ def _rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeS
         case "linear":
             return replace(base, scaling="linear", factor=rope.number("factor"))
         case "dynamic":
+            if base.dim < 4:  # the exponent of its base is dim / (dim - 2)
+                raise UnsupportedError(f"{rope.where}: dynamic scaling of {base.dim} rotary dims", ANOTHER)
             return replace(base, scaling="dynamic", factor=rope.number("factor"), original_len=max_position)
         case "llama3":
             return replace(

@@ -22,6 +22,7 @@ from nanovllm_cli.text.vocabulary import SPACE_MARK
 
 # Piece types; GGUF's token types have the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+MAX_PIECE = 1024
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
@@ -64,6 +65,8 @@ def build_pieces(vocabulary: PieceVocabulary) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     steps: list[normalizers.Normalizer] = []
     if vocabulary.charsmap:
+        if int.from_bytes(vocabulary.charsmap[:4], "little") > len(vocabulary.charsmap) - 4:  # the library takes memory for it
+            raise CheckpointError("the vocabulary's normalization rules are cut off")
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
     if vocabulary.remove_extra_whitespaces:
         steps += [
@@ -94,6 +97,8 @@ def score_merges(vocabulary: PieceVocabulary) -> list[tuple[str, str]]:
     ranked = []
     for piece, position in ids.items():
         score = -vocabulary.scores[position]
+        if len(piece) > MAX_PIECE:  # what its parts take to look up grows with its square
+            raise CheckpointError(f"the vocabulary has a piece of {len(piece)} characters, at most {MAX_PIECE} are read")
         for cut in range(1, len(piece)):
             left, right = ids.get(piece[:cut]), ids.get(piece[cut:])
             if left is not None and right is not None:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UsageError
 from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, guard_library, looks_like_control
 
+_IDS = 1 << 32  # that the library can be asked for
 _PROBED_CHARS = 16
 """For each token that fits: few texts have so many characters a token."""
 
@@ -36,8 +37,10 @@ class Tokenizer:
         self._rule = byte_rule(parts.backend)
         added = dict(sorted(parts.backend.get_added_tokens_decoder().items()))
         self._added: dict[int, AddedToken] = added
-        self.vocab_size = max(parts.backend.get_vocab_size(True), max(added, default=-1) + 1)
-        self._bytes: list[bytes | None] = [None] * self.vocab_size
+        around = (*parts.prefix_ids, *parts.suffix_ids)
+        # Of a vocabulary whose ids have gaps there are others above it: to look at each takes a tenth of a second.
+        self.vocab_size = max(parts.backend.get_vocab_size(True), *(i + 1 for i in (-1, *added, *around)))
+        self._bytes: dict[int, bytes] = {}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = parts.bos_id, parts.eos_id, parts.pad_id, parts.unk_id
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         named = {token.content: token_id for token_id, token in added.items()}
@@ -123,17 +126,17 @@ class Tokenizer:
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to a text; none for an id outside the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
-            return b""
-        known = self._bytes[token_id]
+        known = self._bytes.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self._rule.to_bytes(token)
+            token = self.id_to_token(token_id)
+            if token is None:
+                return b""
+            known = self._bytes[token_id] = self._rule.to_bytes(token)
         return known
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it."""
-        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return self._backend.id_to_token(token_id) if 0 <= token_id < _IDS else None
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token written as the vocabulary writes it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
@@ -24,6 +24,7 @@ MAX_VOCABULARY_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
+_MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -57,6 +58,7 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
+            _check_normalizer(backend.normalizer)
             before, after = _ids_around(backend)
         return TokenizerParts(backend, prefix_ids=before, suffix_ids=after)
     if pieces.is_file():
@@ -101,6 +103,28 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
     with guard_library("vocab.json with merges.txt"):
         return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+
+
+def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
+    """CheckpointError where any text could grow without end: what its steps write into a text is sent through all of them."""
+    steps = _steps(normalizer)
+    states = [json.loads(step.__getstate__()) for step in steps[:_MAX_STEPS]]
+    written = [state.get("content", state.get("prepend", "")) for state in states]
+    text = "".join(written)
+    most = _MAX_GROWTH * (len(text) + _MAX_WRITTEN)
+    grows = len(steps) > _MAX_STEPS or any(len(part) > _MAX_WRITTEN for part in written)
+    for step in [] if grows else steps:
+        text = step.normalize_str(text)
+        if grows := len(text) > most:
+            break
+    if grows:
+        raise CheckpointError("tokenizer.json: its normalizer makes a text many times as long", "do not use this model")
+
+
+def _steps(normalizer: Any) -> list[Any]:
+    if isinstance(normalizer, normalizers.Sequence):
+        return [step for i in range(len(normalizer)) for step in _steps(normalizer[i])]
+    return [] if normalizer is None else [normalizer]
 
 
 def _ids_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

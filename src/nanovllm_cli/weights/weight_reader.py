@@ -124,6 +124,8 @@ def check_finite(checkpoint: Checkpoint, name: str, rows: torch.Tensor) -> None:
             f"{checkpoint.path}: tensor {name!r} holds {rows.dtype}, but its config says nothing of scales",
             "take the model in bfloat16, or a GGUF of it",
         )
+    if rows.numel() == 0:
+        return
     low, high = torch.aminmax(rows)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise not_finite(checkpoint, name)
