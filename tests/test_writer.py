@@ -274,10 +274,13 @@ def test_a_full_disk_is_an_output_error_and_leaves_nothing(tmp_path: Path) -> No
     assert names(tmp_path) == []
 
 
-def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_room(tmp_path / "model", 1000)
     with pytest.raises(DoesNotFitError, match="left"):
         check_room(tmp_path / "model", 1 << 60)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**7, 10**7, 2_000_000))  # type: ignore[attr-defined]
+    with pytest.raises(DoesNotFitError, match=r"will have 7\.7 MB, and .* has 2\.0 MB left"):
+        check_room(tmp_path / "model", 7_700_000)
 
 
 def test_a_safetensors_file_in_slices_equals_the_tensors(tmp_path: Path) -> None:

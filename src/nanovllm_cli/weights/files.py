@@ -192,6 +192,11 @@ def some(names: list[str], limit: int = 5) -> str:
     return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def told_bytes(num_bytes: int) -> str:
+    """For a message: 1.20 GB, 7.7 MB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def pickle_error(where: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: pickled weights, which can run any code when they are read, are never opened",

@@ -24,7 +24,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-from nanovllm_cli.weights.files import Weights, choose, quant_of, some, split_parts
+from nanovllm_cli.weights.files import Weights, choose, quant_of, some, split_parts, told_bytes
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -47,7 +47,7 @@ class ResolvedModel:
     format: Literal["hf", "gguf"]
 
     def __str__(self) -> str:
-        size = f"{self.num_bytes / 1e9:.2f} GB" if self.num_bytes >= 1e8 else f"{self.num_bytes / 1e6:.1f} MB"
+        size = told_bytes(self.num_bytes)
         if self.repo is None:
             return f"{self.path} ({size})"
         quant = f", {self.quant}" if self.quant else ""

@@ -26,7 +26,7 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
 from nanovllm_cli.progress import LoadProgress
-from nanovllm_cli.weights.files import PICKLES, is_setting, some
+from nanovllm_cli.weights.files import PICKLES, is_setting, some, told_bytes
 from nanovllm_cli.weights.safetensors import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
@@ -286,7 +286,7 @@ def check_room(target: Path, num_bytes: int) -> None:
         return  # no such folder: the output says so
     if num_bytes > free:
         raise DoesNotFitError(
-            f"{target} will have {num_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB left",
+            f"{target} will have {told_bytes(num_bytes)}, and {folder} has {told_bytes(free)} left",
             "free some space, or write to another disk",
         )
 
