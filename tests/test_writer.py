@@ -283,6 +283,14 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path, mon
         check_room(tmp_path / "model", 7_700_000)
 
 
+def test_a_file_to_copy_that_cannot_be_read_is_not_one_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name, message in (("gone", "gone: no such file"), ("there", "there: cannot be read: Is a directory")):
+        with pytest.raises(CheckpointError, match=message), OutputFolder(tmp_path / "model") as folder:
+            folder.copy(tmp_path / name, "README.md")
+    assert names(tmp_path) == ["there"]
+
+
 def test_a_safetensors_file_in_slices_equals_the_tensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {

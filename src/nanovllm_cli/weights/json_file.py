@@ -7,7 +7,9 @@ nesting deep enough to exhaust the stack, and, on request, keys that occur twice
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,30 @@ MAX_CONFIG_BYTES = 10_000_000  # of config.json and its kin
 MAX_DEPTH = 200  # of nesting; the deepest of real configs has about six
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, a failure of the system's is one to read `path`: CheckpointError, or AccessRefusedError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file", "download the model again, or check the folder") from error
+    except PermissionError as error:
+        raise AccessRefusedError(f"{path}: permission denied", "check the file's permissions") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def read_json_file(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
     """The object in `path`, which may hold at most `max_bytes`.
 
     Raises CheckpointError when it is missing, too large, not UTF-8, not JSON, not an object or nested too deeply,
     AccessRefusedError when this user may not read it.
     """
-    try:
+    with reading(path):
         if not path.is_file():
-            raise CheckpointError(f"{path}: no such file", "download the model again, or check the folder")
+            raise FileNotFoundError
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-    except PermissionError as error:
-        raise AccessRefusedError(f"{path}: permission denied", "check the file's permissions") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than the {max_bytes} bytes that such a file may have")
     return parse_json(data, str(path), unique_keys=unique_keys)

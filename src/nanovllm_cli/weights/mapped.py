@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm_cli.errors import AccessRefusedError, CheckpointError
+from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.weights.json_file import reading
 
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 
@@ -27,7 +28,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with reading(path):
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
                 raise CheckpointError(f"{path}: not a regular file")
             with path.open("rb") as file:
@@ -35,12 +36,6 @@ class MappedFile:
                 if status.st_size == 0:
                     raise CheckpointError(f"{path}: the file is empty", DOWNLOAD_AGAIN)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file", "download the model again, or check the folder") from error
-        except PermissionError as error:
-            raise AccessRefusedError(f"{path}: permission denied", "check the file's permissions") from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be mapped: {error.strerror or error}") from error
         self.size = len(self._map)
         self._bytes: np.ndarray | None = np.frombuffer(self._map, dtype=np.uint8)
 

@@ -27,6 +27,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import PICKLES, is_setting, some, told_bytes
+from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.safetensors import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # of a folder's files, where nobody says another limit
@@ -112,9 +113,8 @@ class _Output:
             except OSError as failure:
                 if failure.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
-                raise OutputError(
-                    f"{self._shown}: another process is writing it", "wait for it, or choose another output"
-                ) from failure
+                what = f"{self._shown}: another process is writing it"
+                raise OutputError(what, "wait for it, or choose another output") from failure
             if self._holds(self.temporary):
                 return
             self._let_go()
@@ -212,7 +212,10 @@ class OutputFolder(_Output):
         self._place(name).write_bytes(data)
 
     def copy(self, source: Path, name: str) -> None:
-        shutil.copyfile(source, self._place(name))
+        """Of a small file. Raises CheckpointError or AccessRefusedError where it cannot be read."""
+        with reading(source):
+            data = source.read_bytes()
+        self.write(name, data)
 
     def _place(self, name: str) -> Path:
         place = self.path / name
@@ -265,10 +268,8 @@ def check_replaceable(folder: Path) -> None:
     others = [entry.name for entry in entries if not _is_of_a_model(entry)]
     is_model = "config.json" in names or any(name.endswith(".gguf") for name in names)
     if names and (others or not is_model):
-        raise UsageError(
-            f"{folder}: not replaced, because there is more in it than a model: {some(others or names)}",
-            "choose another output",
-        )
+        more = f"{folder}: not replaced, because there is more in it than a model: {some(others or names)}"
+        raise UsageError(more, "choose another output")
 
 
 def _is_of_a_model(entry: Path) -> bool:
