@@ -208,6 +208,8 @@ def test_a_request_that_offers_another_protocol_is_read_like_any_other(server: R
             answer = read_answer(sock)
             assert answer.status == 200, answer
             assert answer.json["tokens"]
+    answer = server.say(POST + offer.replace(b"Upgrade,", b"Upgrade, close,") + body)
+    assert (answer.status, answer.closed) == (200, True)
 
 
 # ---- bodies ----

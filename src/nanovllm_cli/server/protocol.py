@@ -87,6 +87,8 @@ class GuardedProtocol(HttpToolsProtocol):
                     self.send_400_response("")
                     return
                 data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)  # the other one has ended where the head says that it is the last
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             except httptools.HttpParserError:
                 self.send_400_response("")
                 return
