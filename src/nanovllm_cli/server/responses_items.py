@@ -215,8 +215,8 @@ def opened(sealed_text: str) -> list[str]:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation, in OpenAI's form of chat messages, without calls that were cut off. Raises ApiError 400 for an output that
-    answers no call."""
+    """The conversation, in OpenAI's form of chat messages, without calls that were cut off. Raises ApiError 400 for an output
+    that answers no call."""
     conversation = ChatTurns()
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
