@@ -210,6 +210,14 @@ def test_a_status_line_comes_and_goes_without_a_trace() -> None:
     assert screen.getvalue() == "loading\r\x1b[Kloading more\r\x1b[KHello\nnote\nagain\n"
 
 
+def test_a_status_line_leaves_room_for_what_ctrl_c_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = FakeTerminal()
+    console = Console(err=Stream(screen, "err", required=False, environ={"TERM": "xterm"}))
+    console.status("x" * 50)
+    assert screen.getvalue() == "x" * 17
+
+
 def test_a_closed_stdout_is_an_error_and_a_closed_stderr_is_none() -> None:
     with pytest.raises(OutputError, match="standard output is closed"):
         Stream(None, "standard output", required=True).write("x")

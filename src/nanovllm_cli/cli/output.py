@@ -126,7 +126,7 @@ class Console:
         cursor."""
         if not self.err.moves_cursor or self.quiet:
             return
-        text = one_line(text)[: max(self.err.width() - 1, 1)]
+        text = one_line(text)[: max(self.err.width() - len("^C") - 1, 1)]  # the terminal writes that behind it, on the same line
         if text == self._status:
             return
         if self._status:
