@@ -108,6 +108,18 @@ def test_messages_of_one_line_and_of_several(start: Start) -> None:
     chat.is_whole(0)
 
 
+def test_lines_as_llama_cpp_and_ollama_have_them_go_on(start: Start) -> None:
+    chat = start()
+    chat.type("one\\\ntwo\n")
+    chat.expect("› one\n  two\nanswered")
+    chat.type('"""three\nfour\n"""\n')
+    chat.expect_received("one\ntwo", "three\nfour")
+    chat.type('"""five""" and """six""" \\ seven\n')
+    chat.expect_received("one\ntwo", "three\nfour", '"""five""" and """six""" \\ seven')
+    chat.press("C-d")
+    chat.is_whole(0)
+
+
 def test_ten_thousand_pasted_lines_arrive_whole_and_stay_short_on_the_screen(start: Start) -> None:
     chat = start()
     text = "\n".join(f"line {i}\t of the paste" for i in range(10_000))

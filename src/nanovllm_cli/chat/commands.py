@@ -74,10 +74,9 @@ def _help(chat: Chat, argument: str) -> None:
         raise UsageError(f"there is no command {argument[:40]}", "/help lists them")
     lines = aligned([(f"/{', /'.join(each.names)} {each.arguments}".rstrip(), each.help) for each in wanted], left=(0, 1))
     if not argument:
-        several = (
-            "Alt-Enter or Ctrl-J begins a new line" if chat.edits else '"""…""" sends several lines as one message'
-        )
-        lines += ["", "//… sends a message that begins with /", several]
+        several = '"""…""" sends several lines as one message'
+        keys = ["Alt-Enter, Ctrl-J and Enter behind a \\ begin a new line"] if chat.edits else []
+        lines += ["", "//… sends a message that begins with /", several, *keys]
     chat.display.say("\n".join(lines))
 
 

@@ -36,6 +36,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
 from nanovllm_cli.chat.keys import AnswerKeys
+from nanovllm_cli.chat.plain import is_open, unquoted
 from nanovllm_cli.chat.surface import Complete, Status
 from nanovllm_cli.chat.toolbar import toolbar
 from nanovllm_cli.cli.files import write_whole
@@ -114,7 +115,7 @@ class LineEditor:
         finally:
             if self._keys is not None:
                 self._keys.watch()
-        return self._pastes.expand(text).encode("utf-8", "replace").decode()
+        return self._pastes.expand(unquoted(text)).encode("utf-8", "replace").decode()
 
     def close(self) -> None:
         if self._keys is not None:
@@ -143,6 +144,11 @@ class LineEditor:
             buffer = event.current_buffer
             if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
                 buffer.complete_state = None  # a chosen completion is taken first
+            elif buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):  # llama-cli's way to begin a line
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+            elif is_open(buffer.text):
+                buffer.insert_text("\n")
             else:
                 buffer.validate_and_handle()
 

@@ -18,6 +18,18 @@ PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
 
 
+def is_open(text: str) -> bool:
+    """Whether a message begins with three quotation marks whose like has not come yet: more lines follow."""
+    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def unquoted(text: str) -> str:
+    """A message without the marks that are only around it."""
+    if text.startswith(QUOTES) and text.endswith(QUOTES) and text.count(QUOTES) == 2:
+        return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+    return text
+
+
 class PlainReader:
     """A message a line; between two lines with three quotation marks, all in between is one message."""
 
