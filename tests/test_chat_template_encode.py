@@ -245,6 +245,18 @@ def test_without_a_template_of_its_own_a_model_needs_one() -> None:
     assert ChatTemplate.of(tokenizer, "{{ bos_token }}!").render([]) == "<s>!"
 
 
+@pytest.mark.parametrize("end", ["a", "s", "messages", "tools"])
+def test_an_end_that_is_a_plain_word_hides_nobodys_messages(end: str) -> None:
+    """A vocabulary may declare any token as its end; it is text in messages all the same."""
+    backend = Backend(models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([end])
+    tokenizer = Tokenizer(TokenizerParts(backend, eos_id=backend.token_to_id(end)))
+    prompt = prepare_chat(tokenizer, ChatTemplate("{{ messages[0]['who'] }}"), [{"who": f"x{end}y"}], tools=[], documents=[])
+    assert prompt.text == f"x{end}y"
+
+
 def test_bad_messages_are_usage_errors() -> None:
     template = ChatTemplate(CHATML)
     for messages in ("hi", [json], [{"role": "user", "content": "a\ud800"}]):

@@ -142,7 +142,7 @@ def prepare_chat(
     """
     inputs = _plain({"messages": _plain_messages(messages), "tools": tools, "documents": documents, "kwargs": kwargs})
     veil = _Veil(tokenizer, template.source, inputs)
-    veiled = veil.over(inputs)
+    veiled = {name: veil.over(value) for name, value in inputs.items()}
     text = template.render(
         veiled["messages"],
         tools=veiled["tools"],
