@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
@@ -19,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig
 
 from engines import SMALL, greedy, random_model, save
-from nanovllm_cli import LLM, EngineConfig, SamplingParams
+from nanovllm_cli import LLM, EngineConfig, SamplingParams, errors
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.errors import ModelNotFoundError, PromptTooLongError, UsageError
 from nanovllm_cli.llm import QUEUE_FACTOR
@@ -148,6 +149,7 @@ def test_package_is_imported_without_torch_and_names_are_there_when_asked_for() 
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "assert {'LLM', 'SamplingParams'} <= set(nanovllm_cli.__all__)\n"
         "assert not hasattr(nanovllm_cli, 'nothing')\n"
+        "assert {'LLM', 'SamplingParams', '__version__'} <= set(dir(nanovllm_cli))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -435,12 +437,71 @@ def test_prompts_that_are_none_are_refused_by_name(llm: LLM, prompts: Any) -> No
         llm.generate(prompts, greedy(1))
 
 
-@pytest.mark.parametrize("params", [5, "x", {"temperature": 1}, [None, None], [greedy(1), {}]])
+@pytest.mark.parametrize("make_number", [numpy.int64, numpy.int32, numpy.uint8])
+def test_ids_are_whole_numbers_of_any_kind(llm: LLM, make_number: Any) -> None:
+    ids = list(b"the cat")
+    numbers = [make_number(each) for each in ids]
+    [one], [other] = llm.generate(numbers, greedy(3)), llm.generate(ids, greedy(3))
+    assert (one.prompt_ids, ids_of(one)) == (other.prompt_ids, ids_of(other))
+    assert len(llm.generate([numbers, numbers], greedy(1))) == 2
+    assert next(llm.stream(numbers, greedy(1))).prompt_ids == tuple(ids)
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, 5, None, {"a"}, iter([{"role": "user"}])])
+def test_messages_that_are_no_list_are_refused_by_name(llm: LLM, messages: Any) -> None:
+    with pytest.raises(UsageError, match=r"^messages are a list, not \w+$"):
+        llm.chat(messages, greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_model_len", "32K"),
+        ("max_num_seqs", 1.5),
+        ("max_num_seqs", True),
+        ("threads", [2]),
+        ("block_size", None),
+        ("memory_utilization", "0.5"),
+        ("aging_seconds", None),
+        ("eager", "yes"),
+        ("device", None),
+        ("device", 0),
+        ("quant", 8),
+        ("cache_salt_secret", "secret"),
+        ("kv_cache_dtype", ["int8"]),
+        ("dtype", torch.float32),
+        ("dtype", "float64"),
+        ("dtype", None),
+    ],
+)
+def test_settings_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=name):
+        EngineConfig(**{name: value})
+
+
+def test_a_config_that_is_none_is_refused_by_name() -> None:
+    for config in ({"max_model_len": 64}, {}, "x"):
+        with pytest.raises(UsageError, match="config is an EngineConfig, not "):
+            LLM("tiny", config=config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [5, "x", "", [], {}, {"temperature": 1}, [None, None], [greedy(1), {}]])
 def test_params_that_are_none_are_refused(llm: LLM, params: Any) -> None:
-    with pytest.raises(UsageError, match="params is a SamplingParams"):
+    wrong = "params is a SamplingParams|sampling parameters"
+    with pytest.raises(UsageError, match=wrong):
         llm.generate(["a", "b"], params)
-    with pytest.raises(UsageError, match="params is a SamplingParams"):
+    with pytest.raises(UsageError, match=wrong):
         next(llm.stream("a", params))
+
+
+def test_errors_survive_a_pickle() -> None:
+    """A pool of processes waits for ever for an error that cannot be read again."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.NanovllmError)]
+    assert len(kinds) > 15
+    made = [kind("what", "do this") for kind in kinds if kind is not PromptTooLongError]
+    for error in [*made, PromptTooLongError(9, 8), PromptTooLongError(9, 8, "do this")]:
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_outputs_survive_a_pickle(llm: LLM) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
@@ -119,6 +120,22 @@ def test_whole_numbers_are_taken_up_to_their_bounds(name: str, bounds: tuple[int
     assert getattr(make(name, bounds[1]), name) == bounds[1]
     refusal(name, bounds[0] - 1)
     refusal(name, bounds[1] + 1)
+
+
+@pytest.mark.parametrize("kind", [numpy.float32, numpy.float64, numpy.int64, numpy.uint8])
+def test_numbers_of_numpy_are_numbers(kind: Any) -> None:
+    """Sweeps come out of numpy; what is stored is Python's own, whose repr and JSON are those of numbers."""
+    for name in FLOATS:
+        assert type(getattr(make(name, kind(1)), name)) is float
+    for name in INTS if issubclass(kind, numpy.integer) else ():
+        assert type(getattr(make(name, kind(1)), name)) is int
+    refusal("temperature", kind(101))
+    refusal("temperature", numpy.float32("nan"))
+    refusal("top_k", numpy.float64(1))
+    refusal("top_k", numpy.bool_(True))
+    params = SamplingParams(stop_token_ids=[numpy.int64(5)], logit_bias={numpy.int64(5): numpy.float32(0.5)})  # type: ignore[dict-item]
+    assert repr(params.stop_token_ids) == "(5,)"
+    assert repr(params.logit_bias) == "{5: 0.5}"
 
 
 @pytest.mark.parametrize("name", ["top_k", "n", "min_tokens", "penalty_last_n"])

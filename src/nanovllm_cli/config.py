@@ -7,7 +7,7 @@ values; this file only says what was asked for, and refuses what makes no sense.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from nanovllm_cli.errors import UsageError
@@ -16,6 +16,13 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "rounded", "exact"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
+
+_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "True or False"),
+    "bytes": (bytes, "bytes"),
+}
 
 BLOCK_SIZE = 16
 MAX_GUESSES = 64
@@ -73,6 +80,10 @@ class EngineConfig:
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check_type(field.name, str(field.type))
+        if self.dtype not in get_args(DTypeName):
+            raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -96,6 +107,15 @@ class EngineConfig:
             raise UsageError(f"aging_seconds must be positive, not {self.aging_seconds}")
         if self.policy not in ("fcfs", "priority"):
             raise UsageError(f"unknown scheduling policy {self.policy!r}", "known: fcfs, priority")
+
+    def _check_type(self, name: str, annotation: str) -> None:
+        """Numbers, switches and names that are of another type. What names may say is checked where they are known."""
+        value, (kind, *others) = getattr(self, name), annotation.split(" | ")
+        if value is None and others:
+            return
+        expected, called = _TYPES.get(kind, (str, "a name"))
+        if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
+            raise UsageError(f"{name} must be {called}, not {value!r}")
 
     @property
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:

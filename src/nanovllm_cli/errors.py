@@ -24,6 +24,8 @@ Each carries one line of what went wrong (its message) and, where something can 
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class NanovllmError(Exception):
     """The root. `message`: what happened, one line. `hint`: what to do next, one line, or None."""
@@ -75,6 +77,10 @@ class PromptTooLongError(DoesNotFitError):
         )
         self.prompt_len = prompt_len
         self.limit = limit
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int, str | None]]:
+        """Pickling makes it again out of these, not out of its message, as it does with the others."""
+        return type(self), (self.prompt_len, self.limit, self.hint)
 
 
 class UnsupportedError(NanovllmError):

@@ -19,8 +19,9 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +64,7 @@ Progress = Callable[[int, int], None]
 
 # How many requests `generate_iter` keeps in the engine for each one that can run: enough that no step waits for more.
 QUEUE_FACTOR = 4
+MESSAGES_HINT = 'for example: [{"role": "user", "content": "hello"}]'
 
 
 class LLM:
@@ -93,7 +95,9 @@ class LLM:
         shows_calls: bool = False,
         progress: LoadProgress | None = None,
     ) -> None:
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise UsageError(f"config is an EngineConfig, not {type(config).__name__}")
         progress = progress or NullProgress()
         if not isinstance(model, ResolvedModel):
             model = self.find(model, config=config, offline=offline, revision=revision, progress=progress)
@@ -204,15 +208,17 @@ class LLM:
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several at once. Messages are {"role": …, "content": …}."""
+        if not isinstance(messages, Sequence):
+            raise UsageError(f"messages are a list, not {type(messages).__name__}", MESSAGES_HINT)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         encoded = [self.encode_chat(c, tools=tools, template_kwargs=template_kwargs) for c in conversations]
         return self._generate(encoded, params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
-        (params,) = _params_for(params or self.default_params, 1)
+        (params,) = _params_for(self.default_params if params is None else params, 1)
         self.prepare([params])
         ids, request_id = self._ids(prompt), self._new_id()
         try:
@@ -225,7 +231,9 @@ class LLM:
         finally:
             self._readers.drop([request_id])
 
-    def generate_iter(self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> Iterator[RequestOutput]:
+    def generate_iter(
+        self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]
+    ) -> Generator[RequestOutput, None, None]:
         """Finished outputs as they finish, of (request id, token ids, params) taken from an iterable as room appears.
 
         A request that is refused raises when it is taken; check lengths with `max_model_len` first. Closing the iterator
@@ -403,7 +411,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise UsageError(f"prompts are a list of texts, or of lists of token ids, not {type(prompts).__name__}")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
@@ -75,7 +76,7 @@ _FROM_GENERATION_CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling settings. A value out of bounds raises UsageError; lists become tuples.
+    """One request's sampling settings. A value out of bounds raises UsageError; lists become tuples, numpy's numbers Python's.
 
     As vLLM means them:
 
@@ -128,18 +129,18 @@ class SamplingParams:
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     logit_bias: Mapping[int, float] | None = None
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
     n: int = 1
     min_tokens: int = 0
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -152,10 +153,10 @@ class SamplingParams:
         for name, (low, high) in FLOAT_BOUNDS.items():
             self._set(name, _number(name, getattr(self, name), low, high))
         for name, bounds in INT_BOUNDS.items():
-            _check_int(name, getattr(self, name), *bounds)
+            self._set(name, _int(name, getattr(self, name), *bounds))
         for name, bounds in OPTIONAL_INT_BOUNDS.items():
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), *bounds)
+                self._set(name, _int(name, getattr(self, name), *bounds))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refused(name, getattr(self, name), "true or false")
@@ -286,14 +287,16 @@ def _refused(name: str, value: object, allowed: str) -> UsageError:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+    """Numpy's numbers are Real, and Integral, like Python's; typeshed knows no comparison of either."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
         raise _refused(name, value, f"a number from {low:g} to {high:g}")
     return float(value)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+def _int(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
         raise _refused(name, value, f"a whole number from {low} to {high}")
+    return int(value)
 
 
 def _sequence(name: str, value: object, most: int) -> Sequence[Any]:
@@ -316,10 +319,7 @@ def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ..
 
 
 def _ids(name: str, value: object, most: int) -> tuple[int, ...]:
-    entries = _sequence(name, value, most)
-    for entry in entries:
-        _check_int(f"{name}: a token id", entry, 0, MAX_TOKEN_ID)
-    return tuple(entries)
+    return tuple(_int(f"{name}: a token id", entry, 0, MAX_TOKEN_ID) for entry in _sequence(name, value, most))
 
 
 def _biases(value: object) -> LogitBias:
@@ -329,6 +329,6 @@ def _biases(value: object) -> LogitBias:
         raise UsageError(f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIASES} are allowed")
     biases: dict[int, float] = {}
     for token_id, bias in value.items():
-        _check_int("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
-        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        known_id = _int("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
+        biases[known_id] = _number(f"logit_bias[{known_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return LogitBias(biases)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Settled, Usage
@@ -46,7 +46,7 @@ class LocalAnswering(Answering):
         self._make_splitter = make_splitter
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._output: RequestOutput | None = None
-        self._steps = cast("Generator[RequestOutput, None, None]", llm.stream(ids, params))
+        self._steps = llm.stream(ids, params)
 
     @property
     def began(self) -> bool:
