@@ -1,0 +1,148 @@
+"""Requests of all kinds at once, in too few blocks, some of them aborted: each gets what it gets alone in an engine of its own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import Qwen3Config
+
+from engines import SMALL, random_model, save
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.constraint import Constraint, ReasoningPhase
+from nanovllm_cli.engine.answer import detokenizers_of
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm_cli.engine.plan import Pooling
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+SHAPE = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
+CONTEXT = 120
+NUM_BLOCKS = 64
+TOKENIZER = byte_tokenizer()
+BYTES = [TOKENIZER.id_to_bytes(i) for i in range(256)]
+TEXT = TOKENIZER.encode("12 and 12 and 12 and a dog that ran and ran, and 12 and 12 of them, and so on and on. " * 3)
+FORMS = [
+    Constraint("regex", "(12 and ){2,9}"), Constraint("regex", "[a-d ]{5,30}x"), Constraint("choice", '["red", "green"]'),
+    Constraint("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+    Constraint("gbnf", 'root ::= ("a" | "bc" root | "d"){2,5}'),
+]  # fmt: skip
+CHOICES: dict[str, tuple[float, list[Any]]] = {
+    "top_k": (0.2, [1, 2, 20]), "top_p": (0.2, [0.0, 0.5, 0.9]), "min_p": (0.1, [0.1]), "repetition_penalty": (0.1, [0.8, 1.3]),
+    "n": (0.4, [2, 3]), "min_tokens": (0.2, [1, 5]), "stop": (0.3, [("a",), ("an", "d 1"), ("e", "\x00")]),
+    "include_stop_str_in_output": (0.5, [True]), "stop_token_ids": (0.2, [tuple(range(20))]), "ignore_eos": (0.3, [True]),
+    "logprobs": (0.7, [0, 2]), "prompt_logprobs": (0.15, [0, 1]), "logit_bias": (0.1, [{40: 9.0, 41: -100.0}]),
+    "allowed_token_ids": (0.2, [tuple(TOKENIZER.encode("12 and."))]), "bad_words": (0.1, [("12",)]), "dry_multiplier": (0.1, [0.6]),
+    "constraint": (0.3, FORMS), "reasoning": (0.1, [ReasoningPhase("<t>", "</t>", True, 4), ReasoningPhase("<t>", "</t>")]),
+}  # fmt: skip
+
+
+class Asked(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+    pooling: Pooling | None
+    salt: str | None
+
+
+@pytest.fixture(scope="module", params=["float32 auto", "bfloat16 int8"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    folder = save(random_model(Qwen3Config(**SHAPE)), tmp_path_factory.mktemp("model"))
+    dtype, cache = request.param.split()
+    config = EngineConfig(threads=1, num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, dtype=dtype, kv_cache_dtype=cache)
+    with open_checkpoint(folder) as checkpoint:
+        return Worker(checkpoint, config, TOKENIZER.encode, lambda: BYTES)
+
+
+def engine_of(worker: Worker, **settings: Any) -> Engine:
+    config = EngineConfig(**{"num_blocks": NUM_BLOCKS} | settings)
+    return Engine(
+        worker, config, detokenizer_factory=detokenizers_of(TOKENIZER), vocab_size=256, max_model_len=CONTEXT,
+        num_blocks=config.num_blocks or NUM_BLOCKS, eos_ids=(1,), prepare=worker.prepare,
+    )  # fmt: skip
+
+
+def ask(r: random.Random, before: list[RequestOutput]) -> Asked:
+    """Beginnings that others have, and conversations that go on; lengths around the ends of blocks and of the context."""
+    prompt = TEXT[r.choice((0, 0, 7)) :][: r.choice((1, 15, 16, 17, 33, 48, 80, CONTEXT - 1))]
+    if before and r.random() < 0.3:
+        told = r.choice(before)
+        prompt = [*told.prompt_ids, *told.outputs[0].token_ids, *prompt[:5]][: CONTEXT - 1]
+    room = CONTEXT - len(prompt)
+    given = {name: r.choice(values) for name, (chance, values) in CHOICES.items() if r.random() < chance}
+    given |= {"temperature": r.choice((0.0, 1.0, 1.5)), "max_tokens": r.choice((5, 20, 60, room, room + 1)), "seed": r.randrange(99)}
+    given["min_tokens"] = min(given.get("min_tokens", 0), given["max_tokens"])
+    pooling: Pooling | None = r.choice(("mean", "last")) if r.random() < 0.1 else None
+    return Asked(prompt, SamplingParams(**given), pooling, r.choice((None, None, "its own")))
+
+
+def add(engine: Engine, name: str, asked: Asked) -> None:
+    if asked.pooling is not None:
+        engine.embed(name, asked.prompt, asked.pooling)
+    else:
+        engine.add(name, asked.prompt, asked.params, cache_salt=asked.salt)
+
+
+def alone(worker: Worker, asked: Asked) -> RequestOutput:
+    engine = engine_of(worker, enable_prefix_caching=False)
+    add(engine, "alone", asked)
+    while engine.has_unfinished():
+        outputs = engine.step()
+    return outputs[0]
+
+
+def told(answer: CompletionOutput) -> tuple[Any, ...]:
+    return answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason, answer.error, answer.logprobs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(worker: Worker, seed: int) -> None:
+    r = random.Random(seed)
+    settings = {
+        "num_blocks": r.choice((8, 11)), "max_num_batched_tokens": r.choice((3, 17, 512)), "max_num_seqs": r.choice((3, 9)),
+        "num_speculative_tokens": r.choice((0, 8)),
+    }  # fmt: skip
+    engine = engine_of(worker, **settings)
+    asked: dict[str, Asked] = {}
+    done: dict[str, RequestOutput] = {}
+    aborted: set[str] = set()
+    pieces: dict[tuple[str, int], str] = {}
+
+    def look(output: RequestOutput) -> None:
+        for answer in output.outputs:
+            key = output.request_id, answer.index
+            pieces[key] = pieces.get(key, "") + answer.delta_text
+            assert pieces[key] == answer.text
+        if output.finished:
+            done[output.request_id] = output
+
+    while len(asked) < 12 or engine.has_unfinished():
+        if len(asked) < 12 and (len(asked) - len(done) < 2 or r.random() < 0.3):
+            name = str(len(asked))
+            asked[name] = ask(r, list(done.values()))
+            add(engine, name, asked[name])
+        if r.random() < 0.01:
+            aborted.add(name := r.choice(list(asked)))
+            if (output := engine.abort(name)) is not None:
+                look(output)
+        engine.advance()
+        for name, is_last in list(engine.moved.items()):
+            if is_last or r.random() < 0.3:
+                look(engine.take(name))
+    stats = engine.stats()
+    assert (stats.used_blocks, stats.free_blocks + stats.cached_blocks) == (0, settings["num_blocks"])
+    for name, output in done.items():
+        expected = alone(worker, asked[name])
+        if name in aborted:
+            for one, other in zip(output.outputs, expected.outputs, strict=True):
+                assert other.token_ids[: one.num_tokens] == one.token_ids
+        elif asked[name].pooling is not None:
+            assert output.pooled == pytest.approx(expected.pooled, abs=1e-9)
+        else:
+            assert [told(answer) for answer in output.outputs] == [told(answer) for answer in expected.outputs], asked[name]
+            assert output.prompt_logprobs == expected.prompt_logprobs
+            assert output.metrics.num_computed_prompt_tokens == len(asked[name].prompt)
