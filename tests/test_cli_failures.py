@@ -67,25 +67,25 @@ BAD_USAGE = {
     "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
     "run tiny hi --temp": "option '--temp' requires an argument",
     "run tiny hi --temp warm": "invalid value for '--temp'",
-    "run tiny hi --temp nan": "temperature must be a number from 0 to 100",
-    "run tiny hi --temp=-1": "temperature must be a number from 0 to 100",
+    "run tiny hi --temp nan": "--temp must be a number from 0 to 100",
+    "run tiny hi --temp=-1": "--temp must be a number from 0 to 100",
     "run tiny hi --top-p 1.5": "--top-p must be a number from 0 to 1",
     "run tiny hi --top-k 1.5": "invalid value for '--top-k'",
     "run tiny hi -n 1e3": "invalid value for '-n'",
     "run tiny hi -n 99999999999999999999": "--predict must be",
-    "run tiny hi -s -2": "seed must be",
+    "run tiny hi -s -2": "--seed must be",
     "run tiny hi -N 0": "--num-answers must be a whole number",
     "run tiny hi -N 1000000": "--num-answers must be a whole number",
-    "run tiny hi --min-tokens 5 -n 3": "min_tokens (5) must not be above max_tokens (3)",
+    "run tiny hi --min-tokens 5 -n 3": "--min-tokens (5) must not be above --predict (3)",
     "run tiny hi -l 5": "invalid value for '-l' / '--logit-bias': '5' is not a token id with a bias",
-    "run tiny hi -l 5+101": "logit_bias[5] must be a number from -100 to 100",
-    "run tiny hi --stop ''": "stop must be strings of 1 to 1024 characters",
+    "run tiny hi -l 5+101": "--logit-bias[5] must be a number from -100 to 100",
+    "run tiny hi --stop ''": "--stop must be strings of 1 to 1024 characters",
     "run tiny hi --logprobs 5": "--logprobs has no place in plain text",
-    "run tiny hi --logprobs 101 --json": "logprobs must be",
+    "run tiny hi --logprobs 101 --json": "--logprobs must be",
     "run tiny hi -c lots": "invalid value for '-c' / '--ctx-size': 'lots' is not a number of tokens",
     "run tiny hi --kv-cache 2X": "invalid value for '--kv-cache': '2X' is not a size such as 512M",
     "run tiny hi -ctk q8_0": "invalid value for '-ctk' / '--cache-type-k': 'q8_0' is not a KV cache type: auto, float32,",
-    "run tiny hi -t 0": "threads must be at least 1",
+    "run tiny hi -t 0": "--threads must be at least 1",
     "run tiny hi --dtype int3": "invalid value for '--dtype'",
     "run tiny hi --device gpu": "invalid value for '--device': 'gpu' is not a device: auto, cpu, cuda, cuda:N",
     "run tiny hi --reasoning maybe": "invalid value for '--reasoning'",
@@ -160,7 +160,7 @@ def test_bad_usage_is_refused_in_words(tmp_path: Path, line: str) -> None:
 def test_a_share_of_memory_that_is_none(tmp_path: Path) -> None:
     result = nanovllm(tmp_path, "run", "tiny", "hi", "--gpu-memory-utilization", "1.5")
     assert result.code == 2
-    assert "gpu_memory_utilization must be above 0 and at most 1" in failure(result)
+    assert "--gpu-memory-utilization must be above 0 and at most 1" in failure(result)
 
 
 def test_what_is_no_text_is_told_from_text_in_another_encoding(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_one_model_may_have_several_names(parsed: Callable[..., Served]) -> None
         (["tiny", "--port", "99999"], "port"), (["tiny", "--api-key", "short"], "key"),
         (["tiny", "--max-models", "0"], "--max-models"), (["tiny", "--sleep-idle", "0"], "--sleep-idle"),
         (["tiny", "--sleep-idle", "nan"], "--sleep-idle"), (["tiny", "--ssl-key-file", "x"], "--ssl-cert-file"),
-        (["tiny", "--temp", "-1"], "temperature"), (["tiny", "-c", "-5"], "-5"), (["tiny", "--timeout", "0"], "--timeout"),
+        (["tiny", "--temp", "-1"], "--temp must"), (["tiny", "-c", "-5"], "-5"), (["tiny", "--timeout", "0"], "--timeout"),
         (["tiny", "--max-requests", "0"], "--max-requests"), (["tiny", "--api-key-file", os.devnull], "no key"),
         (["tiny", "--api-key-file", "nowhere"], "nowhere"), (["tiny", "--api-key-file", "."], "directory"),
         (["tiny", "--swap-timeout", "0"], "--swap-timeout"), (["tiny", "--swap-timeout", "inf"], "--swap-timeout"),

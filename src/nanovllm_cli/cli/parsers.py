@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import get_args
 
-from nanovllm_cli.config import KVCacheDType
+from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -77,22 +79,21 @@ def device(text: str) -> str:
     return text
 
 
-_FLAGS = {
-    "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty",
-    "penalty_last_n": "--repeat-last-n", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
-    "kv_cache_bytes": "--kv-cache", "max_num_seqs": "--max-num-seqs", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p",
-    "num_speculative_tokens": "--speculate",
+_FLAGS = {field.name: "--" + field.name.replace("_", "-") for field in (*fields(SamplingParams), *fields(EngineConfig))} | {
+    "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty", "temperature": "--temp",
+    "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "bad_words": "--bad-word",
+    "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
+    "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate",
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def by_their_flags() -> Iterator[None]:
-    """A field of SamplingParams or EngineConfig at the beginning of a UsageError is called as it was typed."""
+    """Fields of SamplingParams and EngineConfig in a UsageError are called as they were typed."""
     try:
         yield
     except UsageError as error:
-        name, _, rest = error.message.partition(" ")
-        if name in _FLAGS:
-            error.message = f"{_FLAGS[name]} {rest}"
-            error.args = (error.message,)
+        words = r"^[a-z_]+|\b[a-z]+_[a-z_]+\b"  # whole words: "n" and "stop" are names only where a message begins
+        error.message = re.sub(words, lambda match: _FLAGS.get(match[0], match[0]), error.message)
+        error.args = (error.message,)
         raise
