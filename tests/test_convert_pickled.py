@@ -133,6 +133,8 @@ MALICIOUS: dict[str, Callable[[Path], bytes]] = {
     "a tensor without data": lambda path: saved({"a": torch.empty(3, device="meta")}),
     "a quantized tensor": lambda path: saved({"a": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)}),
     "complex numbers": lambda path: saved({"a": torch.ones(3, dtype=torch.complex64)}),
+    "one number that is a billion": lambda path: saved({"a": torch.zeros(1).expand(1 << 15, 1 << 15)}),
+    "the same numbers under many names": lambda path: saved(dict.fromkeys(map(str, range(100)), torch.ones(5000))),
     "a cut file": lambda path: GOOD[: len(GOOD) // 2],
     "no pickle": lambda path: b"hello" * 100,
     "nothing": lambda path: b"",

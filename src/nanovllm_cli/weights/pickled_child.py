@@ -17,6 +17,7 @@ MEMORY_BYTES = (
     8 << 30
 )  # of address space, beside three times the files: mapped, and copied where a file is of the old format
 CPU_SECONDS = 3600
+MAX_REPEATS = 4  # bytes of all tensors for one of the files; tied weights come twice
 
 
 def limit(files: list[Path]) -> None:
@@ -58,6 +59,9 @@ def load(files: list[Path]) -> dict[str, Any]:
             if name in tensors:
                 raise ValueError(f"the tensor {name[:100]!r} is in two files")
             tensors[name] = tensor.detach()
+    size, stored = sum(tensor.nbytes for tensor in tensors.values()), sum(file.stat().st_size for file in files)
+    if size > MAX_REPEATS * stored:  # strides of 0, or many views of one storage
+        raise ValueError(f"its tensors would take {size} bytes, which its {stored} cannot hold")
     return tensors
 
 
