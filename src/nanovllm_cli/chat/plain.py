@@ -56,7 +56,8 @@ class PlainReader:
             except EOFError:
                 if self._asks:
                     raise  # Ctrl-D, seen by whoever pressed it
-                raise UsageError(f"the message that began with {QUOTES} has no end", f"a line that ends in {QUOTES} ends it") from None
+                hint = f"a line that ends in {QUOTES} ends it"
+                raise UsageError(f"the message that began with {QUOTES} has no end", hint) from None
         lines.append(line.removesuffix(QUOTES))
         return "\n".join(lines).strip("\n")
 
