@@ -343,8 +343,9 @@ def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     if "\0" not in name and os.path.islink(os.path.expanduser(name)):
         return ModelNotFoundError(f"{shown} is a link to a file that is not there", "put the file there, or link to another")
     if "://" in name:
-        hint = "addresses of https://huggingface.co are; download others first"
-        return ModelNotFoundError(f"{shown} is no model's address", hint)
+        return ModelNotFoundError(
+            f"{shown} is no model's address", "addresses of https://huggingface.co are; download others first"
+        )
     hint = _near_files(name) or _suggestion(name, known)
     if _looks_like_path(name) or "/" in name:
         return ModelNotFoundError(f"{shown}: no such file or folder", hint)
