@@ -23,6 +23,7 @@ from engines import SMALL, random_model
 from forked import Terminal
 from forked_commands import Commands
 from hub_server import Hub
+from nanovllm_cli.cli import progress_line
 from nanovllm_cli.kernels import compact
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.weights import convert
@@ -229,6 +230,59 @@ def test_rm_touches_nothing_outside_of_the_cache(
     for name in (f"org/dense@{OTHER_COMMIT}", "org/dense"):
         commands.run("models", "rm", "-y", name, HF_HUB_CACHE=str(home))
         assert thesis.read_text() == "dear", name
+
+
+def test_a_commit_of_two_repositories_is_removed_from_the_one_that_was_named(commands: Commands, home: Path) -> None:
+    """Commits are the same in a copy that was pushed with git; hub_server has one commit for all repositories."""
+    names = ("org/dense", "org/sharded", "org/quants:Q8_0")
+    for name in names:
+        pulled(commands, home, name)
+    result = commands.run("models", "rm", "-y", "org/sharded", HF_HUB_CACHE=str(home))
+    assert result.code == 0, result.err
+    assert sorted(path.name for path in home.glob("models--*")) == ["models--org--dense", "models--org--quants"]
+    assert "org/sharded: 1 revision (" in result.err
+
+
+def test_what_is_left_of_a_download_is_listed_and_can_be_removed(commands: Commands, home: Path) -> None:
+    """A cache that its owner has tidied by hand, and one in which no file was ever finished."""
+    tidied, begun = home / "models--org--tidied", home / "models--org--begun"
+    (tidied / "snapshots" / OTHER_COMMIT).mkdir(parents=True)
+    (tidied / "snapshots" / OTHER_COMMIT / "model.safetensors").symlink_to("../../blobs/gone")
+    for folder in (tidied, begun):
+        (folder / "blobs").mkdir(parents=True)
+        (folder / "blobs" / "abc.incomplete").write_bytes(bytes(5000))
+    (begun / "snapshots").mkdir()
+    listed = json.loads(commands.run("models", "list", "--json", HF_HUB_CACHE=str(home)).out)["models"]
+    rows = {row["name"]: row for row in listed}
+    for name in ("org/tidied", "org/begun"):
+        assert (rows[name]["bytes"], rows[name]["loadable"]) == (5000, False)
+        assert "models rm" in rows[name]["problem"]
+        asked = commands.run("models", "rm", name, HF_HUB_CACHE=str(home))
+        assert (asked.code, "no whole revision, 4.9 KiB" in asked.err) == (2, True), asked.err
+        assert commands.run("models", "rm", "-y", name, HF_HUB_CACHE=str(home)).code == 0
+    assert not list(home.glob("models--*"))
+
+
+def test_rm_counts_what_a_broken_off_download_has_left(commands: Commands, home: Path) -> None:
+    pulled(commands, home, "org/dense")
+    blobs = home / "models--org--dense" / "blobs"
+    (blobs / "abc.incomplete").write_bytes(bytes(3 << 20))
+    held = sum(path.stat().st_size for path in blobs.iterdir())
+    result = commands.run("models", "rm", "-y", "org/dense", HF_HUB_CACHE=str(home))
+    assert f"removed; {progress_line.size(held)} are free again" in result.err
+    assert not list(home.glob("models--*"))
+
+
+def test_a_revision_is_found_by_the_short_commit_that_the_list_shows(commands: Commands, home: Path) -> None:
+    pulled(commands, home, f"org/dense@{hub_server.COMMIT}")
+    listed = json.loads(commands.run("models", "list", "--json", HF_HUB_CACHE=str(home)).out)["models"]
+    name = listed[1]["name"]
+    assert name == f"org/dense@{hub_server.COMMIT[:7]}"
+    for words in (("models", "show", name), ("models", "pull", "--offline", name), ("models", "pull", name)):
+        result = commands.run(*words, HF_HUB_CACHE=str(home))
+        assert result.code == 0, result.err
+    shorter = commands.run("models", "show", f"org/dense@{hub_server.COMMIT[:6]}", HF_HUB_CACHE=str(home))
+    assert shorter.code == 3
 
 
 def test_rm_refuses_what_is_not_in_the_cache(commands: Commands, home: Path, folders: dict[str, Path]) -> None:

@@ -215,7 +215,9 @@ def remove(*, ctx: typer.Context, model_word: ModelWord = None, options: RemoveO
     from nanovllm_cli.weights import hub_cache
 
     found = hub_cache.removal(meant)
-    screen.say(f"{found.repo}: {len(found.revisions)} revisions ({', '.join(found.revisions)}), {size(found.num_bytes)}")
+    number = len(found.revisions)
+    revisions = f"{number} revision{'' if number == 1 else 's'} ({', '.join(found.revisions)})" if number else "no whole revision"
+    screen.say(f"{found.repo}: {revisions}, {size(found.num_bytes)}")
     if not options.yes and not _agreed(found, screen):
         screen.say("nothing was removed")
         raise typer.Exit(1)

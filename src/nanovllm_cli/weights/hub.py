@@ -76,6 +76,11 @@ def repo_folder(repo: str) -> Path:
     return cache_folder() / ("models--" + repo.replace("/", "--"))
 
 
+def is_commit(commit: str, wanted: str) -> bool:
+    """Whether a revision names this commit, by seven of its digits or more."""
+    return len(wanted) >= 7 and commit.startswith(wanted.lower())
+
+
 def cached_repos() -> list[str]:
     """The repositories that have a snapshot in the cache, for completion and for suggestions."""
     with suppress(OSError):
@@ -85,14 +90,17 @@ def cached_repos() -> list[str]:
 
 
 def cached_snapshot(repo: str, revision: str) -> tuple[str, Path] | None:
-    """The commit that a branch, tag or commit stood for when it was last downloaded, and its folder."""
+    """The commit that a branch, tag or commit stood for when it was last downloaded, and its folder. Commits may be short."""
     folder = repo_folder(repo)
     commit = revision
     if not _COMMIT.fullmatch(revision):
         try:
             commit = (folder / "refs" / revision).read_text().strip()
         except (OSError, ValueError):
-            return None
+            meant = [path.name for path in folder.glob("snapshots/*") if is_commit(path.name, revision)]
+            if len(meant) != 1:
+                return None
+            commit = meant[0]
     snapshot = folder / "snapshots" / commit
     return (commit, snapshot) if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 

@@ -6,7 +6,10 @@ Which of its files make a model is `files.py`'s matter; whether that can be run,
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +52,15 @@ class Removal(NamedTuple):
 def cached_models() -> list[CachedModel]:
     """All models of the cache by name, also those that can't be opened. Raises AccessRefusedError."""
     found: list[CachedModel] = []
-    for repo in sorted(_models(_scan()), key=lambda repo: str(repo.repo_id).lower()):
+    repos = _models(_scan())
+    for repo in repos:
         for revision in sorted(repo.revisions, key=lambda revision: -float(revision.last_modified)):
             found += _models_of(repo, revision)
-    return found
+    problem = "broken, or never finished: models pull goes on, models rm removes it"
+    for name in sorted(set(hub.cached_repos()) - {str(repo.repo_id) for repo in repos}):
+        size = _num_bytes(hub.repo_folder(name))
+        found.append(CachedModel(name, "", ("main",), None, None, 0, size, 0.0, problem))
+    return sorted(found, key=lambda model: model.repo.lower())
 
 
 def _models_of(repo: Any, revision: Any) -> list[CachedModel]:
@@ -86,7 +94,8 @@ def _models_of(repo: Any, revision: Any) -> list[CachedModel]:
 def removal(name: HubName) -> Removal:
     """What of the cache `name` stands for: all revisions of a repository, or the one that it names.
 
-    Raises ModelNotFoundError for what is not there, UsageError for a part of a revision.
+    Raises ModelNotFoundError for what is not there, UsageError for a part of a revision. A repository without a whole revision,
+    of a download that was broken off, goes with what there is of it.
     """
     if name.quant or name.file:
         raise UsageError(
@@ -94,25 +103,35 @@ def removal(name: HubName) -> Removal:
         )
     info = _scan()
     repo = next((repo for repo in _models(info) if str(repo.repo_id) == name.repo), None)
+    folder = hub.repo_folder(name.repo)
+    if repo is None and name.repo in hub.cached_repos() and name.revision is None and not folder.is_symlink():
+        return Removal(name.repo, (), _num_bytes(folder), partial(_carry_out, partial(shutil.rmtree, folder)))
     if repo is None:
         there = some(hub.cached_repos(), 8)
         raise ModelNotFoundError(f"{name.repo} is not in the cache ({hub.cache_folder()})", f"cached are: {there or 'none'}")
     revisions = sorted(repo.revisions, key=lambda revision: -float(revision.last_modified))
     if name.revision is not None:
         wanted = name.revision
-        revisions = [each for each in revisions if wanted in each.refs or _is_commit(each.commit_hash, wanted)]
+        revisions = [each for each in revisions if wanted in each.refs or hub.is_commit(each.commit_hash, wanted)]
         if not revisions:
             there = some([", ".join(sorted(each.refs)) or each.commit_hash[:7] for each in repo.revisions], 8)
             raise ModelNotFoundError(f"{name.repo} has no revision {wanted!r} in the cache", f"there are: {there}")
-    strategy = info.delete_revisions(*(each.commit_hash for each in revisions))
+    of_repo = dataclasses.replace(info, repos=frozenset({repo}))  # a commit may be in a copy of the repository, too
+    strategy = of_repo.delete_revisions(*(each.commit_hash for each in revisions))
     _check_inside(strategy)
     shown = tuple(each.commit_hash[:7] for each in revisions)
-    return Removal(name.repo, shown, int(strategy.expected_freed_size), lambda: _carry_out(strategy))
+    num_bytes = _num_bytes(folder) if strategy.repos else int(strategy.expected_freed_size)
+    return Removal(name.repo, shown, num_bytes, partial(_carry_out, strategy.execute))
 
 
-def _carry_out(strategy: Any) -> None:
+def _num_bytes(folder: Path) -> int:
+    """Of all files, also those of downloads that were broken off. What links lead to is counted where it lies."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _carry_out(remove: Callable[[], object]) -> None:
     try:
-        strategy.execute()
+        remove()
     except OSError as error:
         raise AccessRefusedError(f"{hub.cache_folder()}: {error.strerror or error}", "check its permissions") from error
 
@@ -126,13 +145,9 @@ def _check_inside(strategy: Any) -> None:
             raise AccessRefusedError(f"{place} is outside of the cache, and is not removed", "take the link to it out by hand")
 
 
-def _is_commit(commit: str, wanted: str) -> bool:
-    return len(wanted) >= 7 and commit.startswith(wanted.lower())
-
-
 def _models(info: Any) -> list[Any]:
-    """The repositories of models in what `_scan` gives."""
-    return [] if info is None else [repo for repo in info.repos if repo.repo_type == "model"]
+    """The repositories of models in what `_scan` gives: those with a revision."""
+    return [] if info is None else [repo for repo in info.repos if repo.repo_type == "model" and repo.revisions]
 
 
 def _scan() -> Any:

@@ -236,7 +236,8 @@ def _from_hub(
 ) -> ResolvedModel | RemoteModel:
     revision = wanted.revision or DEFAULT_REVISION
     here = _from_cache(wanted, revision, name)
-    if here is not None and (offline or wanted.revision == here.revision):  # a commit never changes: nothing to ask
+    is_fixed = here is not None and hub.is_commit(here.revision or "", revision)  # a commit never changes: nothing to ask
+    if here is not None and (offline or is_fixed):
         return here
     if offline:
         raise ModelNotFoundError(
