@@ -48,6 +48,7 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
         {},
         {"kv_cache_dtype": "fp8"},
         {"deterministic": True},
+        {"num_speculative_tokens": 4},
         *({"quant": name} for name in ("fp8", "fp8:block=128", "int8", "int4", "nf4", "q4_k", "q6_k")),
     ],
     ids=str,

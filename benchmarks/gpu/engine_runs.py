@@ -18,11 +18,12 @@ from nanovllm_cli.sampling_params import SamplingParams
 MODELS = (SMALLEST, "qwen3-8b", "llama-3.2-1b")
 ROUNDS = 3
 BATCHES = (8, 32, 128, 256)
-WAYS: tuple[tuple[str, dict[str, bool], bool | None, int], ...] = (
+WAYS: tuple[tuple[str, dict[str, Any], bool | None, int], ...] = (
     (ONE_BY_ONE, {}, False, 100),
     ("eager", {"eager": True}, None, 100),
     (OVERLAPPED, {}, True, 100),
     ("deterministic", {"deterministic": True}, None, 100),
+    ("eight guesses", {"num_speculative_tokens": 8}, None, 100),
     ("programmatic launch, memory divided as each kernel likes", {}, True, -1),
 )
 """Of a decode step: settings, programmatic launch (None: as elsewhere), percent of a multiprocessor's memory that is shared."""

@@ -48,8 +48,7 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
-    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before; 0: none. On a
-        CPU.
+    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before; 0: none.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """

@@ -222,7 +222,7 @@ class EngineOptions(MemoryOptions):
     speculate: int = option(
         "--speculate",
         help="Guess up to N tokens a step by what followed the same words before. What is said stays the same, and comes sooner "
-        "where texts repeat themselves. On a CPU. [0]",
+        "where texts repeat themselves. [0]",
         default=EngineConfig().num_speculative_tokens, panel=ENGINE, metavar="N",
     )
 

@@ -52,8 +52,6 @@ class CudaPlatform:
             raise UnsupportedError(
                 "a GPU rounds activations of int8, fp8 and GGUF's formats alone", "leave --activations away, or add --device cpu"
             )
-        if config.num_speculative_tokens:
-            raise UnsupportedError("a GPU computes no guesses", "leave --speculate away, or add --device cpu")
         if k == "int8":
             raise UnsupportedError("a KV cache of int8 on a GPU", "use --kv-cache-dtype fp8, or --device cpu")
         self.config = config
@@ -136,7 +134,8 @@ class CudaPlatform:
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
         recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
-        decode = DecodeStep(self.device, model, backend, cache, rows, width, recordable)
+        guesses = self.config.num_speculative_tokens > 0
+        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, recordable)
         on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, decode.drawn_tokens, sampler.guide)
         if on_device.knows_vocabulary:
             on_device.buffers.rows = decode.sampling_rows

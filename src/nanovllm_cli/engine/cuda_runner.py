@@ -1,21 +1,24 @@
 """Plans on a GPU. A step of decodes is a `DecodeStep`, recorded and replayed; any other step runs launch by launch. In both some
 sequences may draw on the device behind the others, when their masks are there, and some on the host, from their logits.
 
-`submit` returns before the device is done, so that the next step can be planned and started meanwhile.
+`submit` returns before the device is done, so that the next step can be planned and started meanwhile. Not so with guesses: one
+is only drawn behind when it is known to be what was drawn.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
-from nanovllm_cli.engine.runner import pooled_of, prompt_logprobs_of
+from nanovllm_cli.engine.runner import Draw, draw_behind_guesses, draws_of, pooled_of, prompt_logprobs_of, rows_of
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden, take_rows
@@ -53,7 +56,7 @@ class CudaRunner:
     def draws_unseen(self, params: SamplingParams) -> bool:
         """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it."""
         sees_prompt = params.prompt_logprobs is not None
-        return not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
+        return not self.decode.guesses and not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
 
     def submit(self, plan: Plan) -> Callable[[], StepOutput]:
         """See RunsAhead."""
@@ -66,9 +69,12 @@ class CudaRunner:
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
-        if all(map(_is_plain_decode, plan.scheduled)):
+        if not all(map(_is_decode, plan.scheduled)):
+            return self._step(plan.scheduled)
+        num_tokens = sum(len(share.token_ids) for share in plan.scheduled)
+        if num_tokens == len(plan.scheduled):
             return self._decode(plan.scheduled)
-        return self._step(plan.scheduled)
+        return self._decode_guesses(plan.scheduled) if num_tokens <= self.decode.max_tokens else self._step(plan.scheduled)
 
     def _decode(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         by_id = {share.seq_id: share for share in scheduled}
@@ -87,8 +93,18 @@ class CudaRunner:
         drawn = self.sampler.sample(others, logits[len(there) : len(order)]) if others else []
         return lambda: StepOutput(drawn + read(), {})
 
+    def _decode_guesses(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        self.sampler.start_masks(self._by_place([share.seq_id for share in scheduled])[2])
+        logits = self.decode.run_guesses(scheduled, self.on_device)
+        firsts = itertools.accumulate((len(share.token_ids) for share in scheduled), initial=0)
+        draws = [Draw(share.seq_id, first, share.guesses) for share, first in zip(scheduled, firsts, strict=False)]
+        drawn = self._draw_behind_guesses(draws, logits, scheduled)
+        return lambda: StepOutput(drawn, {})
+
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         batch, owners = build_batch(scheduled, self.block_size)
+        if any(share.num_guesses for share in scheduled):
+            return self._step_with_guesses(scheduled, batch, owners)
         row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
         num_drawn = {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
         free, guided, here = self._by_place(list(row_of))
@@ -99,12 +115,7 @@ class CudaRunner:
             self._seat(parts[0], num_drawn)  # its copies wait for the device, which has nothing to do yet
         self.sampler.start_masks(here)
         hidden = self.model.run(self.model.prepare(batch), self.cache)
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {
-            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
-            for share, first in owners
-            if share.prompt_logprobs is not None
-        }
-        pooled = pooled_of(self.model, hidden, owners)
+        prompt_logprobs, pooled = self._beside(hidden, owners)
         logits = self._logits(hidden, row_of, here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
         drawn: list[Drawn] = []
@@ -113,16 +124,60 @@ class CudaRunner:
             if part is not parts[0]:
                 drawn += read()
                 self._seat(part, num_drawn)
-            rows = self._logits(hidden, row_of, part)
-            free, guided, _ = self._by_place(part)
-            if free:
-                self.on_device.draw(rows[: len(free)], *self.on_device.needs(free))
-            if guided:
-                self.on_device.draw_guided(guided, rows[len(free) :], len(free))
+            self._draw_part(part, self._logits(hidden, row_of, part))
             read = self._read(part)
         if logits is not None:
             drawn += self.sampler.sample(here, logits)
         return lambda: StepOutput(drawn + read(), prompt_logprobs, pooled)
+
+    def _step_with_guesses(
+        self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]
+    ) -> Callable[[], StepOutput]:
+        rows, draws = rows_of(draws_of(owners))
+        self.sampler.start_masks(self._by_place([draw.seq_id for draw in draws])[2])
+        hidden = self.model.run(self.model.prepare(batch), self.cache)
+        prompt_logprobs, pooled = self._beside(hidden, owners)
+        drawn = self._draw_behind_guesses(draws, self.model.logits(take_rows(hidden, rows)), scheduled)
+        return lambda: StepOutput(drawn, prompt_logprobs, pooled)
+
+    def _beside(
+        self, hidden: Hidden, owners: list[tuple[Scheduled, int]]
+    ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, list[float]]]:
+        """What a step is asked for beside draws: log-probabilities of prompts, and sums of hidden rows."""
+        prompt_logprobs = {
+            share.seq_id: prompt_logprobs_of(self.model, self.sampler, hidden, first, share)
+            for share, first in owners
+            if share.prompt_logprobs is not None
+        }
+        return prompt_logprobs, pooled_of(self.model, hidden, owners)
+
+    def _draw_behind_guesses(self, draws: list[Draw], logits: torch.Tensor, scheduled: list[Scheduled]) -> list[Drawn]:
+        num_drawn = {seq_id: share.num_drawn - share.num_guesses for share in scheduled for seq_id in share.draws}
+
+        def sample(going: list[Draw], depth: int) -> list[Drawn]:
+            row_of = {draw.seq_id: draw.row + depth for draw in going}
+            free, guided, here = self._by_place(list(row_of))
+            there, most = free + guided, self.on_device.max_rows
+            drawn = self.sampler.sample(here, _rows(logits, [row_of[seq_id] for seq_id in here])) if here else []
+            for first in range(0, len(there), most):  # one part, as in `_step`
+                part = there[first : first + most]
+                self._seat(part, {seq_id: num_drawn[seq_id] + depth for seq_id in part})
+                self._draw_part(part, _rows(logits, [row_of[seq_id] for seq_id in part]))
+                drawn += self._read(part)()
+            by_id = {found.seq_id: found for found in drawn}
+            return [by_id[draw.seq_id] for draw in going]
+
+        drawn = draw_behind_guesses(draws, sample)
+        self._rows_before = {}  # of the last draws alone, which the next step does not go on from
+        return drawn
+
+    def _draw_part(self, seq_ids: list[int], logits: torch.Tensor) -> None:
+        """On the device, for these, which are seated: those with a constraint last."""
+        free, guided, _ = self._by_place(seq_ids)
+        if free:
+            self.on_device.draw(logits[: len(free)], *self.on_device.needs(free))
+        if guided:
+            self.on_device.draw_guided(guided, logits[len(free) :], len(free))
 
     def _by_place(self, seq_ids: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Those that draw on the device, on the device under a mask, and on the host."""
@@ -146,5 +201,12 @@ class CudaRunner:
         return self._last_read
 
 
-def _is_plain_decode(share: Scheduled) -> bool:
-    return share.draws == (share.seq_id,) and len(share.token_ids) == 1 and share.prompt_logprobs is None
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Without a copy where they follow one another, as a single sequence's does."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return logits[rows[0] : rows[0] + len(rows)]
+    return logits.index_select(0, torch.tensor(rows).to(logits.device))
+
+
+def _is_decode(share: Scheduled) -> bool:
+    return share.draws == (share.seq_id,) and len(share.token_ids) == 1 + share.num_guesses and share.prompt_logprobs is None

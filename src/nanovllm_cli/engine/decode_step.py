@@ -1,10 +1,11 @@
-"""A step of decodes on a GPU: one token of each sequence, from the token that was drawn to the one that is drawn next.
+"""A step of decodes on a GPU: one token of each sequence, from the token that was drawn to the one that is drawn next; or one and
+guesses behind it, up to their logits.
 
 Everything it reads lies in buffers that never move, so the step is recorded once for each batch bucket (1, 2, 4, 8, …) and
 replayed: embedding, layers, head and sampling in one graph. The rows behind the last sequence of a bucket are padding: they
 write nothing and draw nothing. Nor do those of sequences that draw on the host, but they leave their logits. A bucket's first
-step runs without a graph, so that nobody waits for the recording; its second is recorded. On a deterministic GPU a bucket has one
-graph for each power of two of attention's items.
+step runs without a graph, so that nobody waits for the recording; its second is recorded. Where the host divides attention there
+is a graph for each power of two of its items. A step with guesses has as many rows as tokens, and draws nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
+from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device, Graph
@@ -27,16 +29,18 @@ from nanovllm_cli.models.decoder import Decoder, StepInputs
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int | None, bool, bool]
-"""Rows of the bucket; room for attention's items, where the host divides it; whether all sequences that draw on the device are
-greedy; whether any of them wants logprobs."""
-# Lines of the uploaded buffer, each of max_rows numbers. Known tokens come first: they continue the table of drawn ones.
+Sampling = tuple[bool, bool]
+"""Whether all sequences that draw on the device are greedy; whether any of them wants logprobs."""
+Key = tuple[int, int | None, Sampling | None]
+"""Rows; room for attention's items, where the host divides it; None for a step with guesses."""
+# Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
 KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW = range(7)
 NUM_LINES = 7
 
 
 class DecodeStep:
-    """max_rows: most sequences of a step. table_width: blocks of the longest sequence. recordable: whether graphs are made."""
+    """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then. table_width:
+    blocks of the longest sequence. recordable: whether graphs are made."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class DecodeStep:
         backend: CudaAttention,
         cache: KVCache,
         max_rows: int,
+        guesses: bool,
         table_width: int,
         recordable: bool,
     ) -> None:
@@ -53,18 +58,20 @@ class DecodeStep:
         self._backend = backend
         self._cache = cache
         self._max_rows = max_rows
+        self.guesses = guesses
+        self.max_tokens = max_tokens = max(max_rows, MOST_ROWS if guesses else 0)
         where = device.launcher.device
         # Drawn tokens by row, and behind them the lines that each step uploads in one copy.
-        self._state = torch.zeros((1 + NUM_LINES) * max_rows, dtype=torch.int64, device=where)
-        self._lines = self._state[max_rows:].view(NUM_LINES, max_rows)
+        self._state = torch.zeros(max_rows + NUM_LINES * max_tokens, dtype=torch.int64, device=where)
+        self._lines = self._state[max_rows:].view(NUM_LINES, max_tokens)
         self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
-        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=where)
-        self._logit_rows = torch.arange(max_rows, dtype=torch.int64, device=where)
-        self._uploads = Uploads(device, NUM_LINES * max_rows, torch.int64)
+        self._starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=where)
+        self._logit_rows = torch.arange(max_tokens, dtype=torch.int64, device=where)
+        self._uploads = Uploads(device, NUM_LINES * max_tokens, torch.int64)
         self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
         self._host_tables = np.zeros((max_rows, table_width), np.int32)
         self._last_tables: list[list[int]] = []
-        self._work = DecodeWork(device, backend, max_rows) if backend.deterministic else None
+        self._work = DecodeWork(device, backend, max_tokens) if backend.deterministic or guesses else None
         self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
         self._seen: set[Key] = set()
         self._recordable = recordable
@@ -81,10 +88,17 @@ class DecodeStep:
         """rows_before: sequence id -> row of the step before in which it drew. slots: in the sampling table, of the first rows;
         the others are drawn from by the caller: returns logits [B, V], to be used before the next step."""
         room = self._upload(scheduled, rows_before, slots)
-        only_greedy, has_logprobs = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
-        key = (self._bucket(len(scheduled)), room, only_greedy, has_logprobs)
+        sampling = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
+        return self._run((self._bucket(len(scheduled)), room, sampling), sampler)
+
+    def run_guesses(self, scheduled: Sequence[Scheduled], sampler: DeviceSampler) -> torch.Tensor:
+        """Several tokens of some sequences, max_tokens in all at most: logits [T, V], to be used before the next step."""
+        room = self._upload(scheduled, {}, [])
+        return self._run((sum(len(share.token_ids) for share in scheduled), room, None), sampler)
+
+    def _run(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
         recorded = self._graphs.get(key)
-        if recorded is None and self._recordable and key in self._seen and room != 0:
+        if recorded is None and self._recordable and key in self._seen and key[1] != 0:
             recorded = self._record(key, sampler)
         self._seen.add(key)
         if recorded is None:
@@ -96,10 +110,14 @@ class DecodeStep:
     def warm_up(self, sampler: DeviceSampler) -> None:
         """Compiles the kernels of every bucket, and launches those of the first on a row of padding: no answer is to wait for the
         compiler."""
+        if self.guesses:
+            some = self._divide(np.array([2]), np.array([2]))
+            guesses: list[Key] = [(1 << i, some, None) for i in range(1, self.max_tokens.bit_length())]
+            self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in guesses])
         room = self._upload([], {}, [])
-        first = [(1, room, only_greedy, False) for only_greedy in (True, False)]
+        first: list[Key] = [(1, room, (only_greedy, False)) for only_greedy in (True, False)]
         buckets = [self._bucket(1 << i) for i in range((self._max_rows - 1).bit_length() + 1)]
-        keys = [*first, *((rows, room, False, True) for rows in buckets)]
+        keys = [*first, *((rows, room, (False, True)) for rows in buckets)]
         self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in keys])
         for key in first:
             self._launch(key, sampler)
@@ -117,56 +135,66 @@ class DecodeStep:
         return recorded
 
     def _launch(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
-        rows, _, only_greedy, has_logprobs = key
+        rows, room, sampling = key
         lines = self._lines
         batch = Batch(
             token_ids=lines[SOURCE, :rows],
             positions=lines[POSITION, :rows],
             rope_lens=lines[ROPE_LEN, :rows],
-            query_starts=self._starts[: rows + 1],
+            query_starts=self._starts[: rows + 1],  # not with guesses: then attention's work says what is whose
             kv_lens=lines[KV_LEN].view(torch.int32)[:rows],
             slots=lines[SLOT, :rows],
             block_tables=self._tables[:rows],
             logit_rows=self._logit_rows[:rows],
-            token_table=self._state[: 2 * self._max_rows],
+            token_table=self._state[: self._max_rows + self.max_tokens],
         )
-        work = None if self._work is None else self._work.by_shape
+        work = None if room is None or self._work is None else self._work.by_shape
         inputs = StepInputs(batch, self._model.angles(batch), self._backend.decode_step(batch, work))
         logits = self._model.logits(self._model.run(inputs, self._cache))
-        if sampler.knows_vocabulary:
-            sampler.draw(logits, only_greedy, has_logprobs)
+        if sampling is not None and sampler.knows_vocabulary:
+            sampler.draw(logits, *sampling)
         return logits
 
     def _upload(self, scheduled: Sequence[Scheduled], rows_before: dict[int, int], slots: list[int]) -> int | None:
         """See `DecodeWork.upload`; None where the device divides its attention."""
         upload = self._uploads.take()
-        lines = upload.numpy().reshape(NUM_LINES, self._max_rows)
+        lines = upload.numpy().reshape(NUM_LINES, self.max_tokens)
         count, size = len(scheduled), self._backend.block_size
-        position = np.array([share.start for share in scheduled], np.int64)
+        fed = [(share, token) for share in scheduled for token in share.token_ids]
+        lens = np.array([len(share.token_ids) for share in scheduled], np.int64)
+        kv_len = np.array([share.start for share in scheduled], np.int64) + lens
         prompt_len = np.array([share.prompt_len for share in scheduled], np.int64)
-        block = np.array([share.block_table[-1] for share in scheduled], np.int64)
-        fed = [share.token_ids[0] for share in scheduled]
+        if len(fed) == count:
+            position = kv_len - 1
+            block = np.array([share.block_table[-1] for share in scheduled], np.int64)
+        else:
+            position = np.arange(len(fed)) + np.repeat(kv_len - np.cumsum(lens), lens)
+            block = np.array([share.block_table[at // size] for (share, _), at in zip(fed, position.tolist(), strict=True)])
+            prompt_len = np.repeat(prompt_len, lens)
         known_at = self._max_rows
         source = [
-            rows_before[share.seq_id] if token == DRAWN_BEFORE else known_at + row
-            for row, (share, token) in enumerate(zip(scheduled, fed, strict=True))
+            rows_before[share.seq_id] if token == DRAWN_BEFORE else known_at + row for row, (share, token) in enumerate(fed)
         ]
-        lines[KNOWN, :count] = fed
+        lines[KNOWN, : len(fed)] = [token for _, token in fed]
         lines[SOURCE] = lines[SLOT] = -1
-        lines[SOURCE, :count] = source
+        lines[SOURCE, : len(fed)] = source
         lines[POSITION] = lines[ROPE_LEN] = 0
-        lines[POSITION, :count] = position
-        lines[ROPE_LEN, :count] = np.maximum(position + 1, prompt_len)
-        lines[SLOT, :count] = block * size + position % size
+        lines[POSITION, : len(fed)] = position
+        lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
+        lines[SLOT, : len(fed)] = block * size + position % size
         kv_lens, sampling_rows = lines[KV_LEN].view(np.int32), lines[SAMPLING_ROW].view(np.int32)
         kv_lens[:] = 0
-        kv_lens[:count] = position + 1
+        kv_lens[:count] = kv_len
         sampling_rows[:] = -1
         sampling_rows[: len(slots)] = slots
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])
-        return None if self._work is None else self._work.upload(position + 1)
+        return self._divide(lens, kv_len) if self._backend.deterministic or len(fed) > count else None
+
+    def _divide(self, lens: np.ndarray, kv_lens: np.ndarray) -> int:
+        assert self._work is not None
+        return self._work.upload(np.concatenate(([0], np.cumsum(lens))), kv_lens)
 
     def _upload_tables(self, tables: list[list[int]]) -> None:
         last, self._last_tables = self._last_tables, []

@@ -5,6 +5,7 @@ Not covered: what to run (scheduler), where memory comes from (worker).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,11 +57,7 @@ class Runner:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)
         inputs = self.model.prepare(batch)
-        draws = [
-            _Draw(seq_id, first + len(share.wanted_rows) - 1 - share.num_guesses, share.guesses)
-            for share, first in owners
-            for seq_id in share.draws
-        ]
+        draws = draws_of(owners)
         if self.has_free_processor:
             self.sampler.start_masks([draw.seq_id for draw in draws])
         if all(share.prompt_logprobs is None and share.pooling is None for share, _ in owners) and self.graphs.fits(batch):
@@ -77,30 +74,18 @@ class Runner:
         pooled = pooled_of(self.model, hidden, owners)
         if not draws:
             return StepOutput([], prompt_logprobs, pooled)
-        rows = [row for draw in draws for row in range(draw.row, draw.row + 1 + len(draw.guesses))]
-        place = {row: i for i, row in enumerate(rows)}
-        logits = self.model.logits(take_rows(hidden, rows))
-        drawn = self._draw([draw._replace(row=place[draw.row]) for draw in draws], logits)
+        rows, draws = rows_of(draws)
+        drawn = self._draw(draws, self.model.logits(take_rows(hidden, rows)))
         return StepOutput(drawn, prompt_logprobs, pooled)
 
-    def _draw(self, draws: list[_Draw], logits: torch.Tensor) -> list[Drawn]:
-        """A token for each, and one more behind every guess that was drawn."""
-        drawn = {draw.seq_id: found for draw, found in self._sample(draws, logits, 0)}
-        going = draws
-        for depth in range(1, 1 + max(len(draw.guesses) for draw in draws)):
-            going = [draw for draw in going if draw.held(drawn[draw.seq_id], depth)]
-            if not going:
-                break
-            for draw, found in self._sample(going, logits, depth):
-                drawn[draw.seq_id] = _joined(drawn[draw.seq_id], found)
-        return [drawn[draw.seq_id] for draw in draws]
+    def _draw(self, draws: list[Draw], logits: torch.Tensor) -> list[Drawn]:
+        def sample(going: list[Draw], depth: int) -> list[Drawn]:
+            return self.sampler.sample([draw.seq_id for draw in going], logits, [draw.row + depth for draw in going])
 
-    def _sample(self, draws: list[_Draw], logits: torch.Tensor, depth: int) -> zip[tuple[_Draw, Drawn]]:
-        found = self.sampler.sample([draw.seq_id for draw in draws], logits, [draw.row + depth for draw in draws])
-        return zip(draws, found, strict=True)
+        return draw_behind_guesses(draws, sample)
 
 
-class _Draw(NamedTuple):
+class Draw(NamedTuple):
     """A sequence that draws from a row of the logits, and from those behind it as long as its guesses hold."""
 
     seq_id: int
@@ -110,6 +95,35 @@ class _Draw(NamedTuple):
     def held(self, drawn: Drawn, depth: int) -> bool:
         """Whether the first `depth` guesses are what was drawn, and one more token may be."""
         return depth <= len(self.guesses) and not drawn.ends and drawn.token_ids[depth - 1 :] == self.guesses[depth - 1 : depth]
+
+
+def draws_of(owners: list[tuple[Scheduled, int]]) -> list[Draw]:
+    """owners: the step's shares, and the first row of each among those behind the last norm."""
+    return [
+        Draw(seq_id, first + len(share.wanted_rows) - 1 - share.num_guesses, share.guesses)
+        for share, first in owners
+        for seq_id in share.draws
+    ]
+
+
+def rows_of(draws: list[Draw]) -> tuple[list[int], list[Draw]]:
+    """The rows that draws may need, and the draws as they are among these alone."""
+    rows = [row for draw in draws for row in range(draw.row, draw.row + 1 + len(draw.guesses))]
+    place = {row: i for i, row in enumerate(rows)}
+    return rows, [draw._replace(row=place[draw.row]) for draw in draws]
+
+
+def draw_behind_guesses(draws: list[Draw], sample: Callable[[list[Draw], int], list[Drawn]]) -> list[Drawn]:
+    """A token for each, and one more behind every guess that was drawn. sample: from as many rows behind each one's own."""
+    drawn = {draw.seq_id: found for draw, found in zip(draws, sample(draws, 0), strict=True)}
+    going = draws
+    for depth in range(1, 1 + max(len(draw.guesses) for draw in draws)):
+        going = [draw for draw in going if draw.held(drawn[draw.seq_id], depth)]
+        if not going:
+            break
+        for draw, found in zip(going, sample(going, depth), strict=True):
+            drawn[draw.seq_id] = _joined(drawn[draw.seq_id], found)
+    return [drawn[draw.seq_id] for draw in draws]
 
 
 def _joined(drawn: Drawn, more: Drawn) -> Drawn:

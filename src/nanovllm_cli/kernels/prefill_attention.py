@@ -15,6 +15,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, WARP, Kernel, Launcher, check, type_name
 
 WARPS = 4
+MOST_ROW_TILES = 2
 MAX_HEAD_DIM = 256
 SPLIT_KEYS = 512
 """Keys of a split in deterministic mode. Smaller ones fill the GPU better when few tokens are decoded; but an item that walks
@@ -65,7 +66,7 @@ def tiling(capability: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     )  # turning more into 16 bits at once takes registers that are not there
     memory, reserved = SHARED_KB.get(capability, 100) << 10, 1 << 10 if capability >= 80 else 0
     for blocks in (2, 1):
-        for row_tiles in (2, 1) if dim <= 128 else (1,):  # 32 rows of 256 sums don't fit a warp's registers
+        for row_tiles in (MOST_ROW_TILES, 1) if dim <= 128 else (1,):  # 32 rows of 256 sums don't fit a warp's registers
             for keys in [count for count in (64, 32, 16) if count <= widest]:
                 tiles = 2 * keys * row_bytes
                 needed = 16 * WARPS * row_tiles * row_bytes + tiles + (2 * keys * dim if quantized else tiles)
@@ -177,6 +178,11 @@ def new_counters(launcher: Launcher) -> torch.Tensor:
     Only tiles longer than the average slot's work are divided, so there are at most as many as slots (of 2 a multiprocessor).
     """
     return torch.zeros(2 * launcher.num_multiprocessors, dtype=torch.int32, device=launcher.device)
+
+
+def most_pieces(rows: int) -> int:
+    """Of an item that has so many rows of a sequence, or as many of them as fit one of the largest tiles."""
+    return min(-(-rows // 16), WARPS * MOST_ROW_TILES)
 
 
 def piece_bytes(head_dim: int) -> int:

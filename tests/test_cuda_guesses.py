@@ -1,0 +1,104 @@
+"""Speculation by looking up on a GPU: the same answers, in fewer steps, of which those with guesses are recorded, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from emulation.late import LateDevice
+from engines import random_model, save
+from nanovllm_cli.engine import decode_work
+from nanovllm_cli.engine.lookup import MOST_ROWS
+from nanovllm_cli.sampling_params import SamplingParams
+from test_cuda_engine import SHAPE, engine_on
+from test_lookup import ASKED, PROMPT, answers, few
+
+pytestmark = needs_emulation
+SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
+
+
+def short(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    return replace(params, max_tokens=max_tokens)
+
+
+KINDS = [(PROMPT[: 7 + 4 * (i % 5)], short(params, 16 + i)) for i, params in enumerate(ASKED.values())]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[list[Any], int]:
+    """Answers, and in how many steps."""
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **SETTINGS)
+    return answers(engine, KINDS), engine.stats().steps
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"max_num_batched_tokens": 7, "num_speculative_tokens": 4}, {"num_blocks": 6, "max_num_batched_tokens": 13}],
+    ids=["roomy", "small steps", "few blocks"],
+)
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path, plain: tuple[list[Any], int]) -> None:
+    """Guesses beside chunks of prompts, constraints and draws on the host; with blocks so few that sequences lose theirs."""
+    engine = engine_on(folder, EmulatedDevice(), **SETTINGS | {"deterministic": True, "num_speculative_tokens": 8} | more)
+    assert answers(engine, KINDS) == plain[0]
+    assert engine.stats().used_blocks == 0
+    assert (engine.stats().preemptions > 0) == ("num_blocks" in more)
+    assert more or engine.stats().steps < plain[1]
+
+
+def test_a_step_with_guesses_is_one_graph_and_a_launch_for_each_draw(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, num_speculative_tokens=8, **SETTINGS)
+    engine.add("a", PROMPT, few(allowed_token_ids=(49,), max_tokens=90, temperature=0.0))
+    while engine.stats().steps < 9:
+        engine.step()
+    graphs, before = len(device.graphs), device.launcher.num_launches
+    answered = engine.stats().generated_tokens
+    engine.step()
+    assert engine.stats().generated_tokens - answered == 9, "eight guesses, and a token behind them"
+    assert len(device.graphs) == graphs
+    assert device.launcher.num_launches - before == len(device.graphs[-1].launches) + 9
+
+
+@pytest.mark.parametrize("name", ["greedy", "filtered", "schema"])
+def test_without_determinism_the_cpus_tokens_all_the_same(name: str, folder: Path) -> None:
+    """Where no near-tie is decided by other kernels' rounding."""
+    asked = [(PROMPT, short(ASKED[name], 30)), (PROMPT[:9], short(ASKED[name], 20))]
+    settings = SETTINGS | ({"max_num_seqs": MOST_ROWS + 1} if name == "filtered" else {})
+    found = answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked)
+    assert [each[0] for each in found] == [each[0] for each in answers(engine_on(folder, None, **SETTINGS), asked)]
+
+
+def test_what_does_not_fit_a_recorded_step_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [(PROMPT, short(ASKED["greedy"], 25)), (PROMPT[:9], short(ASKED["logprobs"], 15))]
+    settings = SETTINGS | {"deterministic": True, "num_speculative_tokens": 8}
+    expected = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
+    assert answers(engine_on(folder, EmulatedDevice(), eager=True, **settings), asked) == expected
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, **settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_work, "LEAST_ITEMS", 1 << 20)
+        assert answers(engine, asked) == expected
+    assert not device.graphs
+    monkeypatch.setattr("nanovllm_cli.engine.decode_step.MOST_ROWS", 4)
+    assert answers(engine_on(folder, EmulatedDevice(), **settings), asked) == expected
+
+
+def test_a_late_device_draws_the_same(folder: Path) -> None:
+    asked = [(PROMPT, short(ASKED[name], 20)) for name in ("greedy", "penalties", "schema")]
+    settings = SETTINGS | {"deterministic": True, "num_speculative_tokens": 8}
+    expected = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
+    with LateDevice() as device:
+        assert answers(engine_on(folder, device, **settings), asked) == expected
+    assert device.races == []
