@@ -39,8 +39,8 @@ NUM_LINES = 7
 
 
 class DecodeStep:
-    """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then. table_width:
-    blocks of the longest sequence. recordable: whether graphs are made."""
+    """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then.
+    table_width: blocks of the longest sequence. recordable: whether graphs are made."""
 
     def __init__(
         self,
