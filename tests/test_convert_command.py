@@ -59,6 +59,19 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_setting_that_is_a_link_to_nowhere_is_missed(tmp_path: Path) -> None:
+    """As in a cache whose blobs were tidied away. What is no setting of the model may be gone."""
+    shutil.copytree(TINY, tmp_path / "source")
+    (tmp_path / "source" / "notes.md").symlink_to("gone")
+    assert nanovllm(tmp_path, "convert", "source", "--to", "hf", "-o", "first").code == 0
+    (tmp_path / "source" / "tokenizer.json").unlink()
+    (tmp_path / "source" / "tokenizer.json").symlink_to("gone")
+    missed = nanovllm(tmp_path, "convert", "source", "--to", "hf", "-o", "second")
+    assert missed.code == 1
+    assert "tokenizer.json: no such file" in missed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "source"]
+
+
 def test_parts_make_a_folder(tmp_path: Path) -> None:
     done = nanovllm(tmp_path, "convert", "tiny", "--split-max-size", "2M", "-q")
     assert done.out == "tiny-BF16\n"

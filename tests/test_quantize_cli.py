@@ -64,6 +64,16 @@ def test_mistakes_are_told_in_two_lines(tmp_path: Path, words: list[str], code: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("flag", ["--calibration", "--verify-text"])
+def test_a_text_that_is_too_short_is_told_before_anything_is_quantized(tmp_path: Path, flag: str) -> None:
+    """And leaves nothing: there is nothing that another run could go on from."""
+    (tmp_path / "short.txt").write_text("a")
+    done = run("tiny", "--to", "int4:group=32", "--algorithm", "gptq", flag, "short.txt", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "short.txt" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
 def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tiny-int8").mkdir()
     done = run("tiny", "--to", "int8", cwd=tmp_path)

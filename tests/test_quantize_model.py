@@ -293,6 +293,19 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, damage: str) -> None:
     assert digest_of(tmp_path / "out") == digest_of(tmp_path / "other")
 
 
+def test_links_to_nowhere_are_no_failure_to_write(tmp_path: Path) -> None:
+    """As in a cache whose blobs were tidied away: what is no setting is left out, a setting that is gone is missed by name."""
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    (source / "notes.json").symlink_to("gone")
+    quantize("int8", tmp_path / "first", source)
+    (source / "generation_config.json").unlink()
+    (source / "generation_config.json").symlink_to("gone")
+    with pytest.raises(CheckpointError, match="generation_config.json: no such file"):
+        quantize("int8", tmp_path / "second", source)
+    assert not (tmp_path / "second").exists()
+
+
 def test_the_input_is_never_the_output(tmp_path: Path) -> None:
     source = tmp_path / "model"
     shutil.copytree(TINY, source)

@@ -215,10 +215,12 @@ def _check_keys(file: SettingsFile, table: tuple[str, ...], settings: object, na
 def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what: str) -> None:
     name = path[-1] if len(path) == 1 else _flag(path[-1])
     if name not in (names := sorted(known)):
-        near = nearest(name, names)
-        raise UsageError(
-            f"{file.place(*path)}: {name!r} is no {what}", f"did you mean {' or '.join(near)}?" if near else None
-        )
+        near, hint = nearest(name, names), None
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        elif what == "table":
+            hint = f"settings stand below the [name] of a table: {', '.join(names)}"
+        raise UsageError(f"{file.place(*path)}: {name!r} is no {what}", hint)
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:

@@ -61,6 +61,10 @@ class Verification:
     text: NamedText
     num_tokens: int = 4096
 
+    def windows(self, original: Original) -> list[list[int]]:
+        """Token ids to measure with. UsageError where they are too few."""
+        return windows_of(original.tokenizer(), self.text, self.num_tokens, original.spec.vocab_size)
+
 
 def quantize_model(
     original: Original,
@@ -78,6 +82,8 @@ def quantize_model(
     DoesNotFitError (the disk is too small), and what reading and loading raise.
     """
     check_apart(original, plan, output)
+    if verification is not None:
+        verification.windows(original)  # not after hours
     write = _write_folder if plan.kind == "hf" else _write_file
     card = write(_Run(original, plan, method, output, verification, progress), replace)
     progress.done()
@@ -97,19 +103,22 @@ class _Run(NamedTuple):
     def finished_parts(self) -> Parts:
         """All units, quantized now or earlier."""
         parts = Parts(self.output, _identity(self.original, self.plan, self.method))
-        check_room(self.output, self.plan.bytes_after + _bytes_of_parts(self.plan, parts))
-        _quantize(self.original, self.plan, self.method, parts, self.progress)
+        try:
+            check_room(self.output, self.plan.bytes_after + _bytes_of_parts(self.plan, parts))
+            _quantize(self.original, self.plan, self.method, parts, self.progress)
+        except BaseException:
+            if not parts.num_finished:  # nothing to go on from
+                parts.remove()
+            raise
         return parts
 
     def card(self, path: Path) -> Card | None:
         """Of the quantized model at `path`."""
         if self.verification is None:
             return None
-        text, num_tokens = self.verification.text, self.verification.num_tokens
-        windows = windows_of(self.original.tokenizer(), text, num_tokens, self.original.spec.vocab_size)
         with open_checkpoint(path) as quantized:
-            quality = measure(self.original.checkpoint, quantized, windows, self.progress)
-        return Card(self.original.name, self.plan, self.method.algorithm, text.name, quality)
+            quality = measure(self.original.checkpoint, quantized, self.verification.windows(self.original), self.progress)
+        return Card(self.original.name, self.plan, self.method.algorithm, self.verification.text.name, quality)
 
 
 def _write_folder(run: _Run, replace: bool) -> Card | None:
@@ -195,7 +204,7 @@ def _model_card(original: Original, plan: Plan, card: Card | None) -> str:
 def _identity(original: Original, plan: Plan, method: Method) -> dict[str, Any]:
     """What the parts depend on. The original by its files' sizes and times: reading them all would take as long as the work."""
     files = [file for file in sorted(original.folder.iterdir()) if file.suffix in (".safetensors", ".gguf", ".json")]
-    stats = [(file.name, file.stat()) for file in files]
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
     text = hashlib.blake2b(method.text.text.encode(), digest_size=16).hexdigest()
     return {
         "version": _VERSION,

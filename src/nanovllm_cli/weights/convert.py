@@ -52,6 +52,7 @@ from nanovllm_cli.weights.convert_tensors import (
 )
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
+from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
@@ -99,8 +100,11 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the output, without what a header adds."""
-        copied = sum(source.stat().st_size for source, _ in self.copies)
+        """Of the output, without what a header adds. Raises CheckpointError for a file that is gone."""
+        copied = 0
+        for source, _ in self.copies:
+            with reading(source):
+                copied += source.stat().st_size
         return sum(step.num_bytes for step in self.steps) + sum(map(len, self.files.values())) + copied
 
     @property

@@ -177,7 +177,9 @@ class Beside(NamedTuple):
 
 
 def beside_weights(folder: Path) -> Beside:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    """A link to nowhere counts as the setting that it is called: without its tokenizer a model is not the same."""
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    names = sorted(entry.name for entry in entries if entry.is_file() or (entry.is_symlink() and not entry.exists()))
     kept = [name for name in names if is_setting(name) or name in _PAPERS]
     left = [name for name in names if name not in kept and not name.endswith(_WEIGHTS)]
     templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
