@@ -195,6 +195,11 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_command_refuses(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(write_json([record(20.0)]))
     (tmp_path / "bad.json").write_text('{"samples_ns": []}')
+    whole = json.loads(write_json([record(20.0)]))
+    for name, sample in (("zero.json", 0), ("negative.json", -5)):
+        (tmp_path / name).write_text(json.dumps([{**whole[0], "samples_ns": [10**9, sample]}]))
+        told = command("a.json", name, cwd=tmp_path)
+        assert (told.returncode, f"samples_ns has {sample}: times are above 0" in told.stderr) == (2, True)
     for arguments in (["a.json"], ["a.json", "bad.json"], ["a.json", "none.json"], ["a.json", "a.json"], [],
                       ["a.json", "bad.json", "--fail-under", "x"]):  # fmt: skip
         told = command(*arguments, cwd=tmp_path)

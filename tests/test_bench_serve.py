@@ -444,6 +444,15 @@ def test_more_connections_than_files_may_be_open(tmp_path: Path) -> None:
     assert json.loads(told.stdout)[0]["metrics"]["max_concurrent_requests"] == 80
 
 
+def test_a_server_that_still_loads_is_waited_for_by_hand() -> None:
+    async def refuse(reply: Reply, request: Request) -> None:
+        await reply.whole("503 Service Unavailable", {"error": {"message": "the model is being loaded"}})
+
+    with OpenAIServer(refuse) as server, pytest.raises(RequestError, match="HTTP 503: the model is being loaded") as caught:
+        warm_up(Target(Server.at(server.url), model="m"), Workload("test", [Asked("x", 1)]), 1)
+    assert "GET /health" in (caught.value.hint or "")
+
+
 def test_nothing_succeeds(tmp_path: Path) -> None:
     async def refuse(reply: Reply, request: Request) -> None:
         await reply.whole("404 Not Found", {"error": {"message": "no such model"}})
@@ -455,6 +464,7 @@ def test_nothing_succeeds(tmp_path: Path) -> None:
     assert "the server answers none of the first 1 requests: HTTP 404: no such model" in first.stderr
     assert "2 failed: HTTP 404: no such model" in second.stderr
     assert "| failed requests" in second.stdout
+    assert "hint:" not in first.stderr
     gone = command("--url", nowhere(), "-q", cwd=tmp_path)
     assert gone.returncode == 1
     assert "connection refused" in gone.stderr

@@ -251,6 +251,8 @@ def _record(where: str, value: dict[str, Any], machine: Machine) -> Record:
     samples = tuple([_number(where, "samples_ns", sample, int) for sample in _list(where, "samples_ns", value["samples_ns"])])
     if not samples:
         raise UsageError(f"{where}: samples_ns is empty")
+    if min(samples) < 1:
+        raise UsageError(f"{where}: samples_ns has {min(samples)}: times are above 0")
     given = _fields(where, Record, value, {"samples_ns", "machine"})
     missing = {"model_filename", "model_type", "model_size", "model_n_params", "n_prompt", "n_gen"} - set(given)
     if missing:

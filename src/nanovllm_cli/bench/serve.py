@@ -75,7 +75,9 @@ def warm_up(target: Target, workload: Workload, count: int) -> None:
     load = Load(target)
     asyncio.run(load.run(workload.requests[:count], [0.0] * count))
     if all(trace.error is not None for trace in load.traces):
-        raise RequestError(f"the server answers none of the first {count} requests: {load.traces[0].error}")
+        error = load.traces[0].error or ""
+        hint = "is it still loading the model? GET /health says when it is ready" if error.startswith("HTTP 503") else None
+        raise RequestError(f"the server answers none of the first {count} requests: {error}", hint)
 
 
 def find_model(target: Target) -> str:
