@@ -46,9 +46,9 @@ def measure(loaded: Loaded, shape: Shape, batch: int, steps: int, rounds: int = 
     result = {
         "tok/s": statistics.median(rates),
         "spread": (max(rates) - min(rates)) / statistics.median(rates),
-        "ms a step": 1e3 * middle.seconds / steps,
-        "CPU ms a step": 1e3 * (middle.seconds - middle.waited) / steps,
-        "GB/s": read * steps / middle.seconds / 1e9,
+        "ms a step": 1e3 * middle.seconds / middle.steps,
+        "CPU ms a step": 1e3 * (middle.seconds - middle.waited) / middle.steps,
+        "GB/s": read * middle.steps / middle.seconds / 1e9,
     }
     return result, runs[-1]
 

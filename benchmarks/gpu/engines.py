@@ -174,13 +174,15 @@ def decode(
         step()
     with around or nullcontext():
         first, waited, begin = engine.stats().generated_tokens, _waited(loaded), time.perf_counter()
-        for _ in range(steps):
+        taken = 0
+        while taken < steps and engine.has_unfinished():  # guesses that hold may leave nothing for the last steps
             step()
+            taken += 1
         seconds = time.perf_counter() - begin
         waited, tokens = _waited(loaded) - waited, engine.stats().generated_tokens - first
     while engine.has_unfinished():
         step()
-    return Decoded(steps, tokens, seconds, waited, [done[f"{salt}-{i}"] for i in range(batch)])
+    return Decoded(taken, tokens, seconds, waited, [done[f"{salt}-{i}"] for i in range(batch)])
 
 
 def serve(
