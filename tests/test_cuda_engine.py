@@ -338,7 +338,9 @@ def kernels_not_rehearsed(folder: Path, **settings: Any) -> set[str]:
     return {str(kernel) for kernel in device.launcher.launched - device.launcher.rehearsed if kernel.stem != "blocks"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_cache_dtype": "fp8"}, {"deterministic": True}, {"num_speculative_tokens": 16}], ids=str
+)
 def test_no_answer_waits_for_the_compiler(settings: dict[str, Any], folder: Path) -> None:
     assert kernels_not_rehearsed(folder, **settings) == set()
 

@@ -14,7 +14,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
 from engines import random_model, save
-from nanovllm_cli.engine import decode_work
+from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
@@ -102,3 +102,25 @@ def test_a_late_device_draws_the_same(folder: Path) -> None:
     with LateDevice() as device:
         assert answers(engine_on(folder, device, **settings), asked) == expected
     assert device.races == []
+
+
+def test_a_vocabulary_that_is_drawn_from_on_the_host(
+    folder: Path, plain: tuple[list[Any], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sampler, "MAX_VOCABULARY", 100)
+    settings = SETTINGS | {"deterministic": True, "num_speculative_tokens": 8}
+    assert [each[0] for each in answers(engine_on(folder, EmulatedDevice(), **settings), KINDS[:5])] == [
+        each[0] for each in plain[0][:5]
+    ]
+
+
+@pytest.mark.parametrize("more", [{"kv_cache_dtype": "fp8"}, {}], ids=["fp8 cache", "angles by the length"])
+def test_other_caches_and_angles(more: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    if not more:
+        scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        config = Qwen3Config(**SHAPE | {"max_position_embeddings": 16, "rope_parameters": scaling})
+        folder = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    asked = [(PROMPT[:9], short(ASKED["greedy"], 20)), (PROMPT[:7], short(ASKED["logprobs"], 9))]
+    settings = SETTINGS | {"deterministic": True} | more
+    expected = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
+    assert answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked) == expected

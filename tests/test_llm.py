@@ -453,6 +453,12 @@ def test_messages_that_are_no_list_are_refused_by_name(llm: LLM, messages: Any) 
         llm.chat(messages, greedy(1))
 
 
+def test_numbers_of_numpy_are_numbers_in_settings() -> None:
+    config = EngineConfig(max_model_len=numpy.int64(64), memory_utilization=numpy.float32(0.5))
+    assert (type(config.max_model_len), type(config.memory_utilization)) == (int, float)
+    assert config == EngineConfig(max_model_len=64, memory_utilization=0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from nanovllm_cli.errors import UsageError
@@ -17,11 +18,12 @@ Activations = Literal["auto", "rounded", "exact"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 
-_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "True or False"),
-    "bytes": (bytes, "bytes"),
+# By annotation: what a value must be, what that is called, and what it becomes; numpy's numbers are Integral and Real, too.
+_TYPES: dict[str, tuple[type, str, type]] = {
+    "int": (Integral, "a whole number", int),
+    "float": (Real, "a number", float),
+    "bool": (bool, "True or False", bool),
+    "bytes": (bytes, "bytes", bytes),
 }
 
 BLOCK_SIZE = 16
@@ -112,9 +114,10 @@ class EngineConfig:
         value, (kind, *others) = getattr(self, name), annotation.split(" | ")
         if value is None and others:
             return
-        expected, called = _TYPES.get(kind, (str, "a name"))
+        expected, called, become = _TYPES.get(kind, (str, "a name", str))
         if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
             raise UsageError(f"{name} must be {called}, not {value!r}")
+        object.__setattr__(self, name, become(value))
 
     @property
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:

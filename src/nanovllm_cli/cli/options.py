@@ -221,8 +221,8 @@ class EngineOptions(MemoryOptions):
     deterministic: Deterministic = False
     speculate: int = option(
         "--speculate",
-        help="Guess up to N tokens a step by what followed the same words before. What is said stays the same, and comes sooner "
-        "where texts repeat themselves. [0]",
+        help="Guess up to N tokens a step by what followed the same words before. What is said stays the same (on a GPU but for "
+        "near-ties, without --deterministic), and comes sooner where texts repeat themselves. [0]",
         default=EngineConfig().num_speculative_tokens, panel=ENGINE, metavar="N",
     )
 

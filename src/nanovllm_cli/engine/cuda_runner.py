@@ -158,12 +158,14 @@ class CudaRunner:
             row_of = {draw.seq_id: draw.row + depth for draw in going}
             free, guided, here = self._by_place(list(row_of))
             there, most = free + guided, self.on_device.max_rows
-            drawn = self.sampler.sample(here, _rows(logits, [row_of[seq_id] for seq_id in here])) if here else []
+            drawn: list[Drawn] = []
             for first in range(0, len(there), most):  # one part, as in `_step`
                 part = there[first : first + most]
                 self._seat(part, {seq_id: num_drawn[seq_id] + depth for seq_id in part})
                 self._draw_part(part, _rows(logits, [row_of[seq_id] for seq_id in part]))
                 drawn += self._read(part)()
+            if here:  # last: what the device draws for a step that fails is taken back
+                drawn += self.sampler.sample(here, _rows(logits, [row_of[seq_id] for seq_id in here]))
             by_id = {found.seq_id: found for found in drawn}
             return [by_id[draw.seq_id] for draw in going]
 

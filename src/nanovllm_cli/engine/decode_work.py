@@ -18,8 +18,8 @@ from nanovllm_cli.kernels.prefill_attention import ITEM_FIELDS, PrefillWork, mos
 LEAST_ITEMS = 32
 """Less than one round of blocks on any large GPU: finer steps would bring more graphs, and no time."""
 SCRATCH_BYTES = 128 << 20
-"""Of sums in recorded steps' memory. What needs more, as a few sequences of hundreds of thousands of tokens do, takes the GPU
-long enough to be launched one by one."""
+"""Of sums in recorded steps' memory, for each shape of layers. What needs more, as a few sequences of hundreds of thousands of
+tokens do, takes the GPU long enough to be launched one by one."""
 
 
 class DecodeWork:

@@ -3,7 +3,7 @@
 A guess costs little where a step waits for memory, and saves a whole step where it holds: code that is edited, texts that are
 summed up or translated back, JSON with the same keys again. What is drawn does not depend on it: each token is drawn from its own
 row of the logits, by its own random number, and a guess that is not what was drawn there is forgotten with all behind it. As a
-row's bits do not depend on what is computed beside it (on a CPU), nor does any token.
+row's bits do not depend on what is computed beside it (on a CPU, and a deterministic GPU), nor does any token.
 
 A sequence begins with few guesses, gets twice as many where all held, and as many as held where not; where none does, it waits
 longer and longer before it guesses again.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm_cli.kernels.device import Event, Graph, Memory, T
+from nanovllm_cli.kernels.device import Event, Graph, Memory
 from nanovllm_cli.kernels.launcher import CudaLauncher
 
 
@@ -29,7 +29,7 @@ class CudaDevice:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
 
-    def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         try:
@@ -38,7 +38,7 @@ class CudaDevice:
                 output = step()
         finally:
             torch.cuda.set_stream(stream)  # where the capture fails at its end, torch stays on the one it captured on
-        return graph, output
+        return graph, torch.as_tensor(_Place(output), device=output.device)
 
     def memory(self) -> Memory:
         device = self.launcher.device
@@ -49,3 +49,15 @@ class CudaDevice:
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.launcher.device)
+
+
+class _Place:
+    """Where a tensor of float32 lies, without holding on to it: a graph's own memory is there as long as the graph, and what is
+    recorded later may take it. In the form that torch takes from other libraries, version 3 of the CUDA array interface."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "strides": None, "version": 3,
+        }  # fmt: skip

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nanovllm_cli.kernels.kernel import Launcher
-
-T = TypeVar("T")
 
 
 class Memory(NamedTuple):
@@ -52,9 +50,9 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
-    def capture(self, step: Callable[[], T]) -> tuple[Graph, T]:
-        """Records what `step` launches instead of running it, and returns what it returned, whose tensors a replay writes. All
-        graphs share their memory: use outputs before another one's replay. RuntimeError if it can't be recorded."""
+    def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """Records what `step` launches instead of running it, and what it returned, which a replay writes. All graphs share their
+        memory, that of this tensor too: use it before another one's replay. RuntimeError if it can't be recorded."""
 
     def memory(self) -> Memory: ...
 

@@ -31,6 +31,8 @@ SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 PROGRAMMATIC_CAPABILITY = 90
+MOST_COMPILERS = 8
+"""Kernels compiled at once: each takes memory."""
 CARVEOUT = 100
 """Percent of a multiprocessor's fast memory that is shared memory, where kernels overlap: a multiprocessor divides it anew only
 when it has nothing to run, so two kernels that want it divided differently can't be there at once."""
@@ -130,14 +132,14 @@ class CudaLauncher:
             function()
 
     def rehearse(self, step: Callable[[], object]) -> None:
-        """See `Launcher.rehearse`. The compiler's threads run side by side, one a processor."""
+        """See `Launcher.rehearse`. The compiler's threads run side by side."""
         kernels = self._rehearsed = {}
         try:
             step()
         finally:
             self._rehearsed = None
         new = [kernel for kernel in kernels if kernel not in self._loaded and kernel not in self._compiled]
-        pool = ThreadPoolExecutor(num_processors())
+        pool = ThreadPoolExecutor(min(num_processors(), MOST_COMPILERS))
         try:
             self._compiled.update(zip(new, pool.map(self._compile, new), strict=True))
         finally:

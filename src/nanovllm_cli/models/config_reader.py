@@ -40,7 +40,7 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
             raise self._bad(key, "a number, and not a huge one", value)
         if positive and value < MIN_NUMBER:
-            raise self._bad(key, "a number above 0", value)
+            raise self._bad(key, f"a number of at least {MIN_NUMBER:g}", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
