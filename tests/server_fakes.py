@@ -53,12 +53,13 @@ def event(
     logprobs: Sequence[TokenLogprobs] | None = None,
     finish: Any = None,
     stop_reason: str | int | None = None,
+    num_held: int = 0,
 ) -> Event:
     """One event; token ids are the content's bytes unless they are given."""
     drawn = reasoning + content if text is None else text
     ids = list(drawn.encode()) if token_ids is None else list(token_ids)
     kept = None if logprobs is None else list(logprobs)
-    return Event(index, drawn, reasoning, content, tuple(calls), ids, kept, finish, stop_reason)
+    return Event(index, drawn, reasoning, content, tuple(calls), ids, kept, finish, stop_reason, num_held)
 
 
 TIMINGS = Timings(prompt=0.5, answer=2.0)

@@ -176,7 +176,8 @@ def test_logprobs_are_those_of_the_text() -> None:
     [
         ("1, 2, 3, 4\n\n", "1, 2, 3, 4\n\n"), ("  a  b \n c", "  a  b \n c"), ("é < <t </th x <", "é < <t </th x <"),
         ("<think>1, 2</think>\n\n1, 2, 3 ", "1, 2, 3 "), ("<think>so</think> hello there you", "hello there you"),
-        (" \n<think>\n\n</think>\n\nthe <the", "the <the"),
+        (" \n<think>\n\n</think>\n\nthe <the", "the <the"), ("< < a", "< < a"), ("< <tool", "< <tool"), ("<<<x", "<<<x"),
+        ("<think>< a</think>< < a", "< < a"), ("<think>so</think> <<a", "<<a"),
     ],
 )  # fmt: skip
 def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: str, content: str) -> None:
@@ -195,10 +196,12 @@ def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: s
             piece, left = (left[: (count := r.choice((1, 1, 2, 5, 30)))], left[count:])
             text = detokenizer.push(piece) + (detokenizer.finish() if not left else "")
             deltas = [parser.push(text), *([parser.finish()] if not left else [])]
+            num_held = parser.num_held if left else 0
             found += tokens.take(
                 event(
                     "".join(delta.content for delta in deltas), reasoning="".join(delta.reasoning for delta in deltas), text=text,
                     token_ids=piece, logprobs=[TokenLogprobs(i, -1.0, 1, ()) for i in piece], finish=None if left else "length",
+                    num_held=num_held,
                 )
             )  # fmt: skip
         assert [msgspec.json.decode(entry)["bytes"] for entry in found] == [list(tokenizer.id_to_bytes(i)) for i in expected]

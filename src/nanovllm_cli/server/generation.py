@@ -290,6 +290,7 @@ class LiveGeneration:
             piece.logprobs,
             finish,
             piece.stop_reason,
+            parser.num_held if finish is None else 0,
         )
 
 
@@ -297,6 +298,7 @@ class _Plain:
     """Of a text that goes on: all is content."""
 
     saw_calls = False
+    num_held = 0
 
     def push(self, text: str) -> AnswerDelta:
         return AnswerDelta("", text, ())

@@ -171,6 +171,7 @@ class Event:
 
     text: as drawn, tags included; reasoning, content, calls: the same, taken apart (chat only; elsewhere content is text).
     finish_reason: on an answer's last event: stop, length or tool_calls. stop_reason: the stop string or id, if one ended it.
+    num_held: characters at the end of the text so far that are not decided: they may become content, or a tag, or nothing.
     """
 
     index: int
@@ -182,6 +183,7 @@ class Event:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    num_held: int = 0
 
 
 class Usage(NamedTuple):

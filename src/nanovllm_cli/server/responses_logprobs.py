@@ -32,11 +32,14 @@ class ContentTokens:
             self._text += event.text
         if not event.content:
             if event.reasoning:
-                self._waiting, self._text = [], ""
+                self._text = self._text[len(self._text) - event.num_held :]
+                self._drop(len(self._text.encode()))
             return []
         size = len(event.content.encode())
         if not self._in_content:
-            held = self._text.rpartition(event.content)[2] if event.content in self._text else ""
+            decided = len(self._text) - event.num_held
+            start = self._text.rfind(event.content, 0, decided)
+            held = self._text[start + len(event.content) if start >= 0 else decided :]
             self._num_owed = self._drop(size + len(held.encode()))
             self._in_content, self._text = True, ""
         self._num_owed += size

@@ -56,6 +56,10 @@ class AnswerParser(Protocol):
     @property
     def saw_calls(self) -> bool: ...
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that are not decided: half a tag, white space that may be the end's."""
+
 
 @dataclass(frozen=True)
 class AnswerFormat:
@@ -155,6 +159,10 @@ class SplittingParser:
     def saw_calls(self) -> bool:
         return self._stream.saw_calls
 
+    @property
+    def num_held(self) -> int:
+        return self._stream.num_held + (self._splitter.num_held if self._splitter is not None else 0)
+
     def push(self, text: str) -> AnswerDelta:
         if self._splitter is None:
             return AnswerDelta("", *self._stream.push(text))
@@ -175,6 +183,10 @@ class HarmonyAnswerParser:
     @property
     def saw_calls(self) -> bool:
         return self._calls.saw_calls
+
+    @property
+    def num_held(self) -> int:
+        return self._messages.num_held
 
     def push(self, text: str) -> AnswerDelta:
         return self._read(self._messages.pieces(text))

@@ -140,6 +140,11 @@ class ReasoningParser:
         self._held = ""  # perhaps the beginning of a tag
         self._space: list[str] = []  # white space whose side is not known yet
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held) + sum(map(len, self._space))
+
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""
         held, self._held = self._held + text, ""
@@ -243,6 +248,11 @@ class HarmonyParser:
         """`starts_in`: the channel whose message the prompt has already begun, or nothing."""
         self._channel = starts_in or "header"
         self._held = ""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held)
 
     def push(self, text: str) -> ReasoningDelta:
         """What this piece of text decided."""

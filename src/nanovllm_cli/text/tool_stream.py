@@ -90,6 +90,11 @@ class CallStream:
         """Whether a call was found, or has begun."""
         return self.num_calls > 0 or self._in_call
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that are neither content nor a call's so far."""
+        return len(self.text) - self.position + sum(map(len, self._space))
+
     # ---- reading ----
 
     def peek(self) -> Reading[str]:
