@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,16 +82,19 @@ def ask(r: random.Random, before: list[RequestOutput]) -> Asked:
     return Asked(prompt, SamplingParams(**given), pooling, r.choice((None, None, "its own")))
 
 
-def add(engine: Engine, name: str, asked: Asked) -> None:
+def add(engine: Engine, worker: Worker, name: str, asked: Asked) -> None:
+    """A constraint is compiled first: when that is done in its thread, and so how many steps there are, no seed decides."""
     if asked.pooling is not None:
         engine.embed(name, asked.prompt, asked.pooling)
     else:
+        if (prepared := worker.prepare(asked.params)) is not None:
+            futures.wait([prepared])
         engine.add(name, asked.prompt, asked.params, cache_salt=asked.salt)
 
 
 def alone(worker: Worker, asked: Asked) -> RequestOutput:
     engine = engine_of(worker, enable_prefix_caching=False)
-    add(engine, "alone", asked)
+    add(engine, worker, "alone", asked)
     while engine.has_unfinished():
         outputs = engine.step()
     return outputs[0]
@@ -125,7 +129,7 @@ def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(worker: Worke
         if len(asked) < 12 and (len(asked) - len(done) < 2 or r.random() < 0.3):
             name = str(len(asked))
             asked[name] = ask(r, list(done.values()))
-            add(engine, name, asked[name])
+            add(engine, worker, name, asked[name])
         if r.random() < 0.01:
             aborted.add(name := r.choice(list(asked)))
             if (output := engine.abort(name)) is not None:
