@@ -106,7 +106,7 @@ def test_stdout_and_stderr_are_judged_apart(spawn: Spawn, tmp_path: Path) -> Non
 
 
 def test_a_pipe_may_lead_to_the_same_screen(spawn: Spawn) -> None:
-    text = finish(spawn("run", "tiny", "slowly", "-n", "40", stdout="/dev/stdout | cat"))[1]
+    text = finish(spawn("run", "--no-stats", "tiny", "slowly", "-n", "40", stdout="/dev/stdout | cat"))[1]
     assert "writing" not in text
     assert ("slow but steady " * 50)[:40] in seen(text)
     text = finish(spawn("run", "--no-stats", "thinker", "say <think>let me see</think>Yes.", stdout="/dev/stdout | cat"))[1]
