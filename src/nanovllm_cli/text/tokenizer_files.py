@@ -123,7 +123,7 @@ def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
 
 def _steps(normalizer: Any) -> list[Any]:
     if isinstance(normalizer, normalizers.Sequence):
-        return [step for part in iter(normalizer) for step in _steps(part)]  # tokenizers 0.21.0 has 0 as its length
+        return [step for i in range(len(normalizer)) for step in _steps(normalizer[i])]
     return [] if normalizer is None else [normalizer]
 
 
