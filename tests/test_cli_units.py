@@ -5,22 +5,28 @@ from __future__ import annotations
 import io
 import json
 import stat
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.files import WholeFile, stem_of
 from nanovllm_cli.cli.inputs import decode, read_file
 from nanovllm_cli.cli.output import Console, Stream, one_line
+from nanovllm_cli.cli.program import PROGRAM, build
 from nanovllm_cli.cli.progress_line import duration, size
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.cli.settings import Settings, as_words, load_settings, project_file
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.control_filter import ControlFilter
 
-# ---- sizes, biases, escapes ----
+# ---- sizes, biases, escapes, names ----
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,30 @@ def test_bad_logit_biases_are_refused(text: str) -> None:
 
 def test_escapes_are_few() -> None:
     assert parsers.escaped(r"\n\t\\n\d\\") == "\n\t\\n\\d\\"
+
+
+def test_fields_are_called_by_options_that_there_are() -> None:
+    there = {flag for each in page(get_command(build()), PROGRAM).every() for option in each.options for flag in option.flags}
+    assert set(parsers.FLAGS.values()) <= there
+    named = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))}
+    assert {name for name in named - set(parsers.FLAGS) if "--" + name.replace("_", "-") in there} == {"reasoning"}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("min_tokens (9) must not be above max_tokens (5)", "--min-tokens (9) must not be above --predict (5)"),
+        ("n must be a whole number, not 'n'", "--num-answers must be a whole number, not 'n'"),
+        ("top_k of 'a top_p' and \"a top_p's\", a model's top_p", "--top-k of 'a top_p' and \"a top_p's\", a model's --top-p"),
+        (r"top_k, not 'it\'s top_p'", r"--top-k, not 'it\'s top_p'"), ("it's top_k, it's top_p", "it's --top-k, it's --top-p"),
+        ("block_size must be at least 1, not num_blocks", "block_size must be at least 1, not num_blocks"),
+        ("reasoning must be a phase", "reasoning must be a phase"), ("no stop", "no stop"), ("unknown dtype", "unknown dtype"),
+    ],
+)  # fmt: skip
+def test_a_message_says_what_was_typed(message: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught, parsers.by_their_flags():
+        raise UsageError(message)
+    assert (caught.value.message, str(caught.value)) == (expected, expected)
 
 
 # ---- code blocks ----

@@ -79,21 +79,29 @@ def device(text: str) -> str:
     return text
 
 
-_FLAGS = {field.name: "--" + field.name.replace("_", "-") for field in (*fields(SamplingParams), *fields(EngineConfig))} | {
+_NO_FLAGS = {
+    "allowed_token_ids", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "skip_special_tokens", "constraint",
+    "reasoning", "block_size", "num_blocks", "memory_utilization", "enable_prefix_caching", "aging_seconds", "cache_salt_secret",
+}  # fmt: skip
+_FIELDS = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))} - _NO_FLAGS
+FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty", "temperature": "--temp",
     "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate",
+    "policy": "--scheduling-policy",
 }  # fmt: skip
+"""What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 
 
 @contextlib.contextmanager
 def by_their_flags() -> Iterator[None]:
-    """Fields of SamplingParams and EngineConfig in a UsageError are called as they were typed."""
+    """Fields of SamplingParams and EngineConfig in a UsageError are called as they were typed, but not in what it quotes."""
     try:
         yield
     except UsageError as error:
-        words = r"^[a-z_]+|\b[a-z]+_[a-z_]+\b"  # whole words: "n" and "stop" are names only where a message begins
-        error.message = re.sub(words, lambda match: _FLAGS.get(match[0], match[0]), error.message)
+        # Whole words: "n" and "stop" are names only where a message begins.
+        words = r"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|^[a-z_]+|\b[a-z]+_[a-z_]+\b"""
+        error.message = re.sub(words, lambda match: FLAGS.get(match[0], match[0]), error.message)
         error.args = (error.message,)
         raise
