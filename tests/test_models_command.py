@@ -263,6 +263,27 @@ def test_what_is_left_of_a_download_is_listed_and_can_be_removed(commands: Comma
     assert not list(home.glob("models--*"))
 
 
+def test_rm_leaves_a_download_that_is_under_way(commands: Commands, home: Path) -> None:
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    pulled(commands, home, "org/dense")
+    part = home / "models--org--begun" / "blobs" / "abc.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(5000))
+    (part.parent.parent / "snapshots").mkdir()
+    for name in ("begun", "dense"):
+        folder = home / f"models--org--{name}"
+        locks = home / ".locks" / folder.name
+        locks.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(locks / "abc.lock"):
+            result = commands.run("models", "rm", "-y", f"org/{name}", HF_HUB_CACHE=str(home))
+            assert (result.code, f"org/{name} is being downloaded" in result.err) == (1, True), result.err
+            assert folder.is_dir()
+        assert commands.run("models", "rm", "-y", f"org/{name}", HF_HUB_CACHE=str(home)).code == 0
+        assert not folder.exists()
+    assert not part.exists()
+
+
 def test_rm_counts_what_a_broken_off_download_has_left(commands: Commands, home: Path) -> None:
     pulled(commands, home, "org/dense")
     blobs = home / "models--org--dense" / "blobs"

@@ -7,13 +7,14 @@ Which of its files make a model is `files.py`'s matter; whether that can be run,
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, BusyError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.files import Weights, choose, quants, some
 from nanovllm_cli.weights.source import HubName
@@ -94,13 +95,15 @@ def _models_of(repo: Any, revision: Any) -> list[CachedModel]:
 def removal(name: HubName) -> Removal:
     """What of the cache `name` stands for: all revisions of a repository, or the one that it names.
 
-    Raises ModelNotFoundError for what is not there, UsageError for a part of a revision. A repository without a whole revision,
+    Raises ModelNotFoundError for what is not there, UsageError for a part of a revision, BusyError for a repository that is
+    being downloaded. A repository without a whole revision,
     of a download that was broken off, goes with what there is of it.
     """
     if name.quant or name.file:
         raise UsageError(
             f"only whole revisions are removed, and {name.quant or name.file} is a part of one", f"name {name.repo}"
         )
+    _check_no_download(name.repo)
     info = _scan()
     repo = next((repo for repo in _models(info) if str(repo.repo_id) == name.repo), None)
     folder = hub.repo_folder(name.repo)
@@ -122,6 +125,18 @@ def removal(name: HubName) -> Removal:
     shown = tuple(each.commit_hash[:7] for each in revisions)
     num_bytes = _num_bytes(folder) if strategy.repos else int(strategy.expected_freed_size)
     return Removal(name.repo, shown, num_bytes, partial(_carry_out, strategy.execute))
+
+
+def _check_no_download(repo: str) -> None:
+    """Raises BusyError while a process, which may be another program's, holds a lock of a file of the repository."""
+    for path in (hub.cache_folder() / ".locks" / hub.repo_folder(repo).name).glob("*.lock"):
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"{repo} is being downloaded", "wait until that is over, or end it") from None
+        except OSError:  # it is gone; or not to be told here, and what may not be removed will be refused
+            continue
 
 
 def _num_bytes(folder: Path) -> int:
