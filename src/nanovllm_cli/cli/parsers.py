@@ -88,8 +88,7 @@ FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "max_tokens": "--predict", "n": "--num-answers", "repetition_penalty": "--repeat-penalty", "temperature": "--temp",
     "penalty_last_n": "--repeat-last-n", "typical_p": "--typical", "bad_words": "--bad-word",
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
-    "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate",
-    "policy": "--scheduling-policy",
+    "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
 }  # fmt: skip
 """What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 

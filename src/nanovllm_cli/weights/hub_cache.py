@@ -93,11 +93,11 @@ def _models_of(repo: Any, revision: Any) -> list[CachedModel]:
 
 
 def removal(name: HubName) -> Removal:
-    """What of the cache `name` stands for: all revisions of a repository, or the one that it names.
+    """What of the cache `name` stands for: all revisions of a repository, or the one that it names. A repository without a whole
+    revision, of a download that was broken off, goes with what there is of it.
 
     Raises ModelNotFoundError for what is not there, UsageError for a part of a revision, BusyError for a repository that is
-    being downloaded. A repository without a whole revision,
-    of a download that was broken off, goes with what there is of it.
+    being downloaded.
     """
     if name.quant or name.file:
         raise UsageError(
