@@ -148,8 +148,8 @@ class CudaAttention:
         }  # fmt: skip
 
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
-        """One token a sequence; nothing is read on the host, and a kv_len of 0 is a row of padding. work: on the device, where it
-        is deterministic."""
+        """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
+        the host has divided."""
         return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
 
     def attend(

@@ -42,7 +42,8 @@ class DecodeWork:
         most = max(each.items.shape[0] for each in work.values())
         room = max(LEAST_ITEMS, 1 << max(0, most - 1).bit_length())
         num_tokens = int(query_starts[-1])
-        together = 1 if num_tokens == len(kv_lens) else num_tokens  # most tokens of one sequence, if it is another step
+        # The most that one sequence has in a step of this graph: with guesses another one's may be shared out otherwise.
+        together = 1 if num_tokens == len(kv_lens) else num_tokens
         bytes_taken = max(room * _scratch_bytes(shape, together) for shape in work)
         if room > self._most or (room > self._always and bytes_taken > SCRATCH_BYTES):
             where = self._device.launcher.device
