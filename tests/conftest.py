@@ -9,6 +9,8 @@ from collections.abc import Generator
 
 import pytest
 
+from nanovllm_cli.cli import output
+
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
 
 LONGEST = (
@@ -27,6 +29,12 @@ def own_numbers(request: pytest.FixtureRequest) -> None:
         generator = getattr(module, "GENERATOR", None)
         if generator is not None:
             generator.manual_seed(generator.initial_seed())
+
+
+@pytest.fixture(autouse=True)
+def own_console() -> None:
+    """A test that writes to the process's console does not find another's, whose captured stdout is closed."""
+    output.console.cache_clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
