@@ -23,6 +23,7 @@ from nanovllm_cli.kernels import packed
 from nanovllm_cli.kernels.packed_gemm import new_counters
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant import cuda_unpacked
+from nanovllm_cli.quant.cuda_blocks import CudaBlocks
 from nanovllm_cli.quant.cuda_choice import TABLE, choose
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_packed import CudaPacked
@@ -30,6 +31,7 @@ from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format import NF4, Blocks, Fp8, Integer, Nf4
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_cpu_integer import rounded
 from test_cuda_engine import engine_on, kernels_not_rehearsed
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 
@@ -64,9 +66,10 @@ def test_quantized_while_loading(name: str, tmp_path: Path) -> None:
         assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < FORMATS[name]
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "q8_0"])
-def test_no_answer_waits_for_the_compiler(name: str, tmp_path: Path) -> None:
-    assert kernels_not_rehearsed(save(random_model(Qwen3Config(**SHAPE)), tmp_path), quant=name) == set()
+@pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in FORMATS), ("q8_0", False), ("q8_0", True)])
+def test_no_answer_waits_for_the_compiler(name: str, deterministic: bool, tmp_path: Path) -> None:
+    folder = save(random_model(Qwen3Config(**SHAPE)), tmp_path)
+    assert kernels_not_rehearsed(folder, quant=name, deterministic=deterministic) == set()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -120,6 +123,25 @@ def test_deterministic_answers_depend_on_the_request_alone(name: str, tmp_path: 
 
     together = answers(MANY)
     assert [answers([prompt])[0] for prompt in MANY] == together
+
+
+def test_a_deterministic_gpu_multiplies_blocks_as_they_are_whatever_the_rows() -> None:
+    form, launcher, half = Blocks("Q4_K"), Emulator(), torch.float16
+    storage = CudaBlocks(form, 64, 512, half, launcher, deterministic=True, rounds=True)
+    quantized, x = form.quantize(random(64, 512)), random(70, 512, dtype=half)
+    storage.load_rows(0, quantized)
+    expected = rounded(x.float(), 32) @ form.dequantize(quantized).double().t()
+    logits = storage.matmul(x, None, torch.float32)
+    assert relative_error(logits, expected) < 1e-6
+    gated, residual = storage.gated_matmul(x, None, "silu"), torch.ones(70, 64, dtype=half)
+    storage.add_matmul(x, None, residual)
+    assert launcher.launches.keys() == {"round_blocks", "block_gemv", "gated_activation"}, "nothing is unpacked"
+    for few in (slice(0, 0), slice(0, 1), slice(3, 5), slice(20, 53)):
+        alone = torch.ones(70, 64, dtype=half)[few].clone()
+        storage.add_matmul(x[few], None, alone)
+        assert torch.equal(alone, residual[few])
+        assert torch.equal(storage.matmul(x[few], None, torch.float32), logits[few])
+        assert torch.equal(storage.gated_matmul(x[few], None, "silu"), gated[few])
 
 
 PACKED = [

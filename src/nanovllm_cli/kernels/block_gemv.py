@@ -15,8 +15,6 @@ from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_s
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.record_kinds import RecordLayout
 
-MAX_ROWS = 64
-"""More are served by unpacking: a launch takes at most 32, and each reads the weight."""
 FUSED_ROWS = 2
 """Rows that every block rounds for itself; of more, a kernel before does it."""
 WARPS = 8
@@ -36,12 +34,11 @@ def block_gemv(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, K], rounded to int8, @ weight [N, K].T + bias [N] for M <= MAX_ROWS; residual, activation, out_dtype: see
-    `product.AfterFew`. Rounding: a scale for each row and group of the weight's, by the CPU's rule. A row's bits do not depend on
-    the others'."""
+    """x [M, K], rounded to int8, @ weight [N, K].T + bias [N]; residual, activation, out_dtype: see `product.AfterFew`. Rounding:
+    a scale for each row and group of the weight's, by the CPU's rule. A launch takes at most 32 rows, and each reads the weight.
+    A row's bits depend neither on the others nor, without an activation, on how many they are."""
     source, gain, eps, offset = product.checked_input(launcher, x)
     (rows, width), dtype, layout, num_rows = source.shape, source.dtype, weight.layout, weight.num_rows
-    assert 0 < rows <= MAX_ROWS, rows
     assert width == weight.width, (width, weight.width)
     check(weight.data, launcher, torch.uint8, *records.shape(layout))
     if activation and (num_rows // 2 % TILE or rows > 8):  # up begins within a tile, or more rows than partial sums of both
@@ -50,6 +47,8 @@ def block_gemv(
         launcher, rows, num_rows, dtype, bias, residual=residual, activation=activation, out_dtype=out_dtype
     )
     outputs = out.shape[1]
+    if not rows:
+        return out
 
     across = records.padded_width(layout) // records.columns_of(layout)
     parts = parts_of(outputs, across, launcher.num_multiprocessors)

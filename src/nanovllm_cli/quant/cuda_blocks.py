@@ -1,7 +1,7 @@
 """GGUF's blocks on a GPU: packed as kernels/block_records.py says, one copy for all that reads it.
 
 Few rows of activations are rounded to int8 by the CPU's rule and multiplied as whole numbers; more rows meet the blocks' own
-numbers in 16 bits.
+numbers in 16 bits. A deterministic GPU rounds any number: to unpack the weight for each token costs more than prompts lose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
 
 
 class CudaBlocks(CudaStorage):
-    """A WeightStorage of a type in `block_layout.TYPES`. rounds: few rows of activations are rounded."""
+    """A WeightStorage of a type in `block_layout.TYPES`. rounds: few rows of activations are rounded, or all on a deterministic
+    GPU."""
 
     def __init__(
         self, form: Blocks, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool, rounds: bool
@@ -52,6 +53,9 @@ class CudaBlocks(CudaStorage):
         return block_gemv.block_gemv(self._launcher, x, self._weight, bias, **after)
 
     def _multiply_many(self, x: Hidden, bias: torch.Tensor | None, **after: Unpack[After]) -> torch.Tensor:
+        if self._deterministic and self._rounds:
+            return block_gemv.block_gemv(self._launcher, x, self._weight, bias, **after)
+
         def rows(first: int, count: int) -> torch.Tensor:
             return block_unpack.unpack(self._launcher, self._weight, first, count, self._dtype)
 
