@@ -57,10 +57,18 @@ def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], fol
     assert more or engine.stats().steps < plain[1]
 
 
-def test_a_step_with_guesses_is_one_graph_and_a_launch_for_each_draw(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("params", "draws"),
+    [({"temperature": 0.0}, 1), ({}, 2), ({"logprobs": 0}, 3), ({"temperature": 0.0, "presence_penalty": 1e-9}, 9)],
+    ids=["greedy", "random", "logprobs", "penalty"],
+)
+def test_a_step_with_guesses_is_one_graph_and_draws_at_once_what_it_can(
+    params: dict[str, Any], draws: int, folder: Path
+) -> None:
+    """With a penalty each draw waits for the one before it."""
     device = EmulatedDevice()
     engine = engine_on(folder, device, num_speculative_tokens=8, **SETTINGS)
-    engine.add("a", PROMPT, few(allowed_token_ids=(49,), max_tokens=90, temperature=0.0))
+    engine.add("a", PROMPT, few(allowed_token_ids=(49,), max_tokens=90, **params))
     while engine.stats().steps < 9:
         engine.step()
     graphs, before = len(device.graphs), device.launcher.num_launches
@@ -68,7 +76,7 @@ def test_a_step_with_guesses_is_one_graph_and_a_launch_for_each_draw(folder: Pat
     engine.step()
     assert engine.stats().generated_tokens - answered == 9, "eight guesses, and a token behind them"
     assert len(device.graphs) == graphs
-    assert device.launcher.num_launches - before == len(device.graphs[-1].launches) + 9
+    assert device.launcher.num_launches - before == len(device.graphs[-1].launches) + draws
 
 
 @pytest.mark.parametrize("name", ["greedy", "filtered", "schema"])

@@ -216,7 +216,7 @@ def test_slots_that_are_written_from_one_place_are_noticed(
         def fill(target: torch.Tensor, values: Any) -> None:
             source = place[: values.nbytes].view(target.dtype)
             source.copy_(torch.from_numpy(values))
-            target[: len(values)].copy_(source, non_blocking=True)
+            target[:, : len(values)].copy_(source, non_blocking=True)
 
         monkeypatch.setattr(sampling_table, "_fill", fill)
 

@@ -12,6 +12,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
+from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sampler import Sampler
@@ -124,7 +125,8 @@ class CudaPlatform:
             self.progress.done()
         memory = self.device.memory()
         used = memory.total - memory.free
-        sampling = self.config.max_num_seqs * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
+        rows = self.config.max_num_seqs + (MOST_ROWS if self.config.num_speculative_tokens else 0)
+        sampling = rows * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
         share = int(memory.total * self.config.gpu_memory_utilization)
         return max(0, share - used - step - sampling - GRAPH_BYTES)
 
@@ -136,7 +138,8 @@ class CudaPlatform:
         recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
         guesses = self.config.num_speculative_tokens > 0
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, recordable)
-        on_device = DeviceSampler(self.device, model.spec.vocab_size, rows, decode.drawn_tokens, sampler.guide)
+        vocab_size, most_guesses = model.spec.vocab_size, MOST_ROWS if guesses else 0
+        on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_guesses)
         if on_device.knows_vocabulary:
             on_device.buffers.rows = decode.sampling_rows
         self.progress.stage("preparing decode kernels for this GPU", None, "tensors")

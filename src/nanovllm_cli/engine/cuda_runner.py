@@ -153,12 +153,21 @@ class CudaRunner:
 
     def _draw_behind_guesses(self, draws: list[Draw], logits: torch.Tensor, scheduled: list[Scheduled]) -> list[Drawn]:
         num_drawn = {seq_id: share.num_drawn - share.num_guesses for share in scheduled for seq_id in share.draws}
+        num_rows = {
+            draw.seq_id: 1 + len(draw.guesses)
+            for draw in draws
+            if draw.guesses and self.on_device.draws_at_once(draw.seq_id)
+        }
+        rows = [row for draw in draws for row in range(draw.row, draw.row + num_rows.get(draw.seq_id, 0))]
+        at_once = self.on_device.draw_at_once(num_rows, num_drawn, _rows(logits, rows)) if rows else {}
 
         def sample(going: list[Draw], depth: int) -> list[Drawn]:
-            row_of = {draw.seq_id: draw.row + depth for draw in going}
+            drawn = [at_once[draw.seq_id][depth] for draw in going if draw.seq_id in at_once]
+            for found in drawn:
+                self.on_device.accept(found)
+            row_of = {draw.seq_id: draw.row + depth for draw in going if draw.seq_id not in at_once}
             free, guided, here = self._by_place(list(row_of))
             there, most = free + guided, self.on_device.max_rows
-            drawn: list[Drawn] = []
             for first in range(0, len(there), most):  # one part, as in `_step`
                 part = there[first : first + most]
                 self._seat(part, {seq_id: num_drawn[seq_id] + depth for seq_id in part})

@@ -7,33 +7,23 @@ write its slot anew, where more sequences are alive than there are slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.constrain.guide import Guide
+from nanovllm_cli.engine.device_guesses import Asked, DrawsAtOnce
 from nanovllm_cli.engine.device_guides import DeviceMasks, Guided
-from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
+from nanovllm_cli.engine.device_readout import Readout
+from nanovllm_cli.engine.plan import Drawn, NewSequence
 from nanovllm_cli.engine.sampler import failed_draw
 from nanovllm_cli.engine.uploads import STEPS_IN_FLIGHT
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.sampling import sample
-from nanovllm_cli.kernels.sampling_table import (
-    FINE,
-    MAX_LOGPROBS,
-    MAX_VOCABULARY,
-    NOT_FINITE,
-    NOTHING_LEFT,
-    SamplingBuffers,
-    SamplingTable,
-    on_device,
-)
+from nanovllm_cli.kernels.sampling_table import MAX_VOCABULARY, SamplingBuffers, SamplingTable, on_device
 from nanovllm_cli.sampling_params import SamplingParams
 
 GuideOf = Callable[[NewSequence], Guide | None]
-_MESSAGES = {NOT_FINITE: "the model's logits are not finite: NaN or infinity"}
-_NOTHING_LEFT = "no token is left to draw: every one is banned"
 
 
 class _State:
@@ -59,23 +49,14 @@ class _State:
         assert len(self.drawn) == num_drawn, (self.new.seq_id, len(self.drawn), num_drawn)
 
 
-class _Readout(NamedTuple):
-    """Host memory that one step's draws are copied to."""
-
-    ids: torch.Tensor
-    status: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top_values: torch.Tensor
-
-
 class DeviceSampler:
     """max_rows: most rows a step draws. tokens [max_rows] int64: where what was drawn is left, by row, for the next step.
-    guide_of: the constraint of a sequence that has one, at its beginning."""
+    guide_of: the constraint of a sequence that has one, at its beginning. max_guesses: most rows that are drawn from behind
+    guesses in a step; 0 where none are."""
 
-    def __init__(self, device: Device, vocab_size: int, max_rows: int, tokens: torch.Tensor, guide_of: GuideOf) -> None:
-        self._device = device
+    def __init__(
+        self, device: Device, vocab_size: int, max_rows: int, tokens: torch.Tensor, guide_of: GuideOf, max_guesses: int
+    ) -> None:
         self._launcher = device.launcher
         self._states: dict[int, _State] = {}
         self._free = list(range(max_rows))
@@ -88,7 +69,8 @@ class DeviceSampler:
         self.buffers.token_ids = tokens
         self._guide_of = guide_of
         self._masks = DeviceMasks(device, self.table, max_rows)
-        self._readouts = [self._readout(max_rows) for _ in range(STEPS_IN_FLIGHT)]
+        self._readouts = [Readout(device, max_rows) for _ in range(STEPS_IN_FLIGHT)]
+        self._at_once = DrawsAtOnce(device, vocab_size, max_guesses) if max_guesses else None
 
     def takes(self, params: SamplingParams, stop_ids: Sequence[int]) -> bool:
         return self.knows_vocabulary and on_device(params, stop_ids)
@@ -150,46 +132,51 @@ class DeviceSampler:
 
     def read(self, seq_ids: Sequence[int], has_logprobs: bool) -> Callable[[], list[Drawn]]:
         """Starts copying what rows 0 … drew for these; the result waits for it. Call both in the order of the steps."""
-        count, readout = len(seq_ids), self._readouts[0]
+        readout = self._readouts[0]
         self._readouts.append(self._readouts.pop(0))
-        pairs = [(readout.ids, self.buffers.token_ids), (readout.status, self.buffers.status)]
-        if has_logprobs:
-            pairs += [(readout.values, self.buffers.values), (readout.ranks, self.buffers.ranks)]
-            pairs += [(readout.top_ids, self.buffers.top_ids), (readout.top_values, self.buffers.top_values)]
-        for host, there in pairs:
-            host[:count].copy_(there[:count], non_blocking=True)
-        done = self._device.event()
-        done.record()
+        done = readout.copy(self.buffers, len(seq_ids), has_logprobs)
 
         def result() -> list[Drawn]:
             done.synchronize()
-            return self._drawn(seq_ids, readout)
+            rows = zip(seq_ids, readout.ids_and_statuses(len(seq_ids)), strict=True)
+            return [self._taken(seq_id, readout, row, *found) for row, (seq_id, found) in enumerate(rows)]
 
         return result
 
-    def _drawn(self, seq_ids: Sequence[int], readout: _Readout) -> list[Drawn]:
-        ids, status = readout.ids[: len(seq_ids)].tolist(), readout.status[: len(seq_ids)].tolist()
-        rows = enumerate(zip(seq_ids, ids, status, strict=True))
-        return [self._taken(seq_id, token_id, found, readout, row) for row, (seq_id, token_id, found) in rows]
-
-    def _taken(self, seq_id: int, token_id: int, found: int, readout: _Readout, row: int) -> Drawn:
+    def _taken(self, seq_id: int, readout: Readout, row: int, token_id: int, status: int) -> Drawn:
         """Moves a sequence on by what its row drew."""
         state = self._states.get(seq_id)
         guided = None if state is None else state.guided
         if guided is not None and not guided.is_open:
             return _closed(seq_id, guided)
-        if found != FINE:
-            return Drawn(seq_id, [], error=_MESSAGES.get(found, _NOTHING_LEFT), unmeetable=found == NOTHING_LEFT)
-        if state is None:  # it ended meanwhile
-            return Drawn(seq_id, [token_id])
+        drawn = readout.drawn(row, seq_id, token_id, status, None if state is None else state.new.params.logprobs)
+        if drawn.error is not None or state is None:  # None: it ended meanwhile
+            return drawn
         state.drawn.append(token_id)
-        if guided is not None:
-            guided.accept(token_id)
-            if guided.error is not None:
-                return _closed(seq_id, guided)
-        num = state.new.params.logprobs
-        logprobs = None if num is None else [_logprobs(readout, row, token_id, num)]
-        return Drawn(seq_id, [token_id], logprobs, ends=guided is not None and guided.ends)
+        if guided is None:
+            return drawn
+        guided.accept(token_id)
+        return drawn._replace(ends=guided.ends) if guided.error is None else _closed(seq_id, guided)
+
+    def draws_at_once(self, seq_id: int) -> bool:
+        """Whether a sequence that draws here can do so behind its guesses before they are known to hold."""
+        state = self._states.get(seq_id)
+        return state is not None and self._at_once is not None and self._at_once.takes(state.new.params)
+
+    def draw_at_once(
+        self, num_rows: Mapping[int, int], num_drawn: Mapping[int, int], logits: torch.Tensor
+    ) -> dict[int, list[Drawn]]:
+        """From logits [B, V], so many rows of each sequence one after another; `accept` those that count. Waits for the device.
+        num_drawn: see `seat`."""
+        assert self._at_once is not None
+        for seq_id in num_rows:
+            self._states[seq_id].keep(num_drawn[seq_id])
+        states = ((self._states[seq_id], count) for seq_id, count in num_rows.items())
+        return self._at_once.draw([Asked(state.new, state.drawn, count) for state, count in states], logits)
+
+    def accept(self, drawn: Drawn) -> None:
+        """Moves a sequence on by what it drew at once with others."""
+        self._states[drawn.seq_id].drawn += drawn.token_ids
 
     def _evict(self, wanted: Collection[int]) -> int:
         for seq_id, state in self._states.items():
@@ -198,21 +185,7 @@ class DeviceSampler:
                 return slot
         raise NanovllmError("more sequences draw in one step than max_num_seqs")
 
-    def _readout(self, rows: int) -> _Readout:
-        buffer = self._device.host_buffer
-        return _Readout(
-            buffer(rows, torch.int64), buffer(rows, torch.int32), buffer(rows, torch.float32), buffer(rows, torch.int32),
-            buffer(rows * MAX_LOGPROBS, torch.int32).view(rows, -1), buffer(rows * MAX_LOGPROBS, torch.float32).view(rows, -1),
-        )  # fmt: skip
-
 
 def _closed(seq_id: int, guided: Guided) -> Drawn:
     """Of a constraint that lets nothing be drawn any more."""
     return Drawn(seq_id, [], ends=True) if guided.error is None else failed_draw(seq_id, guided.error)
-
-
-def _logprobs(readout: _Readout, row: int, token_id: int, num: int) -> TokenLogprobs:
-    top = zip(readout.top_ids[row, :num].tolist(), readout.top_values[row, :num].tolist(), strict=True)
-    return TokenLogprobs(
-        token_id, float(readout.values[row]), int(readout.ranks[row]), tuple(pair for pair in top if pair[0] >= 0)
-    )

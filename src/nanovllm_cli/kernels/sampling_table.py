@@ -101,10 +101,14 @@ class SamplingTable:
         stop_ids: Sequence[int],
         prompt_ids: Sequence[int],
         output_ids: Sequence[int] = (),
+        num_slots: int = 1,
     ) -> None:
         """Give the slot to a sequence. Where it is guided, `put_masks` comes before every draw. Its ids lie in the vocabulary,
-        but for stop ids. Only what the request uses is copied."""
+        but for stop ids. Only what the request uses is copied. num_slots: that slot and those behind it are to draw at once, one
+        for each of the next tokens, of which none has a mask or a penalty by those before."""
         assert on_device(params, stop_ids)
+        assert num_slots == 1 or (not params.has_penalties and not params.is_guided)
+        here = slice(slot, slot + num_slots)
         stops = [token_id for token_id in stop_ids if token_id < self.vocab_size] if params.min_tokens else []
         row = np.zeros(1, _PARAMS)
         row["seed"] = seed & 2**64 - 1
@@ -121,20 +125,20 @@ class SamplingTable:
         row["num_stops"] = len(stops)
         row["min_tokens"] = params.min_tokens
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
-        _fill(self.params[slot], row.view(np.uint8))
-        self.positions[slot] = len(output_ids)
-        _fill(self.stop_ids[slot], np.array(stops, np.int32))
+        _fill(self.params[here], row.view(np.uint8))
+        _fill(self.positions[None, here], len(output_ids) + np.arange(num_slots))
+        _fill(self.stop_ids[here], np.array(stops, np.int32))
         if params.logit_bias:
-            _fill(self.bias_ids[slot], np.array(list(params.logit_bias), np.int32))
-            _fill(self.biases[slot], np.array(list(params.logit_bias.values()), np.float32))
+            _fill(self.bias_ids[here], np.array(list(params.logit_bias), np.int32))
+            _fill(self.biases[here], np.array(list(params.logit_bias.values()), np.float32))
         if params.has_penalties:
             counts = np.bincount(np.array(output_ids, np.int64), minlength=self.vocab_size)
-            _fill(self.counts[slot], np.minimum(counts, 65535).astype(np.uint16).view(np.int16))
-            _fill(self.prompt_bits[slot], _packed(prompt_ids, self.vocab_size))
+            _fill(self.counts[here], np.minimum(counts, 65535).astype(np.uint16).view(np.int16))
+            _fill(self.prompt_bits[here], _packed(prompt_ids, self.vocab_size))
         self._allowed.pop(slot, None)
         if params.allowed_token_ids is not None:
             allowed = _packed(params.allowed_token_ids, self.vocab_size)
-            _fill(self.masks[slot], allowed)
+            _fill(self.masks[here], allowed)
             self._allowed[slot] = allowed.view(np.uint32)
 
     def allowed(self, slot: int) -> NDArray[np.uint32] | None:
@@ -214,7 +218,8 @@ def constants(vocab_size: int) -> tuple[tuple[str, str | int], ...]:
 
 
 def _fill(target: torch.Tensor, values: NDArray[np.generic]) -> None:
-    target[: len(values)].copy_(torch.from_numpy(values))
+    """The first of each row of target [B, N]."""
+    target[:, : len(values)].copy_(torch.from_numpy(values))
 
 
 def _packed(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
