@@ -54,6 +54,7 @@ class Engine:
         self.asked: list[tuple[Sequence[int], SamplingParams, int, str | None]] = []
         self.priorities: list[int] = []
         self.aborted = 0
+        self.streams: list[EngineStream] = []
 
     @property
     def stats(self) -> EngineStats | None:
@@ -64,6 +65,7 @@ class Engine:
     ) -> EngineStream:
         self.asked.append((prompt_ids, params, priority, cache_salt))
         stream = EngineStream(self._abort)
+        self.streams.append(stream)
         for i, pieces in enumerate(self.outputs):
             finished = self.ends and self.error is None and i == len(self.outputs) - 1
             times = (1.0, 1.5, 4.0 if finished else None)
@@ -216,6 +218,34 @@ def test_without_tools_a_call_is_text(run: Any) -> None:
         assert event.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("choice", "stop"), [("auto", ("x",)), ("none", ("x",)), ("required", ()), ("f", ())])
+def test_stop_strings_are_for_answers_that_may_be_text(run: Any, choice: str, stop: tuple[str, ...]) -> None:
+    """Within the arguments of a call that must be one they would leave half of its JSON."""
+    house = House([piece("a", finish="stop")])
+    run(house.chat(asked(params=SamplingParams(stop=["x"]), tools=[TOOL], tool_choice=choice)))
+    assert house.engine.asked[0][1].stop == stop
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("text", "more", "finish"),
+    [
+        ('{"name": "f", "arguments": {"a": "Par', {"stop_reason": "is"}, "stop"),
+        ('{"name": "f", "arguments": {"a": "Par', {"stop_reason": 7}, "stop"),
+        ('{"name": "f", "arguments": {"a": "Paris"}}', {"stop_reason": "</tool_call>"}, "tool_calls"),
+        ('{"name": "f", "arguments": {"a": "Paris"}}</tool_call>', {"stop_reason": "is"}, "tool_calls"),
+        ('{"name": "f", "arguments": {"a": "Paris"}}', {}, "tool_calls"),
+    ],
+)
+def test_a_call_that_a_stop_broke_off_is_not_to_be_followed(
+    run: Any, whole: bool, text: str, more: dict[str, Any], finish: str
+) -> None:
+    house = House([piece("<tool_call>" + text, finish="stop", **more)])
+    (event,) = run(house.chat(asked(tools=[TOOL], whole_calls=whole)))
+    assert [call.name for call in event.calls] == ["f"]
+    assert event.finish_reason == finish
+
+
 def test_what_is_cut_off_says_length(run: Any) -> None:
     (event,) = run(House([piece('<tool_call>{"name": "f", "argu', finish="length")]).chat(asked(tools=[TOOL])))
     assert event.finish_reason == "length"
@@ -275,6 +305,23 @@ def test_what_the_renderer_is_given_is_no_variable(run: Any, name: str) -> None:
         with pytest.raises(ApiError) as caught:
             run(refused)
         assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("param", ["messages", "input"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": "x" * 600}]},  # its ids are too many
+        {"messages": [{"role": "user", "content": "x" * 60_000}]},  # its characters are
+        {"template_kwargs": {"refuse": True}},
+    ],
+)
+def test_a_conversation_is_called_what_its_client_calls_it(run: Any, more: dict[str, Any], param: str) -> None:
+    house = House([piece("a", finish="stop")])
+    question = ChatAsked(**{"messages": MESSAGES, "params": SamplingParams(), "param": param, **more})
+    with pytest.raises(ApiError) as caught:
+        run(house.chat(question))
+    assert caught.value.param == param
 
 
 def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +397,44 @@ def test_an_answer_that_fails_is_an_error_and_everything_is_let_go(run: Any) -> 
     assert caught.value.status == 500
     assert house.models.users == 0
     assert house.log.lines[-1] == "end 500"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "heard together"])
+@pytest.mark.parametrize("unmeetable", [False, True])
+def test_what_was_drawn_before_a_failure_is_told_before_it(run: Any, together: bool, unmeetable: bool) -> None:
+    """Whether the server heard of the failure with the words or behind them; "<th" may have become a tag."""
+    said = [piece("Once ")]
+    failed = [piece("<th", finish="error", error="NaN", unmeetable=unmeetable)]
+    house = House(said, failed) if together else House(said, ends=False)
+
+    events: list[Event] = []
+
+    async def scenario() -> None:
+        async with await house.generator.chat("m", asked(), CALLER) as generation:
+            async for step in generation:
+                events.extend(step)
+                if not together and len(events) == 1:
+                    house.engine.streams[0].feed(Output(1, failed, True, 5))
+
+    with pytest.raises(ApiError) as caught:
+        run(scenario())
+    assert caught.value.status == (400 if unmeetable else 500)
+    assert len(events) == (1 if together else 2)
+    assert "".join(event.content for event in events) == "Once <th"
+    assert [event.finish_reason for event in events] == [None] * len(events)
+
+
+@pytest.mark.parametrize("unmeetable", [False, True])
+def test_a_failure_before_the_first_token_has_no_events(run: Any, unmeetable: bool) -> None:
+    """So that it is an HTTP error of a stream, too."""
+    house = House([piece("", (), finish="error", error="NaN", unmeetable=unmeetable)])
+
+    async def scenario() -> None:
+        async with await house.generator.chat("m", asked(), CALLER) as generation:
+            with pytest.raises(ApiError):
+                await anext(aiter(generation))
+
+    run(scenario())
 
 
 def test_what_cannot_be_met_is_its_own_clients_fault(run: Any) -> None:

@@ -119,6 +119,20 @@ def test_a_call_that_was_cut_off_is_no_part_of_the_conversation() -> None:
     assert "no complete function call" in refused["error"]["message"]
 
 
+@pytest.mark.parametrize("arguments", ['{"place":', '{"place": Rome}', ""])
+def test_a_call_that_is_broken_is_no_part_of_the_conversation(arguments: str) -> None:
+    """A model that is held to nothing may write one, and a stop string may break it off."""
+    calls = [Call(0, "call_1", "get_weather", arguments)]
+    served = client(Script([[event(calls=calls, finish="stop", stop_reason="x")]]))
+    first = served.post(PATH, {"input": "hi", "tools": [WEATHER]})
+    assert [item["status"] for item in first["output"]] == ["incomplete"]
+    served.post(PATH, {"input": "Go on", "previous_response_id": first["id"]})
+    asked = served.generates.asked[-1]
+    assert isinstance(asked, ChatAsked)
+    assert asked.param == "input"
+    assert [each["role"] for each in asked.messages] == ["user", "user"]
+
+
 def test_a_call_that_the_end_came_behind_can_be_answered() -> None:
     served = client(Script([[event(calls=CALL, finish="length")]]))
     first = served.post(PATH, {"input": "hi", "tools": [WEATHER]})
@@ -467,6 +481,9 @@ def test_sealed_reasoning_of_others_is_skipped(sealed: str) -> None:
 # ---- bad input ----
 
 
+USER = {"role": "user", "content": "x"}
+
+
 def message(*parts: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": list(parts)}]}
 
@@ -489,6 +506,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (message({"type": "input_text", "text": 5}), "input[0].content[0].text"),
     ({"input": [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]}, "input"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1'}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}]}, "input[0].arguments"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "somebody else's"}]}, "input"),
     ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": ""}]}, "input[0].call_id"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
     ({"input": [{"role": "user", "content": ""}] * 16385}, "input"),
@@ -565,7 +586,7 @@ def test_bad_input_is_named(body: dict[str, Any], param: str) -> None:
             {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
             {"input": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}]},
         ),
-        ({"input": [{"type": "unheard_of"}]}, {"input": [{"type": "reasoning", "summary": [{"text": "x"}]}]}),
+        ({"input": [{"type": "unheard_of"}]}, {"input": [USER, {"type": "reasoning", "summary": [{"text": "x"}]}]}),
         ({"input": "x", "tools": [{"type": "function"}]}, {"input": "x", "tools": [WEATHER, {"type": "web_search"}]}),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, {"input": "x", "tools": [WEATHER], "tool_choice": "required"}),
         (

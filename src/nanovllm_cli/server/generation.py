@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
-from nanovllm_cli.errors import NanovllmError, PromptTooLongError
+from nanovllm_cli.errors import NanovllmError, PromptTooLongError, TemplateError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.messages import Output, Piece
@@ -75,7 +75,9 @@ class Generator:
             if known.reasoning is not None:
                 to_content = constraint is not None and constraint is form
                 phase = known.reasoning.phase(tail, asked.reasoning_budget, to_content=to_content)
-            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase)
+            # Of an answer that must be a call a stop string would only cut the arguments.
+            stop = asked.params.stop if asked.tool_choice in ("auto", "none") else ()
+            params = dataclasses.replace(asked.params, constraint=constraint, reasoning=phase, stop=stop)
             parser = partial(
                 known.parser,
                 tail,
@@ -140,7 +142,7 @@ class Generator:
         operation: Operation,
         parsers: Sequence[AnswerParser],
     ) -> LiveGeneration:
-        _check_fits(prompt_ids, work.model, "messages" if operation == "chat" else "prompt")
+        _check_fits(prompt_ids, work.model, asked.param if isinstance(asked, ChatAsked) else "prompt")
         if params.constraint is not None:
             await self._checks.check(params.constraint)
         salts = [salt for salt in (caller.tenant, asked.cache_salt) if salt is not None]
@@ -235,7 +237,12 @@ class LiveGeneration:
             async for output in self._stream:
                 if self._watch is not None:
                     self._watch.output(output)
-                yield self._events(output)
+                # What was drawn before a failure is told first, whether it was heard together with it or not.
+                if events := self._events(output):
+                    yield events
+                for piece in output.pieces:
+                    if piece.error is not None:
+                        raise _failure(piece)
         except ApiError as error:
             self._end(error)
             raise
@@ -263,20 +270,16 @@ class LiveGeneration:
             self._first_heard = time.monotonic()
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        return [self._event(piece) for piece in output.pieces]
+        return [self._event(piece) for piece in output.pieces if piece.error is None or piece.text or piece.token_ids]
 
     def _event(self, piece: Piece) -> Event:
-        if piece.error is not None:
-            if piece.unmeetable:
-                raise ApiError(400, f"what is asked for cannot be had: {piece.error}", code="unmeetable")
-            raise ApiError(500, f"the answer failed: {piece.error}", code="generation_failed")
         parser = self._parsers[piece.index]
         reasoning, content, calls = parser.push(piece.text)
         finish: FinishReason | None = None
         if piece.finish_reason is not None:
             last = parser.finish()
             reasoning, content, calls = reasoning + last.reasoning, content + last.content, calls + last.calls
-            finish = "length" if piece.finish_reason == "length" else "tool_calls" if parser.saw_calls else "stop"
+            finish = self._finish_reason(piece, parser)
         self._counts.completion += len(piece.token_ids)
         if reasoning and not content and not calls:
             self._counts.reasoning += len(piece.token_ids)
@@ -293,11 +296,19 @@ class LiveGeneration:
             parser.num_held if finish is None else 0,
         )
 
+    def _finish_reason(self, piece: Piece, parser: AnswerParser) -> FinishReason | None:
+        """A call that a stop string or id broke off is none to follow."""
+        if piece.error is not None:
+            return None
+        if piece.finish_reason == "length":
+            return "length"
+        return "tool_calls" if parser.saw_calls and not (parser.broke_off and piece.stop_reason is not None) else "stop"
+
 
 class _Plain:
     """Of a text that goes on: all is content."""
 
-    saw_calls = False
+    saw_calls = broke_off = False
     num_held = 0
 
     def push(self, text: str) -> AnswerDelta:
@@ -305,6 +316,12 @@ class _Plain:
 
     def finish(self) -> AnswerDelta:
         return AnswerDelta("", "", ())
+
+
+def _failure(piece: Piece) -> ApiError:
+    if piece.unmeetable:
+        return ApiError(400, f"what is asked for cannot be had: {piece.error}", code="unmeetable")
+    return ApiError(500, f"the answer failed: {piece.error}", code="generation_failed")
 
 
 def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
@@ -317,7 +334,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             kwargs.setdefault(model.thinking_switch, asked.thinking)
         elif asked.thinking and (model.format is None or model.format.reasoning is None):
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
-    _check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, "messages")
+    _check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, asked.param)
     try:
         return encode_chat(
             model.tokenizer,
@@ -330,7 +347,9 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             variables=kwargs,
         )
     except PromptTooLongError as error:
-        raise too_long(error.prompt_len, error.limit, "messages", at_least=True) from error
+        raise too_long(error.prompt_len, error.limit, asked.param, at_least=True) from error
+    except TemplateError as error:
+        raise ApiError.of(error, asked.param) from error
 
 
 def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> list[int]:

@@ -133,6 +133,7 @@ class ChatAsked:
     thinking: None leaves it to the template. reasoning_budget: most tokens of reasoning; None sets no limit.
     continues: the last message is an answer to go on with. splits_reasoning: False leaves it in the content, tags and all.
     whole_calls: for who does not stream: a call counts once it is complete, and is content where it turns out broken.
+    param: what the conversation is called in its client's request, for errors.
     """
 
     messages: Sequence[Message]
@@ -149,6 +150,7 @@ class ChatAsked:
     splits_reasoning: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    param: str = "messages"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import msgspec
 
 from nanovllm_cli.server.chat_turns import ChatTurns
 from nanovllm_cli.server.reading import described, invalid, kind_of, listed, read, shown, unsupported
+from nanovllm_cli.text.tool_calls import is_object
 
 Item = dict[str, Any]
 
@@ -147,6 +148,8 @@ def _message(given: _Message, path: str) -> Item:
 
 def _function_call(given: _FunctionCall, path: str) -> Item:
     status = "incomplete" if given.status == "incomplete" else "completed"
+    if status == "completed" and given.arguments.strip() and not is_object(given.arguments):
+        raise invalid(f"{path}.arguments", "is not the JSON of an object; leave out a call that was cut off")
     return {"status": status, "call_id": given.call_id, "name": given.name, "arguments": given.arguments}
 
 
@@ -216,7 +219,7 @@ def opened(sealed_text: str) -> list[str]:
 
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
     """The conversation, in OpenAI's form of chat messages, without calls that were cut off. Raises ApiError 400 for an output
-    that answers no call."""
+    that answers no call, and where there is none."""
     conversation = ChatTurns()
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
@@ -237,14 +240,12 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
                 conversation.say(item["role"], text)
             elif text:
                 conversation.say("assistant", text, "reasoning_content")
-    return conversation.messages()
+    messages = conversation.messages()
+    if not messages:
+        raise invalid("input", "must hold at least one item that says something")
+    return messages
 
 
 def _is_cut_off(call: Item) -> bool:
     """Whether the answer ended within its arguments, so that nobody can have followed it."""
-    if call["status"] != "incomplete":
-        return False
-    try:
-        return not isinstance(msgspec.json.decode(call["arguments"]), dict)
-    except msgspec.DecodeError:
-        return True
+    return call["status"] == "incomplete" and not is_object(call["arguments"])

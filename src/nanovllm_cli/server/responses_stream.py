@@ -19,7 +19,7 @@ from msgspec import Raw
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.ports import Event, Usage
 from nanovllm_cli.server.responses_items import Item, new_id, sealed
-from nanovllm_cli.text.tool_calls import ToolCallDelta
+from nanovllm_cli.text.tool_calls import ToolCallDelta, is_object
 
 StreamEvent = dict[str, Any]
 """With `type` and `sequence_number`."""
@@ -120,6 +120,8 @@ class ResponseBuilder:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
+            if not is_object(text):  # or the conversation could not go on behind it
+                item["status"] = "incomplete"
             events = [self._inside("response.function_call_arguments.done", name=item["name"], arguments=text)]
         elif item["type"] == "reasoning":
             events = [self._inside("response.reasoning_text.done", content_index=0, text=text), self._part("done")]

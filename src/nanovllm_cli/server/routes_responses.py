@@ -240,6 +240,7 @@ def _chat_asked(
         form=form,
         template_kwargs=variables,
         thinking=thinking,
+        param="input",
     )
 
 

@@ -57,6 +57,10 @@ class AnswerParser(Protocol):
     def saw_calls(self) -> bool: ...
 
     @property
+    def broke_off(self) -> bool:
+        """Whether the text ended within the arguments of a call; known once it is finished."""
+
+    @property
     def num_held(self) -> int:
         """Characters at the end of what was pushed that are not decided: half a tag, white space that may be the end's."""
 
@@ -160,6 +164,10 @@ class SplittingParser:
         return self._stream.saw_calls
 
     @property
+    def broke_off(self) -> bool:
+        return self._stream.broke_off
+
+    @property
     def num_held(self) -> int:
         return self._stream.num_held + (self._splitter.num_held if self._splitter is not None else 0)
 
@@ -183,6 +191,10 @@ class HarmonyAnswerParser:
     @property
     def saw_calls(self) -> bool:
         return self._calls.saw_calls
+
+    @property
+    def broke_off(self) -> bool:
+        return self._calls.broke_off
 
     @property
     def num_held(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,14 @@ def new_call_id(length: int = 24) -> str:
     """An id that no other call has: letters and digits; short ones, which some templates insist on, have no prefix."""
     letters = "".join(secrets.choice(LETTERS) for _ in range(length))
     return letters if length < 16 else f"call_{letters}"
+
+
+def is_object(arguments: str) -> bool:
+    """Whether the arguments of a call are whole: the JSON text of an object."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

@@ -17,6 +17,7 @@ class HarmonyCalls:
         self._whole, self._single = whole, single
         self._message: CallStream | None = None
         self._num_calls = 0
+        self.broke_off = False
 
     @property
     def saw_calls(self) -> bool:
@@ -43,6 +44,7 @@ class HarmonyCalls:
             return Found("", ())
         found = self._numbered(self._message.finish())
         self._num_calls += self._message.num_calls
+        self.broke_off = self._message.broke_off
         self._message = None
         return found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
-from nanovllm_cli.text.tool_calls import ToolCallDelta, joined_calls, new_call_id
+from nanovllm_cli.text.tool_calls import ToolCallDelta, is_object, joined_calls, new_call_id
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -55,10 +55,12 @@ class CallStream:
     ) -> None:
         self.text, self.position, self.ended = "", 0, False
         self.num_calls = 0
+        self.broke_off = False  # the text ended within the arguments of a call
         self._whole, self._single, self._hidden, self._id_chars = whole, single, hidden, id_chars
         self._marked: list[str] | None = None  # what was read since the mark, before `text`
         self._mark = 0
         self._in_call = False
+        self._arguments: list[str] = []  # of the call that has begun
         self._ids: set[str] = set()
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
@@ -223,7 +225,7 @@ class CallStream:
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """A call begins: its name is known. call_id: the model's, which counts if it is the first of that name."""
-        self._in_call = True
+        self._in_call, self._arguments = True, []
         if not call_id or call_id in self._ids:
             call_id = new_call_id(self._id_chars)
         self._ids.add(call_id)
@@ -232,6 +234,7 @@ class CallStream:
     def arguments(self, piece: str) -> None:
         """A piece of the JSON text of the arguments of the call that has begun."""
         if piece:
+            self._arguments.append(piece)
             self._give(ToolCallDelta(self.num_calls, None, None, piece))
 
     def end(self) -> None:
@@ -246,6 +249,7 @@ class CallStream:
         """The text ended: a call that has begun stays as far as it came; what only looked like one is content."""
         self.position = len(self.text)
         if self._in_call:
+            self.broke_off = not is_object("".join(self._arguments))
             self.end()
         else:
             self.give_back()
