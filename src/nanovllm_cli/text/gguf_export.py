@@ -16,9 +16,10 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.gguf_tokenizer import load_gguf
 from nanovllm_cli.text.pre_tokenizers import names_cutting_like, pre_tokenization
 from nanovllm_cli.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_model
+from nanovllm_cli.text.token_bytes import byte_rule
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_VOCABULARY_BYTES, load_folder
-from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, looks_like_control
+from nanovllm_cli.text.vocabulary import TokenizerParts, looks_like_control
 
 PROBES = (
     "Once upon a time, there was a little girl named Lily. She couldn't believe it!",

@@ -18,7 +18,8 @@ from tokenizers import Regex as TokenizerRegex
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
-from nanovllm_cli.text.vocabulary import END_TOKENS, SPACE_MARK, TokenizerParts, guard_library
+from nanovllm_cli.text.token_bytes import SPACE_MARK
+from nanovllm_cli.text.vocabulary import END_TOKENS, TokenizerParts, guard_library
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.text.vocabulary import SPACE_MARK
+from nanovllm_cli.text.token_bytes import SPACE_MARK
 
 # Piece types; GGUF's token types have the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -18,7 +18,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UsageError
-from nanovllm_cli.text.vocabulary import TokenizerParts, byte_rule, end_token_ids, guard_library, looks_like_control
+from nanovllm_cli.text.token_bytes import byte_rule
+from nanovllm_cli.text.vocabulary import TokenizerParts, end_token_ids, guard_library, looks_like_control
 
 _IDS = 1 << 32  # that the library can be asked for
 _PROBED_CHARS = 16

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
-from nanovllm_cli.text.vocabulary import SPACE_MARK, TokenizerParts, guard_library
+from nanovllm_cli.text.token_bytes import SPACE_MARK
+from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
 MAX_VOCABULARY_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 32 << 20
