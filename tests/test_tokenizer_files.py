@@ -1,5 +1,6 @@
 """Tokenizers from folders made here: layouts, precedence, SentencePiece models, and files that are wrong."""
 
+import base64
 import contextlib
 import io
 import json
@@ -13,7 +14,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
-from nanovllm_cli.text.sentencepiece import read_model
+from nanovllm_cli.text.sentencepiece import build_pieces, read_model
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_CONFIG_BYTES
 
@@ -168,6 +169,31 @@ def train(kind: str, **options: Any) -> tuple[Any, bytes]:
         user_defined_symbols=["<sep>"], minloglevel=2, **options,
     )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue()), buffer.getvalue()
+
+
+def precompiled(rules: bytes) -> dict[str, Any]:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(rules).decode()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("rules", [b"\xff" * 8, b"\x04\0\0\0", b"\x05\0\0\0abcd", b"\x01"])
+def test_normalization_rules_that_are_cut_off_are_seen_before_the_library_takes_memory_for_them(
+    tmp_path: Path, rules: bytes, nested: bool
+) -> None:
+    """Gigabytes, and the end of the process where there are none."""
+    state = json.loads(byte_level().to_str())
+    steps = [{"type": "NFC"}, {"type": "Sequence", "normalizers": [precompiled(rules)]}]
+    state["normalizer"] = {"type": "Sequence", "normalizers": steps} if nested else precompiled(rules)
+    write(tmp_path, "tokenizer.json", json.dumps(state).replace("_charsmap", r"\u005fcharsmap"))
+    with pytest.raises(CheckpointError, match="cut off"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_normalization_rules_that_are_whole_are_the_librarys(tmp_path: Path) -> None:
+    _, proto = train("unigram", normalization_rule_name="nmt_nfkc")
+    backend = build_pieces(read_model(proto))
+    assert "precompiled_charsmap" in backend.to_str()
+    assert Tokenizer.from_folder(folder_with(tmp_path, backend)).encode("\uff41b  c") == backend.encode("\uff41b  c").ids
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -65,8 +65,7 @@ def build_pieces(vocabulary: PieceVocabulary) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     steps: list[normalizers.Normalizer] = []
     if vocabulary.charsmap:
-        if int.from_bytes(vocabulary.charsmap[:4], "little") > len(vocabulary.charsmap) - 4:  # the library takes memory for it
-            raise CheckpointError("the vocabulary's normalization rules are cut off")
+        check_charsmap(vocabulary.charsmap)
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
     if vocabulary.remove_extra_whitespaces:
         steps += [
@@ -82,6 +81,12 @@ def build_pieces(vocabulary: PieceVocabulary) -> tokenizers.Tokenizer:
         undo.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(undo)
     return backend
+
+
+def check_charsmap(charsmap: bytes) -> None:
+    """CheckpointError where precompiled rules are cut off: the library would take memory for as many as they say there are."""
+    if int.from_bytes(charsmap[:4], "little") > len(charsmap) - 4:
+        raise CheckpointError("the vocabulary's normalization rules are cut off")
 
 
 def score_merges(vocabulary: PieceVocabulary) -> list[tuple[str, str]]:

@@ -7,17 +7,19 @@ are untrusted: sizes are capped, and what is broken raises CheckpointError with 
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
-from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
+from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, check_charsmap, read_model, special_pieces
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
@@ -56,6 +58,7 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
     if fast.is_file():
         text = _read_text(fast, MAX_VOCABULARY_BYTES)
         with guard_library(fast.name):
+            _check_charsmaps(msgspec.json.decode(text, type=_TokenizerFile).normalizer)
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
@@ -104,6 +107,20 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
     with guard_library("vocab.json with merges.txt"):
         return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What of tokenizer.json is looked at before the library does."""
+
+    normalizer: Any = None
+
+
+def _check_charsmaps(normalizer: Any) -> None:
+    """CheckpointError where one of the steps has precompiled rules that are cut off."""
+    for value in normalizer if isinstance(normalizer, list) else normalizer.values() if isinstance(normalizer, dict) else ():
+        _check_charsmaps(value)
+    if isinstance(normalizer, dict) and isinstance(rules := normalizer.get("precompiled_charsmap"), str):
+        check_charsmap(base64.b64decode(rules))
 
 
 def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
