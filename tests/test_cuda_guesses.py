@@ -18,7 +18,7 @@ from nanovllm_cli.engine import decode_work, device_sampler
 from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
-from test_lookup import ASKED, PROMPT, answers, few
+from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
 
 pytestmark = needs_emulation
 SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
@@ -132,3 +132,17 @@ def test_other_caches_and_angles(more: dict[str, Any], folder: Path, tmp_path: P
     settings = SETTINGS | {"deterministic": True} | more
     expected = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
     assert answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked) == expected
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_step_that_is_broken_off_behind_a_guess_has_drawn_nothing(
+    after: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither here nor there: of these some draw at once, some row by row, some under a mask, some on the host."""
+    asked = [(PROMPT, short(ASKED[name], 24)) for name in ("greedy", "dry", "bias", "schema", "logprobs")]
+    asked.append((PROMPT, few(frequency_penalty=0.2, max_tokens=24)))
+    settings = SETTINGS | {"deterministic": True, "max_num_seqs": 6}
+    expected = answers(engine_on(folder, EmulatedDevice(), **settings), asked)
+    left = broken_off_once(monkeypatch, after)
+    assert answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked) == expected
+    assert not left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import Qwen3Config
 from engines import SMALL, greedy, random_model, run, save
 from nanovllm_cli.config import MAX_GUESSES, EngineConfig
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.engine import cuda_runner, runner
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.lookup import LONGEST_WAIT, MATCHED, MOST_ROWS, Lookup, Past
 from nanovllm_cli.engine.plan import Drawn
@@ -236,3 +238,33 @@ def test_nobody_makes_way_for_guesses(folder: Path) -> None:
     assert [len(output.prompt_ids) + output.outputs[0].num_tokens for output in outputs] == [32] * 3
     assert sum(output.metrics.num_held_tokens for output in outputs) > 4
     assert engine.stats().preemptions == 0
+
+
+def broken_off_once(monkeypatch: pytest.MonkeyPatch, after: int) -> Any:
+    """Breaks off a step of several sequences behind its first draws behind guesses, the one after so many. Returns what is left
+    of it: nothing, once it has been."""
+    draw, passed, failures = runner.draw_behind_guesses, itertools.count(), [RuntimeError("once")]
+
+    def drawn(draws: list[runner.Draw], sample: Any) -> list[Drawn]:
+        def sampled(going: list[runner.Draw], depth: int) -> list[Drawn]:
+            found: list[Drawn] = sample(going, depth)
+            if depth == 1 and len(draws) > 1 and next(passed) >= after and failures:
+                raise failures.pop()
+            return found
+
+        return draw(draws, sampled)
+
+    for module in (runner, cuda_runner):
+        monkeypatch.setattr(module, "draw_behind_guesses", drawn)
+    return failures
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_step_that_is_broken_off_behind_a_guess_has_drawn_nothing(
+    after: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [(PROMPT, ASKED[name]) for name in ("dry", "penalties", "schema", "logprobs", "filtered")]
+    expected = answers(engine_with(folder, 0), asked)
+    left = broken_off_once(monkeypatch, after)
+    assert answers(engine_with(folder, 8), asked) == expected
+    assert not left

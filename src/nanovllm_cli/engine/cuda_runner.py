@@ -66,6 +66,7 @@ class CudaRunner:
         for new in plan.new:
             where = self.on_device if self.on_device.takes(new.params, new.stop_ids) else self.sampler
             where.add(new)
+        self.sampler.keep(plan.scheduled)
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
@@ -152,7 +153,7 @@ class CudaRunner:
         return prompt_logprobs, pooled_of(self.model, hidden, owners)
 
     def _draw_behind_guesses(self, draws: list[Draw], logits: torch.Tensor, scheduled: list[Scheduled]) -> list[Drawn]:
-        num_drawn = {seq_id: share.num_drawn - share.num_guesses for share in scheduled for seq_id in share.draws}
+        num_drawn = {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
         num_rows = {
             draw.seq_id: 1 + len(draw.guesses)
             for draw in draws
@@ -173,7 +174,7 @@ class CudaRunner:
                 self._seat(part, {seq_id: num_drawn[seq_id] + depth for seq_id in part})
                 self._draw_part(part, _rows(logits, [row_of[seq_id] for seq_id in part]))
                 drawn += self._read(part)()
-            if here:  # last: what the device draws for a step that fails is taken back
+            if here:
                 drawn += self.sampler.sample(here, _rows(logits, [row_of[seq_id] for seq_id in here]))
             by_id = {found.seq_id: found for found in drawn}
             return [by_id[draw.seq_id] for draw in going]

@@ -66,8 +66,8 @@ class Scheduled(NamedTuple):
 
     @property
     def num_drawn(self) -> int:
-        """Tokens behind the prompt up to the last that is fed: what was drawn before, if nothing is guessed."""
-        return self.start + len(self.token_ids) - self.prompt_len
+        """Tokens behind the prompt up to the last that is fed and no guess: what those that draw here have drawn before."""
+        return self.start + len(self.token_ids) - self.num_guesses - self.prompt_len
 
     @property
     def wanted_rows(self) -> range:

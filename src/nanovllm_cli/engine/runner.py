@@ -52,6 +52,7 @@ class Runner:
             self.sampler.remove(seq_id)
         for new in plan.new:
             self.sampler.add(new)
+        self.sampler.keep(plan.scheduled)
         self.cache.copy_blocks(plan.copies)
         if not plan.scheduled:
             return StepOutput([], {})

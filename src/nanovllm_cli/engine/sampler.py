@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from nanovllm_cli.constrain.compiler import Compiler
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constrain.masks import MaskThreads
-from nanovllm_cli.engine.plan import Drawn, NewSequence, TokenLogprobs
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Scheduled, TokenLogprobs
 from nanovllm_cli.engine.sampling_dry import BreakerVocabulary, no_breakers
 from nanovllm_cli.engine.sampling_random import DRAW_AGAIN, DRAW_TOKEN, EXCLUDE_TOP_CHOICES, philox_uniforms
 from nanovllm_cli.engine.sampling_state import SequenceState, bad_word_ids
@@ -156,6 +156,16 @@ class Sampler:
         """Forget a sequence; one that was never registered is no matter."""
         self._states.pop(seq_id, None)
         self._refused.pop(seq_id, None)
+
+    def keep(self, scheduled: Sequence[Scheduled]) -> None:
+        """Forgets what steps that were broken off drew for these."""
+        for share in scheduled if self._states else ():
+            for seq_id in share.draws:
+                state = self._states.get(seq_id)
+                if state is not None and state.position > share.num_drawn:
+                    anew = self._states[seq_id] = self._state(state.new)
+                    for token_id in state.output_ids[: share.num_drawn]:
+                        anew.append(token_id)
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
         """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,

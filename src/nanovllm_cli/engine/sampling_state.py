@@ -38,6 +38,7 @@ class SequenceState:
         guide: Guide | None,
     ) -> None:
         params = new.params
+        self.new = new
         self.draw_settings = draw_settings(params)
         self.guide = guide
         self.expects_allowed = False
