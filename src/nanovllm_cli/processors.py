@@ -1,10 +1,32 @@
-"""How many processors there are for us."""
+"""How many processors there are for us, and how many threads at most the environment wants on them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+from nanovllm_cli.errors import UsageError
+
+THREADS_VARIABLE = "NUMBA_NUM_THREADS"
+_MOST_THREADS = 1 << 20  # numba keeps something for each one that there can be
 
 
 def num_processors() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_thread_limit(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises UsageError for a NUMBA_NUM_THREADS that numba would fail over, or pass over, when it is imported."""
+    text = environ.get(THREADS_VARIABLE)
+    if text is None:
+        return
+    try:
+        is_number = 1 <= int(text) <= _MOST_THREADS
+    except ValueError:
+        is_number = False
+    if not is_number:
+        raise UsageError(
+            f"{THREADS_VARIABLE} is {text!r}, not a number of threads",
+            f"write 1 to {_MOST_THREADS}, or unset it: -t is the usual way",
+        )

@@ -7,11 +7,12 @@ of ours, and say so.
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any, NamedTuple
 
 import typer
 
-from nanovllm_cli.cli.command import ORIGINS
+from nanovllm_cli.cli.command import source_of
 from nanovllm_cli.cli.habits import command_hint, option_hint, words_hint
 from nanovllm_cli.errors import NanovllmError
 
@@ -21,6 +22,7 @@ _NUMBERS = {
     "Input should be a valid boolean, unable to interpret input": "neither on nor off: write 1 or 0",
     "Input should be a valid number, unable to parse string as a number": "not a number",
 }
+_USUAL = ("NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR")
 
 
 class Explanation(NamedTuple):
@@ -38,7 +40,13 @@ def explanation(error: BaseException) -> Explanation:
         return Explanation("out of memory", "try a smaller --ctx-size, a smaller --kv-cache or a smaller model", 5)
     text = str(error).split("\n")[0]
     message = f"internal error: {type(error).__name__}{': ' + text if text else ''}"
-    return Explanation(message, "run it again with --debug, and report what that shows", 1)
+    return Explanation(message, f"{_without_variables()}run it again with --debug, and report what that shows", 1)
+
+
+def _without_variables() -> str:
+    """What to try first, where the environment makes of a library another than the one that was tested."""
+    theirs = sorted(name for name in os.environ if name.startswith("NUMBA_") and name not in _USUAL)
+    return f"try without {' and '.join(theirs)} in the environment; else " if theirs else ""
 
 
 def _of_usage(error: typer.TyperException) -> Explanation:
@@ -57,11 +65,9 @@ def _usage_hint(error: Any, ctx: Any) -> str:
         return f"did you mean {' or '.join(near)}?"
     param = getattr(error, "param", None)
     if param is not None and ctx is not None:
-        source = ctx.get_parameter_source(param.name)
-        if source is not None and source.name == "ENVIRONMENT":
-            return f"the value comes from the environment variable {param.envvar}"
-        if source is not None and source.name == "DEFAULT_MAP":
-            return f"the value comes from {ctx.meta[ORIGINS][param.name]}"
+        where = source_of(ctx, param)
+        if where is not None:
+            return f"the value comes from {where}"
     name = getattr(error, "option_name", None)
     if name is not None and name[1:2].isdigit():
         return f"put -- before a prompt that begins with a dash; {help_line}"

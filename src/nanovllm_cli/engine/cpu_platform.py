@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 
 import torch
-from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
-from numba import config as numba_config
 
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, cache_dtypes
@@ -48,8 +46,7 @@ class CpuPlatform:
     @property
     def processor(self) -> str:
         """Compiled code depends on the instructions that there are."""
-        name = numba_config.CPU_NAME or get_host_cpu_name()
-        return f"cpu {name} {numba_config.CPU_FEATURES or get_host_cpu_features().flatten()}"
+        return f"cpu {cpu.processor_name()}"
 
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float32 for matrices that are, else bfloat16."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 from nanovllm_cli.folders import cache_folder
 
@@ -68,6 +69,12 @@ def set_num_threads(threads: int) -> None:
     _thread.most = _thread.current = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(_thread.most)
     torch.set_num_threads(1)
+
+
+def processor_name() -> str:
+    """What kernels are compiled for: a processor and its instructions."""
+    name = numba.config.CPU_NAME or get_host_cpu_name()
+    return f"{name} {numba.config.CPU_FEATURES or get_host_cpu_features().flatten()}"
 
 
 def use_threads_for(work: float) -> None:
