@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 
 import test_cli_driver
@@ -205,6 +206,19 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "out.jsonl.partial") > 0
     assert nanovllm(tmp_path, *args).code == 0
     assert len(lines_of((tmp_path / "out.jsonl").read_text())) == 10
+
+
+def test_progress_is_not_written_into_what_the_reader_of_a_pipe_writes(tmp_path: Path) -> None:
+    """Standard error is a terminal, on which `cat` writes as well."""
+    write(tmp_path / "in.jsonl", *({"prompt": "slowly", "max_tokens": 10} for number in range(5)))
+    shell = f"{shlex.join(DRIVER)} run tiny --no-stats --batch in.jsonl | cat"
+    child = pexpect.spawn("bash", ["-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=60, dimensions=(24, 500))
+    child.expect(pexpect.EOF)
+    child.close()
+    text = child.before.decode().replace("\r\n", "\n")
+    shown = text[text.index("{") :]
+    assert "\x1b" not in shown
+    assert [record["line"] for record in lines_of(shown)] == [1, 2, 3, 4, 5]
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import stat
 from dataclasses import fields
 from pathlib import Path
@@ -238,6 +239,21 @@ def test_a_status_line_comes_and_goes_without_a_trace() -> None:
     console.answer("again")
     console.end_answer()
     assert screen.getvalue() == "loading\r\x1b[Kloading more\r\x1b[KHello\nnote\nagain\n"
+
+
+def test_no_status_line_where_the_reader_of_a_pipe_may_write() -> None:
+    """`| jq` may write what it has read at any moment."""
+    reading, writing = os.pipe()
+    screen = FakeTerminal()
+    with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+        out = Stream(pipe, "out", required=True)
+        console = Console(out, Stream(screen, "err", required=False, environ={"TERM": "xterm"}))
+        console.status("loading")
+        console.answer("first\n")
+        console.status("second")
+        console.say("note")
+        console.status("third")
+    assert screen.getvalue() == "loading\r\x1b[Knote\n"
 
 
 def test_a_status_line_leaves_room_for_what_ctrl_c_shows(monkeypatch: pytest.MonkeyPatch) -> None:

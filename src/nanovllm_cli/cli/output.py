@@ -116,6 +116,7 @@ class Console:
         self.quiet = False
         self._one_screen = self.out.is_terminal and self.err.is_terminal
         self._may_be_one_screen = self._one_screen or (self.out.is_pipe and self.err.is_terminal)  # `| cat`
+        self._may_be_written_on = False  # by who reads our answers, who may be at it at any moment from the first of them on
         self._last = self.err
         self._status = ""
         self._styled = False
@@ -123,8 +124,8 @@ class Console:
 
     def status(self, text: str) -> None:
         """Shows `text` as the status line in place of the last one; "" takes it away. Only on a terminal that has a
-        cursor."""
-        if not self.err.moves_cursor or self.quiet:
+        cursor, and that `| jq` does not write on."""
+        if not self.err.moves_cursor or self.quiet or (text and self._may_be_written_on):
             return
         text = one_line(text)[: max(self.err.width() - len("^C") - 1, 1)]  # the terminal writes that behind it, on the same line
         if text == self._status:
@@ -178,6 +179,7 @@ class Console:
             self._end_style()
             if self._last is self.err:
                 self._begin_line()
+        self._may_be_written_on = self._may_be_one_screen and not self._one_screen
         self._write(self.out, self._filters[self.out].feed(text) if self.out.is_terminal else text)
 
     def styled(self, text: str) -> None:
