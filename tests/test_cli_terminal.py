@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +212,28 @@ def test_interrupts_in_a_pipe_leave_whole_lines(tmp_path: Path) -> None:
         assert process.returncode == 143
         assert out.endswith(b"\n") or flags == ["--json"]
         assert out == b"" or flags != ["--json"]
+
+
+@pytest.mark.parametrize("module", ["nanovllm_cli.cli.app", "nanovllm_cli.cli.signals", "atexit"])
+def test_ctrl_c_while_the_first_modules_are_imported(tmp_path: Path, module: str) -> None:
+    """Before the program has a handler: it ends without a word, as what the shell knows for 130."""
+    code = (
+        "import importlib.abc, os, signal, sys\n"
+        "class Strike(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        "sys.meta_path.insert(0, Strike())\n"
+        "from nanovllm_cli.__main__ import main\n"
+        "sys.exit(main(['--version']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_the_command_begins_where_ctrl_c_is_quiet() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"nanovllm": "nanovllm_cli.__main__:main"}
 
 
 def test_a_signal_at_whatever_moment_it_comes(tmp_path: Path) -> None:

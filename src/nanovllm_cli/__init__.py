@@ -8,7 +8,8 @@ The names below are loaded when they are first used, so that importing the packa
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # `typing`'s, which takes longer to import than all else here
 
 # How long idle threads of torch's OpenMP, which the kernels share, spin before they sleep: about 0.1 ms here, 3 ms by default.
 # On a busy machine the default keeps a thread's own colleagues off the processor for whole time slices (1 s a token instead
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.errors import NanovllmError
