@@ -331,6 +331,24 @@ def test_rm_asks_on_a_terminal_and_needs_yes_elsewhere(commands: Commands, home:
         assert (home / "models--org--dense").exists() is stays
 
 
+def test_rm_leaves_a_download_that_began_while_it_asked(commands: Commands, home: Path) -> None:
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    pulled(commands, home, "org/dense")
+    environ = {**os.environ, "HF_HUB_CACHE": str(home), "TERM": "xterm"}
+    child = Terminal(sys.executable, ["-m", "nanovllm_cli", "models", "rm", "org/dense"], light=True, env=environ, timeout=60)
+    child.expect_exact("[y/N]")
+    locks = home / ".locks" / "models--org--dense"
+    locks.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(locks / "abc.lock"):
+        child.sendline("y")
+        child.expect_exact("org/dense is being downloaded")
+        child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 1
+    assert (home / "models--org--dense" / "snapshots").exists()
+
+
 # ---- plan ----
 
 

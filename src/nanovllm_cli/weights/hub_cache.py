@@ -108,7 +108,7 @@ def removal(name: HubName) -> Removal:
     repo = next((repo for repo in _models(info) if str(repo.repo_id) == name.repo), None)
     folder = hub.repo_folder(name.repo)
     if repo is None and name.repo in hub.cached_repos() and name.revision is None and not folder.is_symlink():
-        return Removal(name.repo, (), _num_bytes(folder), partial(_carry_out, partial(shutil.rmtree, folder)))
+        return Removal(name.repo, (), _num_bytes(folder), partial(_carry_out, name.repo, partial(shutil.rmtree, folder)))
     if repo is None:
         there = some(hub.cached_repos(), 8)
         raise ModelNotFoundError(f"{name.repo} is not in the cache ({hub.cache_folder()})", f"cached are: {there or 'none'}")
@@ -124,7 +124,7 @@ def removal(name: HubName) -> Removal:
     _check_inside(strategy)
     shown = tuple(each.commit_hash[:7] for each in revisions)
     num_bytes = _num_bytes(folder) if strategy.repos else int(strategy.expected_freed_size)
-    return Removal(name.repo, shown, num_bytes, partial(_carry_out, strategy.execute))
+    return Removal(name.repo, shown, num_bytes, partial(_carry_out, name.repo, strategy.execute))
 
 
 def _check_no_download(repo: str) -> None:
@@ -144,7 +144,8 @@ def _num_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _carry_out(remove: Callable[[], object]) -> None:
+def _carry_out(repo: str, remove: Callable[[], object]) -> None:
+    _check_no_download(repo)  # again: a person has been asked since
     try:
         remove()
     except OSError as error:
