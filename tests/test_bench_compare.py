@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,31 @@ def test_the_command_refuses(tmp_path: Path) -> None:
         assert told.returncode == 2, arguments
         assert told.stdout == ""
         assert told.stderr.startswith("error: ")
+
+
+def test_a_side_may_come_from_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "after.json").write_text(write_json([record(44.0)]))
+    before = write_json([record(22.0)])
+    words = [sys.executable, "-m", "nanovllm_cli", "bench", "compare"]
+
+    def piped(*files: str, text: str = before) -> subprocess.CompletedProcess[str]:
+        return forked.run([*words, *files], light=True, cwd=tmp_path, capture_output=True, text=True, input=text)
+
+    told = piped("-", "after.json")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert [cell.strip() for cell in told.stdout.splitlines()[0].strip("|").split("|")][2:] == ["stdin", "after", "ratio"]
+    assert "2.000" in told.stdout
+    assert "0.500" in piped("after.json", "-").stdout
+    assert "the same file twice" in piped("-", "-").stderr
+    for wrong, says in (("", "no results in it"), ("{", "not JSON"), ("[]", "no results in it")):
+        told = piped("-", "after.json", text=wrong)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert f"standard input: {says}" in told.stderr
+    closed = subprocess.run(
+        ["bash", "-c", '"$@" <&-', "bash", *words, "-", "after.json"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(forked.SOURCE)},
+    )  # fmt: skip
+    assert (closed.returncode, closed.stderr) == (2, "error: standard input is closed\n")
 
 
 def test_names_of_sources(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm_cli.bench.charts import Sources
-from nanovllm_cli.bench.record import Record, Result, Summary, read_results
+from nanovllm_cli.bench.record import STANDARD_INPUT, Record, Result, Summary, read_results
 from nanovllm_cli.bench.settings import distinguishing, said, settings_of
 from nanovllm_cli.errors import UsageError
 
@@ -68,10 +68,11 @@ class _Value(NamedTuple):
 
 
 def read_sources(paths: Sequence[str]) -> dict[str, list[Result]]:
-    """The results of each file by the shortest name that tells it from the others. Raises UsageError."""
+    """The results of each file by the shortest name that tells it from the others; one may be -, standard input. Raises
+    UsageError."""
     if len(paths) < 2:
         raise UsageError("a comparison needs two files", "nanovllm bench compare before.json after.json")
-    stems = [Path(path).stem for path in paths]
+    stems = ["stdin" if path == STANDARD_INPUT else Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(paths) else list(paths)
     if len(set(names)) < len(paths):
         raise UsageError("the same file twice", "a file is not compared with itself")

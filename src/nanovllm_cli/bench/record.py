@@ -10,19 +10,22 @@ A `Summary` is one run of `bench throughput`, `latency` or `serve`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.errors import AccessRefusedError, UsageError
 
 MAX_FILE_BYTES = 256 << 20
+STANDARD_INPUT = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,30 +195,40 @@ def write_json(results: Iterable[Result]) -> str:
 
 
 def read_results(path: str | Path) -> list[Result]:
-    """What `bench … -o json`, `-o jsonl` and `--json` have written, llama-bench's own, and `vllm bench serve --save-result`'s.
+    """What `bench … -o json`, `-o jsonl` and `--json` have written, llama-bench's own, and `vllm bench serve --save-result`'s;
+    of standard input where the path is "-".
 
     Raises UsageError for anything else, AccessRefusedError for a file that this user may not read.
     """
-    path = Path(path)
-    text = read_text(path, MAX_FILE_BYTES, "results")
+    opened, path = (_standard_input(), Path("standard input")) if path == STANDARD_INPUT else (None, Path(path))
+    text = read_text(path, MAX_FILE_BYTES, "results", opened)
     values = [item for value in _parse(path, text) for item in (value if isinstance(value, list) else [value])]
     if not values:
         raise UsageError(f"{path}: no results in it")
     return [_result(path, number, value) for number, value in enumerate(values, 1)]
 
 
-def read_text(path: Path, most_bytes: int, what: str) -> str:
-    """A file that the user named. Raises UsageError and AccessRefusedError."""
+def read_text(path: Path, most_bytes: int, what: str, opened: BinaryIO | None = None) -> str:
+    """A file that the user named; opened: what stands behind that name, where it is none. Raises UsageError and
+    AccessRefusedError."""
     try:
-        if path.stat().st_size > most_bytes:
+        with open(path, "rb") if opened is None else contextlib.nullcontext(opened) as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
             raise UsageError(f"{path}: larger than the {most_bytes >> 20} MiB that {what} may have")
-        return path.read_text("utf-8-sig")
+        return data.decode("utf-8-sig")
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8") from error
+
+
+def _standard_input() -> BinaryIO:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed")
+    return sys.stdin.buffer
 
 
 def _parse(path: Path, text: str) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from nanovllm_cli.cli.command import OUTPUT, expand, option
+from nanovllm_cli.cli.inputs import say_if_typed
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.options import MessageOptions
 from nanovllm_cli.errors import DifferenceError
@@ -40,7 +41,8 @@ def bench_compare(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Results as bench, llama-bench or vLLM write them (JSON, JSON lines); the first is the baseline.",
+            help="Results as bench, llama-bench or vLLM write them (JSON, JSON lines); the first is the baseline. - is standard "
+            "input.",
         ),
     ],
     options: CompareOptions,
@@ -54,7 +56,10 @@ def bench_compare(
     """
     screen = screen_for(messages)
     from nanovllm_cli.bench.compare import compare, read_sources
+    from nanovllm_cli.bench.record import STANDARD_INPUT
 
+    if STANDARD_INPUT in files:
+        say_if_typed(screen)
     sources = read_sources(files)
     made = compare(sources, fail_under=options.fail_under, metrics=options.metric or ())
     if options.output == "json":

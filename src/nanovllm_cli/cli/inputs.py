@@ -50,15 +50,21 @@ def read_standard_input(console: Console) -> str:
     source = standard_input()
     if source is None:
         return ""
-    if sys.stdin.isatty():
-        console.say("reading from the terminal; Ctrl-D on an empty line ends it")
-    elif not _has_data(_WAIT_SECONDS):
+    if not say_if_typed(console) and not _has_data(_WAIT_SECONDS):
         console.say("waiting for standard input to end (</dev/null leaves it out)")
     try:
         data = source.read(MAX_INPUT_BYTES + 1)
     except OSError as failure:
         raise UsageError(f"cannot read standard input: {failure.strerror}") from failure
     return decode(_bounded(data, "standard input"), "standard input")
+
+
+def say_if_typed(console: Console) -> bool:
+    """Tells a person that standard input is theirs to type, and how that ends; False where it is no terminal."""
+    typed = sys.stdin is not None and sys.stdin.isatty()
+    if typed:
+        console.say("reading from the terminal; Ctrl-D on an empty line ends it")
+    return typed
 
 
 def read_file(name: str) -> bytes:
@@ -77,8 +83,7 @@ def open_input(name: str, console: Console) -> Iterator[BinaryIO]:
     source = standard_input()
     if source is None:
         raise UsageError("standard input is closed")
-    if sys.stdin.isatty():
-        console.say("reading from the terminal; Ctrl-D on an empty line ends it")
+    say_if_typed(console)
     with _telling("standard input"):
         yield source
 
