@@ -135,6 +135,16 @@ def test_settings_reach_the_model(tmp_path: Path) -> None:
     assert "repetition_penalty=1.5" in out
 
 
+def test_a_setting_that_changes_nothing_beside_the_others_says_so(tmp_path: Path) -> None:
+    told = chat(
+        tmp_path, "/set temp 0", "/set top-k 40", "/set xtc-threshold 0.2", "/set temp 0.7", "/set top-k 40", "/set seed default"
+    )
+    assert told.out.splitlines() == [
+        "temp = 0", "top-k = 40", "top-k changes nothing: at temp 0 the likeliest token is taken",
+        "xtc-threshold = 0.2", "xtc-threshold changes nothing: xtc-probability is 0", "temp = 0.7", "top-k = 40", "seed = none",
+    ]  # fmt: skip
+
+
 MISTAKES = [
     ("/set temp 101", "--temp must be a number from 0 to 100"),
     ("/set temp warm", "temp: 'warm' is not a number"),

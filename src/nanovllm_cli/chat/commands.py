@@ -18,6 +18,7 @@ from nanovllm_cli.chat.loop import Chat, Leave, count
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
 from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,11 +87,14 @@ def _set(chat: Chat, argument: str) -> None:
         _say_settings(chat)
         return
     chosen = sampling.setting(name)
+    unused: list[str] = []
     if value.strip():
         given = sampling.changed(chat.model.settings.given, chosen, value.strip())
-        chat.model.settled(given)
+        settled = chat.model.settled(given)
         chat.model.settings.given = given
-    chat.display.say(f"{chosen.name} = {chat.model.shown(chosen)}")
+        if value.strip() != sampling.DEFAULT:
+            unused = [note.replace("--", "") for note in notes_on({chosen.option: chosen.name}, *settled)]
+    chat.display.say("\n".join([f"{chosen.name} = {chat.model.shown(chosen)}", *unused]))
 
 
 def _say_settings(chat: Chat) -> None:

@@ -24,9 +24,15 @@ _OF_DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence
 def sampling_notes(ctx: Any, params: SamplingParams, known: Collection[str] | None = None) -> list[str]:
     """A line for each of SamplingOptions that was typed and that `params`, as they are in the end, leave without effect.
     known: fields of `params` that are certain; None: all, and not what a server may have besides."""
+    flags = {param.name: flag_of(ctx, param.name) for param in ctx.command.params if is_typed(ctx, param.name)}
+    return notes_on(flags, params, known)
+
+
+def notes_on(flags: Mapping[str, str], params: SamplingParams, known: Collection[str] | None) -> list[str]:
+    """The same of the fields of SamplingOptions that `flags` names. flags: what each one is called."""
 
     def typed(names: Iterable[str]) -> list[str]:
-        return [name for name in names if is_typed(ctx, name)]
+        return [name for name in names if name in flags]
 
     def certain(*names: str) -> bool:
         return known is None or set(names) <= set(known)
@@ -50,7 +56,7 @@ def sampling_notes(ctx: Any, params: SamplingParams, known: Collection[str] | No
 
     def line(names: list[str], why: str) -> str:
         verb = "changes" if len(names) == 1 else "change"
-        return f"{' and '.join(flag_of(ctx, name) for name in names)} {verb} nothing: {why}"
+        return f"{' and '.join(flags[name] for name in names)} {verb} nothing: {why}"
 
     return [line(names, why) for names, why in notes() if names]
 
