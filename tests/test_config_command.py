@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nanovllm_cli.cli.toml_text import TomlText
@@ -327,6 +327,41 @@ def test_statements_of_several_lines_are_counted_whole() -> None:
     assert [lines.line_of(*path.split(".")) for path in ("a", "b", "b.c", "b.d", "b.d.e", "f", "f.g", "x")] == [
         1, 6, 7, 10, 10, 11, 11, None,
     ]  # fmt: skip
+
+
+LINES = ("x = 1", '"', "'", '""', "''", "]", "[", "}", "#", "\\\\", '\\"', "")
+PARTS = st.lists(st.sampled_from(LINES), max_size=4).map("\n".join)
+LITERALS = st.one_of(
+    PARTS.filter(lambda text: '"""' not in text).map(lambda text: f'"""{text}"""'),
+    PARTS.filter(lambda text: "'''" not in text).map(lambda text: f"'''{text}'''"),
+    PARTS.map(json.dumps),
+    PARTS.filter(lambda text: "'" not in text and "\n" not in text).map(lambda text: f"'{text}'"),
+    st.sampled_from(["1", "true", "[ # ]\n 1,\n]", "[['[', \"]\"],\n[]]", "{a = '}', b = {c = 1}}"]),
+)
+
+
+@given(st.lists(st.tuples(LITERALS, st.sampled_from(["", " # a 'b \" [", "\n", "\n# ]"])), max_size=6))
+def test_every_statement_is_found_where_it_was_written(written: list[tuple[str, str]]) -> None:
+    blocks = [f"[t{i}]\nkey = {value}{behind}\n" for i, (value, behind) in enumerate(written)]
+    for block in blocks:
+        try:
+            tomllib.loads(block)
+        except tomllib.TOMLDecodeError:
+            assume(False)  # the text's own quotation marks end the literal too early
+    found = TomlText("".join(blocks))
+    starts = [2 + "".join(blocks[:i]).count("\n") for i in range(len(blocks))]
+    assert [found.line_of(f"t{i}", "key") for i in range(len(blocks))] == starts
+
+
+def test_the_time_it_takes_grows_with_the_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a string of many lines each line might be its last."""
+    parsed: list[int] = []
+    real = tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", lambda text: parsed.append(len(text)) or real(text))
+    for text in ('a = """\n' + "x]\n" * 5000 + '"""\n', "a = [\n" + "1, # ]\n" * 5000 + "]\n"):
+        parsed.clear()
+        assert TomlText(text + "b = 1\n").line_of("b") == 5003
+        assert sum(parsed) <= 2 * len(text) + 20
 
 
 def test_a_file_without_a_last_newline() -> None:

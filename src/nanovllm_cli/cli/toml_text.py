@@ -1,7 +1,7 @@
 """A TOML file as its lines: on which of them a value stands, and changes that leave every other line, and comments, alone.
 
-Nothing here parses TOML. A statement is what `tomllib` takes by itself: lines are put together until it does. What a change
-comes to is read again and compared with what was asked for, so that a file this cannot edit is refused, and never broken.
+`tomllib` parses; here only quotes and brackets are followed, to see which lines are one statement. What a change comes to is read
+again and compared with what was asked for, so that a file this cannot edit is refused, and never broken.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ from nanovllm_cli.errors import UsageError
 Path = tuple[str, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# Strings of TOML's four kinds and comments, in which nothing else counts; and what does. Two quotes may end a long one's text.
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|\#[^\n]*|[\[{]|[\]}]|\n''', re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class TomlText:
         self.tables: dict[str, Any] = tomllib.loads(text)
         # Not splitlines: that would cut at characters that TOML allows in strings.
         self._lines: list[str] = re.findall(r"[^\n]*\n|[^\n]+", text)
-        self._statements = _statements(self._lines)
+        self._statements = _statements(self._lines, text)
 
     def line_of(self, *path: str) -> int | None:
         """The line, from 1, on which a value or a table begins; where it is part of one, that of the whole."""
@@ -108,14 +113,13 @@ class TomlText:
         return ""
 
 
-def _statements(lines: list[str]) -> list[Statement]:
+def _statements(lines: list[str], text: str) -> list[Statement]:
+    """text: of the lines; valid TOML."""
     found: list[Statement] = []
     table: Path = ()
     start = 0
-    for end in range(1, len(lines) + 1):
+    for end in _ends(text):
         parsed = _parsed("".join(lines[start:end]))
-        if parsed is None:
-            continue
         if parsed:
             path = _path(parsed)
             is_table = lines[start].lstrip().startswith("[")
@@ -123,6 +127,17 @@ def _statements(lines: list[str]) -> list[Statement]:
             found.append(Statement(start, end, path if is_table else (*table, *path), is_table))
         start = end
     return found
+
+
+def _ends(text: str) -> Iterator[int]:
+    """The lines before which a statement is over, which may be an empty one, in a time that is linear in the text."""
+    depth = line = 0
+    for match in _TOKEN.finditer(text if text.endswith("\n") else text + "\n"):
+        token = match[0]
+        depth += (token in ("[", "{")) - (token in ("]", "}"))
+        line += token.count("\n")
+        if token == "\n" and depth == 0:
+            yield line
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
