@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import test_cli_driver
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.processors import check_thread_limit
 from test_cli_driver import Result, environment, nanovllm
 
 DRIVER = [sys.executable, test_cli_driver.__file__]
@@ -72,6 +74,9 @@ BAD_USAGE = {
     "run tiny hi --top-p 1.5": "--top-p must be a number from 0 to 1",
     "run tiny hi --top-k 1.5": "invalid value for '--top-k'",
     "run tiny hi -n 1e3": "invalid value for '-n'",
+    "run tiny hi -n=many": "invalid value for '-n' / '--predict' / '--n-predict': not a whole number",
+    "run tiny hi -n= --temp 0": "-n= has no value\nhint: -n takes one",
+    "run tiny hi -q=1": "-q takes no value\nhint: write -q",
     "run tiny hi -n 99999999999999999999": "--predict must be",
     "run tiny hi -s -2": "--seed must be",
     "run tiny hi -N 0": "--num-answers must be a whole number",
@@ -185,6 +190,49 @@ def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
     assert f"hint: the value comes from {tmp_path / 'nanovllm.toml'}:2" in failure(result)
     (tmp_path / "nanovllm.toml").write_text("[default]\ntopk = 5\n")
     assert "'topk' is no setting" in failure(nanovllm(tmp_path, "run", "tiny", "hi"))
+
+
+def test_the_source_of_a_value_that_is_out_of_bounds_or_contradicts_is_named(tmp_path: Path) -> None:
+    """One that is a number, as its option has it: it is refused only when it is put to use."""
+    file = tmp_path / "nanovllm.toml"
+    file.write_text("[default]\ntemp = -1\njson = true\n")
+    assert failure(nanovllm(tmp_path, "run", "tiny", "hi")).splitlines() == [
+        "error: --temp must be a number from 0 to 100, not -1.0", f"hint: the value comes from {file}:2",
+    ]  # fmt: skip
+    assert failure(nanovllm(tmp_path, "run", "tiny", "hi", "--temp", "0", "--jsonl")).splitlines() == [
+        "error: --json and --jsonl cannot be used together", f"hint: --json comes from {file}:3",
+    ]  # fmt: skip
+    file.write_text("[default]\nctx-size = '1K'\n")
+    typed = failure(nanovllm(tmp_path, "run", "tiny", "hi", "--temp=-2"))
+    assert typed == "error: --temp must be a number from 0 to 100, not -2.0\n"
+    set_twice = failure(nanovllm(tmp_path, "run", "tiny", "hi", "--temp=1", NANOVLLM_MIN_TOKENS="5", NANOVLLM_PREDICT="3"))
+    assert set_twice.splitlines() == [
+        "error: --min-tokens (5) must not be above --predict (3)",
+        "hint: --predict comes from the environment variable NANOVLLM_PREDICT; "
+        "--min-tokens comes from the environment variable NANOVLLM_MIN_TOKENS",
+    ]
+
+
+def test_a_fault_of_a_library_that_the_environment_made_another_names_the_variable(tmp_path: Path) -> None:
+    odd = failure(nanovllm(tmp_path, "run", "bug", "x", NUMBA_DISABLE_JIT="1", NUMBA_NUM_THREADS="2"))
+    assert "hint: try without NUMBA_DISABLE_JIT in the environment; else run it again with --debug" in odd
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "", "99999999999999999999"])
+def test_a_number_of_threads_that_is_none(value: str) -> None:
+    with pytest.raises(UsageError, match=f"NUMBA_NUM_THREADS is '{value}', not a number of threads"):
+        check_thread_limit({"NUMBA_NUM_THREADS": value})
+
+
+def test_a_number_of_threads_that_is_none_is_refused_before_numba_sees_it(tmp_path: Path) -> None:
+    """It reads the variable when it is imported."""
+    check_thread_limit({"NUMBA_NUM_THREADS": "3"})
+    check_thread_limit({})
+    words = [sys.executable, "-m", "nanovllm_cli", "run", "tiny", "hi"]
+    odd = environment(tmp_path, NUMBA_NUM_THREADS="0")
+    done = subprocess.run(words, env=odd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: NUMBA_NUM_THREADS is '0', not a number of threads\nhint: write 1 to ")
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

@@ -207,6 +207,24 @@ def test_the_last_run_is_continued(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / ".local/state/nanovllm/last-run.json").stat().st_mode) == 0o600
 
 
+def test_without_a_model_the_last_runs_is_continued(tmp_path: Path) -> None:
+    nothing = nanovllm(tmp_path, "run", "--continue")
+    assert (nothing.code, nothing.err.splitlines()[0]) == (2, "error: there is no run to continue")
+    assert nanovllm(tmp_path, "run", "-q", "base", "say one").out == "one\n"
+    assert nanovllm(tmp_path, "run", "-q", "--continue", "-n", "3").out == "one\n"
+    assert nanovllm(tmp_path, "run", "-q", "--continue", "-p", " two", stdin="").out == "oneoneone two\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "--continue").code == 2, "a model that is named is taken"
+
+
+def test_short_flags_take_an_equals_sign_as_long_ones_do(tmp_path: Path) -> None:
+    assert nanovllm(tmp_path, "run", "-q", "-m=tiny", "say hello", "-n=3").out == "hel\n"
+    assert nanovllm(tmp_path, "run", "-q", "-n=3", "tiny", "say =a=b").out == "=a=\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "-o=out.txt", "say hello").out == ""
+    assert (tmp_path / "out.txt").read_text() == "hello\n"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "-p", "-n=3").out == "[<u>-n=3<a>]\n", "a value is left as it is"
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "--", "-n=3").out == "[<u>-n=3<a>]\n"
+
+
 def test_the_last_raw_run_is_continued(tmp_path: Path) -> None:
     assert nanovllm(tmp_path, "run", "-q", "base", "say one").out == "one\n"
     assert nanovllm(tmp_path, "run", "-q", "base", "--continue", " two").out == "oneone two\n"

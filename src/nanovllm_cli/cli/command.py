@@ -1,9 +1,9 @@
 """How commands are declared: groups of options as dataclasses, help in sections, defaults from the settings files.
 
 `expand` lets a command take whole groups (`options.ModelOptions`, …), so that an option is declared once for all
-commands. `Command` is Typer's command with three differences: help is plain text in sections (rich's panels cost more
-than the rest of `--help` together), a model's settings are looked up before the flags are read, and a flag that was
-misspelt behind one dash is named as such.
+commands. `Command` is Typer's command with differences: help is plain text in sections (rich's panels cost more than the rest of
+`--help` together), a model's settings are looked up before the flags are read, a flag that was misspelt behind one dash is named
+as such, and an error about an option that nobody typed says where its value comes from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -23,7 +24,7 @@ from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
 from nanovllm_cli.cli.settings import as_words, load_settings
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import NanovllmError, UsageError
 
 ORIGINS = "nanovllm.origins"  # in a context's meta: where the values from settings files stand
 _OPTION = "option"  # in a field's metadata
@@ -98,7 +99,16 @@ class Command(TyperCommand):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_examples(_full_name(ctx), formatter)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NanovllmError as error:
+            hints = [*filter(None, [error.hint]), *_sources_of(ctx, error.message)]
+            error.hint = "; ".join(hints) or None
+            raise
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = self._without_equals_signs(ctx, args)
         words = list(args)
         self._refuse_habits(ctx, words)
         if self.reads_settings and not ctx.resilient_parsing and not {"-h", "--help", "--version"} & set(words):
@@ -141,6 +151,26 @@ class Command(TyperCommand):
         if not named and any(param.name == "words" for param in self.get_params(ctx)):
             named = from_file
         return _only(named) or _only(values.get("model_word")) or from_file
+
+    def _without_equals_signs(self, ctx: Any, words: Sequence[str]) -> list[str]:
+        """`-n=4` as `-n 4`: the parser takes the sign for a part of the value, though not behind `-ctk` and `--predict`. Raises
+        UsageError for `-n=`."""
+        options: list[Any] = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
+        valued = {flag for param in options for flag in param.opts if not (param.is_flag or param.count)}
+        switches = {flag for param in options for flag in param.opts} - valued
+        found: list[str] = []
+        is_value = False
+        for at, word in enumerate(words):
+            if word == "--":
+                return [*found, *words[at:]]
+            is_short = not is_value and word[2:3] == "=" and word[:2] in valued
+            if is_short and len(word) == 3:
+                raise UsageError(f"{word} has no value", f"{word[:2]} takes one: {word[:2]} VALUE")
+            if not is_value and word[2:3] == "=" and word[:2] in switches:
+                raise UsageError(f"{word[:2]} takes no value", f"write {word[:2]}")
+            found += [word[:2], word[3:]] if is_short else [word]
+            is_value = not is_value and word in valued
+        return found
 
     def _refuse_habits(self, ctx: Any, words: list[str]) -> None:
         """A peer's `-fa` or `-hf` would be read as `-f a`, or as a plea for help."""
@@ -314,6 +344,27 @@ def _only(value: Any) -> str | None:
 def _settable(command: Any) -> dict[str, str]:
     known = parameters(command) if getattr(command, "reads_settings", False) else ()
     return {name: each.name for each in known for name in each.setting_names}
+
+
+def source_of(ctx: Any, param: Any) -> str | None:
+    """Where a value comes from that was not typed: a variable, or a place in a settings file."""
+    source = ctx.get_parameter_source(param.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return f"the environment variable {param.envvar}"
+    if source is not None and source.name == "DEFAULT_MAP":
+        return str(ctx.meta[ORIGINS][param.name])
+    return None
+
+
+def _sources_of(ctx: Any, message: str) -> list[str]:
+    """A sentence for each option that a message names and that was not typed."""
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", message))
+    found = [
+        (min(flags), where)
+        for param in ctx.command.params
+        if (flags := named & {*param.opts, *param.secondary_opts}) and (where := source_of(ctx, param))
+    ]
+    return [f"{flag if len(named) > 1 else 'the value'} comes from {where}" for flag, where in found]
 
 
 # Sections of the help.

@@ -78,10 +78,13 @@ def run(
     kwargs = template_kwargs(prompt.chat_template_kwargs)
     refuse_two_switches(ctx, kwargs)
     endpoint = server.endpoint(ctx)
+    last = history.load() if prompt.continue_last else None
     if endpoint is not None:
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
+        if not name and last is not None:
+            name = last.model
         name = named_model(ctx.obj, name, EXAMPLE)
         config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
@@ -102,6 +105,7 @@ def run(
         given=given,
         system=system,
         path=_path(output.output),
+        last=last,
     )
     if prompt.batch is not None:
         settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
@@ -113,13 +117,14 @@ def run(
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What the options come to, once they are checked. answerer: opens whoever answers, which may take long. given: fields of
-    SamplingParams."""
+    SamplingParams. last: the run to go on from."""
 
     answerer: Callable[[], Answerer]
     words: list[str]
     given: dict[str, Any]
     system: str | None
     path: Path | None
+    last: history.LastRun | None
 
 
 def _remote(
@@ -143,7 +148,7 @@ def _remote(
 
 
 def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
-    last = history.load() if prompt.continue_last else None
+    last = asked.last
     text = inputs.assemble(asked.words, prompt.file or [], screen)
     if not text and last is None:
         raise UsageError("there is no prompt", f"{EXAMPLE}; nanovllm chat is the conversation")

@@ -30,7 +30,8 @@ class PromptOptions:
     )
     continue_last: bool = option(
         "--continue",
-        help="Go on from the last run: with a new prompt as its next turn, without one with its answer.",
+        help="Go on from the last run: with a new prompt as its next turn, without one with its answer. Its model is used where "
+        "none is named.",
         default=False, panel=PROMPT, envvar=None,
     )
     raw: bool = option("--raw", help="The prompt as it is, without the chat template.", default=False, panel=PROMPT)
