@@ -135,6 +135,9 @@ BAD: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[NanovllmError
         damaged(GOOD, weight_scale_inv=torch.ones(2, 2, dtype=torch.int32)), BLOCKS, CheckpointError, "holds I32",
     ),
     "a scale of zero": (damaged(GOOD, weight_scale_inv=torch.zeros(2, 2)), BLOCKS, CheckpointError, "scales that are 0"),
+    "a scale too large": (
+        damaged(GOOD, weight_scale_inv=torch.full((2, 2), 1e36)), BLOCKS, CheckpointError, "scales of up to 1.0e+36, with which",
+    ),
     "a negative scale": (damaged(GOOD, weight_scale_inv=-torch.ones(2, 2)), BLOCKS, CheckpointError, "scales that are 0"),
     "a scale that is NaN": (
         damaged(GOOD, weight_scale_inv=torch.full((2, 2), torch.nan)), BLOCKS, CheckpointError, "weight_scale_inv' has scales",

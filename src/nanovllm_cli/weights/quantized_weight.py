@@ -23,6 +23,7 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 QUANTIZED_ELSEWHERE = "the checkpoint is incomplete, or was written by a tool that does it another way"
 FLOATS = ("F16", "BF16", "F32")
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 448  # the largest number of any 8-bit code: fp8's
 _SCALE_NAMES: dict[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -67,12 +68,14 @@ class Part:
         return _SCALE_NAMES[self.dtype_name]
 
     def checked_scales(self, scales: torch.Tensor, zero: bool = False) -> torch.Tensor:
-        """Some of its values, finite and above 0, or not below where `zero` says so."""
+        """Some of its values, finite and above 0, or not below where `zero` says so, and with finite products."""
         values = scales.float()
         good = values >= 0 if zero else values > 0
         if not bool((good & torch.isfinite(values)).all()):
             wanted = "below 0" if zero else "0 or below"
             raise self.damaged(f"has scales that are {wanted}, infinite or NaN")
+        if bool((values > _LARGEST_SCALE).any()):
+            raise self.damaged(f"has scales of up to {float(values.max()):.1e}, with which weights are infinite")
         return scales
 
     def damaged(self, what: str) -> CheckpointError:
