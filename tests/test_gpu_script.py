@@ -64,6 +64,26 @@ def test_without_a_gpu_it_says_why_in_a_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_it_needs_no_more_packages_than_it_says() -> None:
+    """A GPU may be on a machine where nothing can be installed: of the package's dependencies those of server and command line
+    are not imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {re.split(r"[\[>]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    others = dependencies - {"torch", *sections.ENGINE, "pygments"}  # pytest has that one with it
+    assert "msgspec" in others
+    program = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({sorted(others)}))
+sys.path[:0] = {command_line.PATHS}
+for name in {sorted(file.stem for file in SCRIPT.parent.glob("*.py"))}:
+    importlib.import_module("gpu." + name)
+from gpu import engines
+engines.tokenizer(300)
+import conftest
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_sections_are_listed_and_unknown_ones_refused() -> None:
     listed = script("--list")
     assert listed.returncode == 0

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
@@ -58,7 +57,8 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
     if fast.is_file():
         text = _read_text(fast, MAX_VOCABULARY_BYTES)
         with guard_library(fast.name):
-            _check_charsmaps(msgspec.json.decode(text, type=_TokenizerFile).normalizer)
+            if "recompiled" in text or "\\u00" in text:  # any spelling of it; reading megabytes for nothing would be felt
+                json.loads(text, object_pairs_hook=_check_charsmaps)
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
@@ -109,18 +109,11 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
         return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
 
 
-class _TokenizerFile(msgspec.Struct):
-    """What of tokenizer.json is looked at before the library does."""
-
-    normalizer: Any = None
-
-
-def _check_charsmaps(normalizer: Any) -> None:
-    """CheckpointError where one of the steps has precompiled rules that are cut off."""
-    for value in normalizer if isinstance(normalizer, list) else normalizer.values() if isinstance(normalizer, dict) else ():
-        _check_charsmaps(value)
-    if isinstance(normalizer, dict) and isinstance(rules := normalizer.get("precompiled_charsmap"), str):
-        check_charsmap(base64.b64decode(rules))
+def _check_charsmaps(pairs: list[tuple[str, Any]]) -> None:
+    """CheckpointError where an object of the file has precompiled rules that are cut off."""
+    for name, value in pairs:
+        if name == "precompiled_charsmap" and isinstance(value, str):
+            check_charsmap(base64.b64decode(value))
 
 
 def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
