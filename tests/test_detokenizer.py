@@ -117,6 +117,12 @@ def test_the_prefix_space_belongs_to_the_beginning_only() -> None:
     assert "".join(stream(Detokenizer(tokenizer, prompt_ids=[1, b]), [a, a, b])) == " a ab"
 
 
+def test_a_token_without_text_is_not_the_beginning() -> None:
+    tokenizer = tokenizer_named("pieces")
+    a, nothing = tokenizer.token_to_id("\u2581a"), tokenizer.vocab_size + 1
+    assert stream(Detokenizer(tokenizer), [nothing, a, a]) == ["", "a", " a", ""]
+
+
 def test_a_character_that_the_prompt_began_is_finished() -> None:
     tokenizer = tokenizer_named("bytes")
     ids = tokenizer.encode("x\u4f60y")
@@ -151,6 +157,14 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     assert "".join(with_stops("hello STOP more", "STOP", include_stop_str_in_output=True)[0]) == "hello STOP"
 
 
+def test_a_character_begun_behind_a_stop_string_is_not_shown() -> None:
+    backend = Backend(models.BPE({".\u00e4\u00bd": 0}, []))  # one token: a dot, and two of the three bytes of U+4F60
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(TokenizerParts(backend))
+    assert tokenizer.id_to_bytes(0) == b".\xe4\xbd"
+    assert stream(Detokenizer(tokenizer, stop=["."]), [0]) == ["", ""]
+
+
 def test_what_may_become_a_stop_string_waits() -> None:
     pieces, detokenizer = with_stops("aSTxSTO", "STOP")
     assert pieces == ["a", "", "", "STx", "", "", "", "STO"]
@@ -168,6 +182,9 @@ def test_stop_strings_wait_for_the_first_tokens() -> None:
     pieces, detokenizer = with_stops("..x..x", ".", min_tokens=3)
     assert "".join(pieces) == "..x"
     assert detokenizer.num_tokens == 4
+    pieces, detokenizer = with_stops("..x..x", ".", min_tokens=4)
+    assert "".join(pieces) == "..x."
+    assert detokenizer.num_tokens == 5
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -237,6 +237,7 @@ def test_unusual_but_valid_file_is_read(data: bytes, names: list[str], tmp_path:
         assert checkpoint.names() == names
         for name in names:
             assert checkpoint.tensor(name).shape == checkpoint.info(name).shape
+            assert checkpoint.raw(name).numel() == checkpoint.info(name).num_bytes
 
 
 VALID = gguf(

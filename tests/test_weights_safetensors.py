@@ -68,6 +68,7 @@ def test_tensor_equals_what_the_package_reads(dtype: torch.dtype, tmp_path: Path
             assert checkpoint.tensor("w").data_ptr() == checkpoint.tensor("w").data_ptr()
             assert checkpoint.raw("w").shape == (7, 5 * dtype.itemsize)
             assert checkpoint.raw("w").flatten().equal(values.view(torch.uint8).flatten())
+            assert checkpoint.raw("none").numel() == 0
             assert checkpoint.total_bytes == sum(checkpoint.info(name).num_bytes for name in checkpoint.names())
 
 
@@ -107,7 +108,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
     "seven bytes": (b"1234567", "too few"),
     "header over the cap": (struct.pack("<Q", 100_000_001) + b"{}", "100000001"),
-    "header of 2**63": (struct.pack("<Q", 2**63) + b"{}", "header"),
+    "header of 2**63": (struct.pack("<Q", 2**63) + b"{}", "9223372036854775808"),
     "header past the end": (handmade(b"{}", header_len=3), "the file ends after 2"),
     "header of nothing": (handmade(b""), "not JSON"),
     "header is not json": (handmade(b"{'a': 1}"), "not JSON"),
@@ -126,6 +127,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "entry without dtype": (handmade({"a": {"shape": [2], "data_offsets": [0, 8]}}, bytes(8)), "'a': expected"),
     "entry with more": (handmade({"a": {**f32(0, 8), "x": 1}}, bytes(8)), "'a': expected"),
     "dtype is a number": (handmade({"a": {**f32(0, 8), "dtype": 5}}, bytes(8)), "unknown dtype"),
+    "dtype is a list": (handmade({"a": {**f32(0, 8), "dtype": []}}, bytes(8)), "unknown dtype []"),
     "dtype unknown": (handmade({"a": {**f32(0, 8), "dtype": "F31"}}, bytes(8)), "unknown dtype 'F31'"),
     "shape is a number": (handmade({"a": f32(0, 8, shape=2)}, bytes(8)), "shape"),  # type: ignore[arg-type]
     "shape of floats": (handmade({"a": f32(0, 8, shape=[2.0])}, bytes(8)), "shape"),

@@ -43,7 +43,6 @@ class Detokenizer:
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._at_start = tokenizer.strips_leading_space
-        self._finished = False
         self.num_tokens = 0  # ids read; once stopped, those up to the one that completed the stop string
         self.stopped: str | None = None
         self._continue(prompt_ids)
@@ -52,7 +51,7 @@ class Detokenizer:
         """Reads more ids and returns the text that they decided. After a stop, reads nothing and returns nothing."""
         out: list[str] = []
         for token_id in ids:
-            if self.stopped is not None or self._finished:
+            if self.stopped is not None:
                 break
             self.num_tokens += 1
             if token_id not in self._skipped:
@@ -62,11 +61,10 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The text still held back, now that no more ids come."""
-        if self.stopped is not None or self._finished:
+        if self.stopped is not None:
             return ""
-        self._finished = True
         out = [self._through_stops(self._strip(self._utf8.decode(b"", True)))]
-        if self._matcher is not None and self.stopped is None:
+        if self._matcher is not None:
             out.append(self._matcher.flush())
         return "".join(out)
 
