@@ -54,6 +54,48 @@ def test_admission_that_does_not_fit_changes_nothing() -> None:
     assert too_long.num_computed == 0
 
 
+def test_blocks_that_somebody_else_uses_take_no_room() -> None:
+    blocks = BlockManager(4, SIZE)
+    first, second = sequence_of(list(range(9))), sequence_of(list(range(9)))
+    assert blocks.admit(first, 0)
+    compute(blocks, first, 9)
+    blocks.register(first)
+    assert blocks.num_available == 1  # the second one's last block; the two before it are the first one's
+    assert blocks.admit(second, 0)
+    assert second.num_computed == 8
+    assert blocks.num_available == 0
+
+
+def test_behind_a_block_that_was_forgotten_nothing_is_taken_over() -> None:
+    blocks = BlockManager(20, SIZE)
+    whole = sequence_of(list(range(9)))
+    assert blocks.admit(whole, 0)
+    compute(blocks, whole, 9)
+    blocks.register(whole)
+    bad = sequence_of([0, 1, 2, 3, 90, 91])
+    assert blocks.admit(bad, 0)
+    blocks.distrust(bad)  # and so the first block of both
+    late = sequence_of(list(range(13)))
+    assert blocks.admit(late, 0)
+    compute(blocks, late, 5)
+    assert blocks.adopt(late) == 0
+    assert late.num_computed == 5
+
+
+def test_a_prompt_that_is_looked_up_when_its_last_block_is_begun_is_findable_when_that_is_full() -> None:
+    blocks = BlockManager(20, SIZE)
+    sequence = sequence_of(list(range(6)))
+    assert blocks.admit(sequence, 0)
+    compute(blocks, sequence, 4)
+    assert blocks.adopt(sequence) == 0
+    sequence.token_ids += [6, 7, 8]
+    compute(blocks, sequence, 8)
+    blocks.register(sequence)
+    again = sequence_of(list(range(9)))
+    assert blocks.admit(again, 0)
+    assert again.num_computed == 8
+
+
 def test_writing_into_a_shared_block_moves_the_writer_and_not_the_others() -> None:
     blocks = BlockManager(8, SIZE)
     parent = sequence_of([1, 2, 3, 4, 5, 6])

@@ -61,6 +61,21 @@ def test_salt_separates() -> None:
     assert model.violations == []
 
 
+def test_salt_may_be_any_string() -> None:
+    engine, _ = make_engine()
+    assert ask(engine, "a", PROMPT, salt="\ud800") == 0  # as JSON may have it, and UTF-8 not
+    assert ask(engine, "b", PROMPT, salt="\ud801") == 0
+    assert ask(engine, "c", PROMPT, salt="\ud800") == 20
+
+
+def test_a_block_is_known_by_all_that_stands_before_it() -> None:
+    engine, model = make_engine()
+    other = [*PROMPT[:4], 5, 5, 5, 5, *PROMPT[8:]]
+    assert (ask(engine, "a", PROMPT), ask(engine, "b", other)) == (0, 4)
+    assert (ask(engine, "c", PROMPT), ask(engine, "d", other)) == (20, 20)
+    assert model.violations == []
+
+
 def test_digests_depend_on_the_process() -> None:
     engines = [make_engine(cache_salt_secret=secret)[0] for secret in (None, None, b"x", b"x")]
     for engine in engines:

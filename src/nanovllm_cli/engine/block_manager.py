@@ -155,10 +155,10 @@ class BlockManager:
 
     def _shared_index(self, sequence: Sequence) -> int | None:
         index = sequence.num_computed // self.block_size
-        table = sequence.block_table
-        if index >= len(table) or self._references[table[index]] == 1:
+        if index >= len(sequence.block_table):
             return None
-        return index if self._references[table[index]] - self._pins[table[index]] > 1 else None
+        block = sequence.block_table[index]
+        return index if self._references[block] - self._pins[block] > 1 else None
 
     def _take(self) -> int:
         if self._free:

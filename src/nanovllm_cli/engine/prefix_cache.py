@@ -40,9 +40,6 @@ class PrefixCache:
         self._by_block: dict[int, Entry] = {}
         self._next_uid = ROOT_UID + 1
 
-    def __len__(self) -> int:
-        return len(self._by_block)
-
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
