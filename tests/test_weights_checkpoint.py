@@ -21,7 +21,7 @@ from nanovllm_cli.errors import (
     UsageError,
 )
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.json_file import read_json_file
+from nanovllm_cli.weights.json_file import read_json_file, reading
 
 
 def hf(path: Path, file: str = "model.safetensors", value: float = 1.0) -> Path:
@@ -151,6 +151,21 @@ def test_special_files_do_not_hang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NanovllmError):
         open_checkpoint(tmp_path / "pipe.safetensors")
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_json_file(tmp_path / "pipe.safetensors", 100)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (FileNotFoundError(2, "gone"), CheckpointError, "f: no such file"),
+        (PermissionError(13, "no"), AccessRefusedError, "f: permission denied"),
+        (OSError(5, "Input/output error"), CheckpointError, "f: cannot be read: Input/output error"),
+    ],
+)
+def test_what_the_system_says_of_a_file_is_a_typed_error(failure: OSError, kind: type[NanovllmError], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}$"), reading(Path("f")):
+        raise failure
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -110,6 +110,11 @@ CASES: dict[str, tuple[bytes, type[NanovllmError], str]] = {
     "array of 2**61 numbers": (gguf([kv("k", ARRAY, array(U64, 2**61))]), CheckpointError, "elements of 'k'"),
     "array of -1 strings": (gguf([kv("k", ARRAY, array(STRING, MINUS_ONE))]), CheckpointError, "elements of 'k'"),
     "array of -1 arrays": (gguf([kv("k", ARRAY, array(ARRAY, MINUS_ONE))]), CheckpointError, "elements of 'k'"),
+    "array cut off": (
+        gguf([kv("k", ARRAY, array(U64, 3, bytes(16)))], alignment=1),
+        CheckpointError,
+        "3 elements of 'k'",
+    ),
     "string in array too long": (
         gguf([kv("k", ARRAY, array(STRING, 2, string("a") + string("b", 2**63)))]),
         CheckpointError,
@@ -121,6 +126,7 @@ CASES: dict[str, tuple[bytes, type[NanovllmError], str]] = {
         "element 1 of 'k'",
     ),
     "array of unknown type": (gguf([kv("k", ARRAY, array(99, 0))]), CheckpointError, "unknown type 99"),
+    "arrays nested one too deep": (gguf([kv("k", ARRAY, nested(4))]), CheckpointError, "nested"),
     "arrays nested too deep": (gguf([kv("k", ARRAY, nested(20))]), CheckpointError, "nested"),
     "arrays nested thousandfold": (gguf([kv("k", ARRAY, nested(50_000))]), CheckpointError, "nested"),
     "alignment 0": (gguf(align(U32, struct.pack("<I", 0)), ONE, DATA), CheckpointError, "alignment is 0"),
@@ -226,7 +232,9 @@ def test_malformed_file_is_refused_with_a_reason(case: str, tmp_path: Path) -> N
         (gguf(tensors=[tensor("n" * 64, [32])], data=DATA), ["n" * 64]),
         (gguf(tensors=[tensor("t", [32, 0])], data=DATA), ["t"]),
         (gguf(tensors=[tensor("t", [])], data=DATA), ["t"]),
+        (gguf(tensors=[tensor("t", [4, 2, 2, 2])], data=DATA), ["t"]),
         (gguf([kv("k", ARRAY, nested(3))]), []),
+        (gguf([kv("k", ARRAY, array(ARRAY, 1, array(U8, 0)))], alignment=1), []),
         (gguf([kv("k", ARRAY, array(U32, 0))]), []),
         (gguf([kv("k", STRING, string(""))]), []),
     ],
@@ -238,6 +246,26 @@ def test_unusual_but_valid_file_is_read(data: bytes, names: list[str], tmp_path:
         for name in names:
             assert checkpoint.tensor(name).shape == checkpoint.info(name).shape
             assert checkpoint.raw(name).numel() == checkpoint.info(name).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "kept", "refused"),
+    [
+        ("MAX_ENTRIES", 2, [kv("a", U8, b"x"), kv("b", U8, b"x")], kv("c", U8, b"x")),
+        ("MAX_ARRAY_ELEMENTS", 16, [kv("a", ARRAY, array(U8, 16, bytes(16)))], kv("c", ARRAY, array(U8, 1, b"x"))),
+        ("MAX_ARRAY_ELEMENTS", 16, [kv("a", ARRAY, array(ARRAY, 2, array(U8, 0) * 2))], kv("c", ARRAY, array(U8, 1, b"x"))),
+    ],
+)
+def test_what_a_file_may_hold_in_all_is_bounded(
+    limit: str, most: int, kept: list[bytes], refused: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array within an array counts eight times: its list is that much larger than a number."""
+    monkeypatch.setattr(f"nanovllm_cli.weights.gguf.{limit}", most)
+    (tmp_path / "model.gguf").write_bytes(gguf(kept))
+    open_checkpoint(tmp_path / "model.gguf").close()
+    (tmp_path / "model.gguf").write_bytes(gguf([*kept, refused]))
+    with pytest.raises(CheckpointError, match=f" {most} "):
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 VALID = gguf(
