@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.executor import Prepare
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, NewSequence, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
@@ -172,6 +173,7 @@ def make_engine(
     clock: Callable[[], float] | None = None,
     factory: object = None,
     ahead: bool = False,
+    prepare: Prepare | None = None,
     **settings: object,
 ) -> tuple[Engine, FakeModel]:
     config = EngineConfig(block_size=block_size, **settings)  # type: ignore[arg-type]
@@ -186,6 +188,7 @@ def make_engine(
         detokenizer_factory=factory,  # type: ignore[arg-type]
         clock=clock or FakeClock(),
         ahead=FakeDevice(model) if ahead else None,
+        prepare=prepare,
     )
     return engine, model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
@@ -251,10 +252,62 @@ def test_bad_requests_are_refused_and_leave_nothing_behind() -> None:
     urgent, _ = make_engine(policy="priority")
     with pytest.raises(UsageError, match="priority"):
         urgent.add("a", [1], GREEDY, priority=10**400)
+    for limit in (2**31, -(2**31)):
+        with pytest.raises(UsageError, match="priority"):
+            urgent.add("a", [1], GREEDY, priority=limit + (1 if limit > 0 else -1))
+        urgent.add(f"at {limit}", [1], GREEDY, priority=limit)
+    with pytest.raises(UsageError, match="already in use"):
+        engine.embed("here", [1], "mean")
     assert engine.stats().waiting == 1
     engine.abort("here")
     assert not engine.has_unfinished()
     assert model.plans == []
+
+
+def test_what_could_not_be_prepared_ends_its_own_request() -> None:
+    def failed(error: Exception) -> Future[object]:
+        future: Future[object] = Future()
+        future.set_exception(error)
+        return future
+
+    cancelled: Future[object] = Future()
+    cancelled.cancel()
+    futures = {
+        1: (failed(UsageError("no such schema")), "no such schema", True),
+        2: (failed(RequestError("it took too long")), "it took too long", False),
+        3: (failed(ValueError("a secret")), "an internal error (ValueError)", False),
+        4: (cancelled, "the engine was closed", False),
+    }
+    engine, model = make_engine(prepare=lambda params: futures[params.top_k][0] if params.top_k in futures else None)
+    for top_k in (1, 2, 3, 4, 5):
+        engine.add(str(top_k), [1], SamplingParams(temperature=0.0, top_k=top_k, max_tokens=3, n=2))
+    outputs = drain(engine)
+    for top_k, (_, error, unmeetable) in futures.items():
+        for each in outputs[str(top_k)].outputs:
+            assert (each.finish_reason, each.error, each.unmeetable) == ("error", error, unmeetable)
+    assert [each.token_ids for each in outputs["5"].outputs] == [expected_tokens([1], 3)] * 2
+    assert sum(len(plan.new) for plan in model.plans) == 2  # nobody else was computed
+
+
+def test_an_answer_may_be_aborted_while_its_request_is_prepared() -> None:
+    future: Future[object] = Future()
+    engine, model = make_engine(prepare=lambda params: future)
+    for name in ("whole", "half"):
+        engine.add(name, [1], SamplingParams(temperature=0.0, max_tokens=3, n=2))
+    assert engine.stats().waiting == 4
+    engine.abort("whole")
+    aborted = engine.abort("half", 0)
+    assert aborted is not None
+    assert [each.finish_reason for each in aborted.outputs] == ["abort", None]
+    assert engine.stats().waiting == 1
+    assert engine.step() == []
+    future.set_result(None)
+    (output,) = drain(engine).values()
+    assert output.request_id == "half"
+    assert [(each.finish_reason, each.token_ids) for each in output.outputs] == [
+        ("abort", ()), ("length", expected_tokens([1], 3)),
+    ]  # fmt: skip
+    assert model.violations == []
 
 
 def test_a_failing_detokenizer_factory_queues_nothing() -> None:
@@ -282,6 +335,7 @@ def test_answers_end_where_the_context_or_the_cache_ends(num_blocks: int, max_mo
         with pytest.raises(PromptTooLongError) as caught:
             engine.add("a", [1] * length, GREEDY)
         assert (caught.value.prompt_len, caught.value.limit) == (length, context)
+        assert ("KV cache" in str(caught.value.hint)) == (max_model_len == 1000)
 
 
 def test_seeds_are_the_requests_own() -> None:
@@ -293,6 +347,7 @@ def test_seeds_are_the_requests_own() -> None:
 
     assert seeds(42) == seeds(42)
     assert seeds(42)[0] == 42
+    assert seeds(7)[1] == 0x4D12622558F475EB >> 1  # printf 7:1 | b2sum -l 64
     assert len(set(seeds(42) + seeds(43))) == 6
     assert len(set(seeds(None) + seeds(None))) == 6
     assert all(0 <= seed < 2**64 for seed in seeds(None) + seeds(2**64 - 1) + seeds(0))
