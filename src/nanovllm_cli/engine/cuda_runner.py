@@ -95,11 +95,11 @@ class CudaRunner:
         return lambda: StepOutput(drawn + read(), {})
 
     def _decode_guesses(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
-        self.sampler.start_masks(self._by_place([share.seq_id for share in scheduled])[2])
-        logits = self.decode.run_guesses(scheduled, self.on_device)
         firsts = itertools.accumulate((len(share.token_ids) for share in scheduled), initial=0)
         draws = [Draw(share.seq_id, first, share.guesses) for share, first in zip(scheduled, firsts, strict=False)]
-        drawn = self._draw_behind_guesses(draws, logits, scheduled)
+        at_once = self._prepare_draws(draws, scheduled)
+        logits = self.decode.run_guesses(scheduled, self.on_device)
+        drawn = self._draw_behind_guesses(draws, at_once, logits, scheduled)
         return lambda: StepOutput(drawn, {})
 
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
@@ -107,7 +107,7 @@ class CudaRunner:
         if any(share.num_guesses for share in scheduled):
             return self._step_with_guesses(scheduled, batch, owners)
         row_of = {seq_id: first + len(share.wanted_rows) - 1 for share, first in owners for seq_id in share.draws}
-        num_drawn = {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
+        num_drawn = _num_drawn(scheduled)
         free, guided, here = self._by_place(list(row_of))
         # One part, but where a prompt has more answers than there are seats.
         there, most = free + guided, self.on_device.max_rows
@@ -135,10 +135,10 @@ class CudaRunner:
         self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]
     ) -> Callable[[], StepOutput]:
         rows, draws = rows_of(draws_of(owners))
-        self.sampler.start_masks(self._by_place([draw.seq_id for draw in draws])[2])
+        at_once = self._prepare_draws(draws, scheduled)
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs, pooled = self._beside(hidden, owners)
-        drawn = self._draw_behind_guesses(draws, self.model.logits(take_rows(hidden, rows)), scheduled)
+        drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), scheduled)
         return lambda: StepOutput(drawn, prompt_logprobs, pooled)
 
     def _beside(
@@ -152,18 +152,21 @@ class CudaRunner:
         }
         return prompt_logprobs, pooled_of(self.model, hidden, owners)
 
-    def _draw_behind_guesses(self, draws: list[Draw], logits: torch.Tensor, scheduled: list[Scheduled]) -> list[Drawn]:
-        num_drawn = {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
-        num_rows = {
-            draw.seq_id: 1 + len(draw.guesses)
-            for draw in draws
-            if draw.guesses and self.on_device.draws_at_once(draw.seq_id)
-        }
-        rows = [row for draw in draws for row in range(draw.row, draw.row + num_rows.get(draw.seq_id, 0))]
-        at_once = self.on_device.draw_at_once(num_rows, num_drawn, _rows(logits, rows)) if rows else {}
+    def _prepare_draws(self, draws: list[Draw], scheduled: list[Scheduled]) -> list[int]:
+        """Before the model runs. Those that draw from all their rows at once."""
+        self.sampler.start_masks(self._by_place([draw.seq_id for draw in draws])[2])
+        num_rows = {draw.seq_id: 1 + len(draw.guesses) for draw in draws if draw.guesses}
+        return self.on_device.seat_at_once(num_rows, _num_drawn(scheduled))
+
+    def _draw_behind_guesses(
+        self, draws: list[Draw], at_once: list[int], logits: torch.Tensor, scheduled: list[Scheduled]
+    ) -> list[Drawn]:
+        num_drawn = _num_drawn(scheduled)
+        rows = [draw.row + i for draw in draws if draw.seq_id in at_once for i in range(1 + len(draw.guesses))]
+        drawn_at_once = self.on_device.draw_at_once(_rows(logits, rows)) if rows else {}
 
         def sample(going: list[Draw], depth: int) -> list[Drawn]:
-            drawn = [at_once[draw.seq_id][depth] for draw in going if draw.seq_id in at_once]
+            drawn = [drawn_at_once[draw.seq_id][depth] for draw in going if draw.seq_id in at_once]
             for found in drawn:
                 self.on_device.accept(found)
             row_of = {draw.seq_id: draw.row + depth for draw in going if draw.seq_id not in at_once}
@@ -211,6 +214,10 @@ class CudaRunner:
         self._rows_before = {seq_id: row for row, seq_id in enumerate(seq_ids)}
         self._last_read = cache(self.on_device.read(seq_ids, self.on_device.needs(seq_ids)[1]))
         return self._last_read
+
+
+def _num_drawn(scheduled: list[Scheduled]) -> dict[int, int]:
+    return {seq_id: share.num_drawn for share in scheduled for seq_id in share.draws}
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -36,23 +36,29 @@ class DrawsAtOnce:
         self._buffers = SamplingBuffers(where, max_rows, vocab_size)
         self._buffers.rows = torch.arange(max_rows, dtype=torch.int32, device=where)
         self._readout = Readout(device, max_rows)
+        self._seated: list[Asked] = []
 
     @staticmethod
     def takes(params: SamplingParams) -> bool:
         """Of those that draw on the device."""
         return not params.has_penalties and not params.is_guided
 
-    def draw(self, asked: list[Asked], logits: torch.Tensor) -> dict[int, list[Drawn]]:
-        """From logits [B, V], their rows one after another. Waits for the device."""
-        slot = 0
+    def seat(self, asked: list[Asked]) -> None:
+        """Those that are about to draw. Before the model runs: what is copied to the table waits for the device."""
+        self._seated, slot = asked, 0
         for new, drawn, num_rows in asked:
             self._table.write(slot, new.params, new.seed, new.stop_ids, new.prompt_ids, drawn, num_rows)
             slot += num_rows
+
+    def draw(self, logits: torch.Tensor) -> dict[int, list[Drawn]]:
+        """From logits [B, V], the rows of those that are seated one after another. Waits for the device."""
+        asked, count = self._seated, len(logits)
+        assert count == sum(each.num_rows for each in asked)
         only_greedy = all(each.new.params.is_greedy for each in asked)
         has_logprobs = any(each.new.params.logprobs is not None for each in asked)
         sample(self._launcher, logits, self._table, self._buffers, only_greedy=only_greedy, has_logprobs=has_logprobs)
-        self._readout.copy(self._buffers, slot, has_logprobs).synchronize()
-        found = iter(enumerate(self._readout.ids_and_statuses(slot)))
+        self._readout.copy(self._buffers, count, has_logprobs).synchronize()
+        found = iter(enumerate(self._readout.ids_and_statuses(count)))
         return {
             new.seq_id: [
                 self._readout.drawn(row, new.seq_id, token_id, status, new.params.logprobs)

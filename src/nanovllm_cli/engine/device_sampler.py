@@ -61,6 +61,7 @@ class DeviceSampler:
         self._states: dict[int, _State] = {}
         self._free = list(range(max_rows))
         self.max_rows = max_rows
+        self._at_once: DrawsAtOnce | None = None
         self.knows_vocabulary = vocab_size <= MAX_VOCABULARY
         if not self.knows_vocabulary:
             return
@@ -70,7 +71,8 @@ class DeviceSampler:
         self._guide_of = guide_of
         self._masks = DeviceMasks(device, self.table, max_rows)
         self._readouts = [Readout(device, max_rows) for _ in range(STEPS_IN_FLIGHT)]
-        self._at_once = DrawsAtOnce(device, vocab_size, max_guesses) if max_guesses else None
+        if max_guesses:
+            self._at_once = DrawsAtOnce(device, vocab_size, max_guesses)
 
     def takes(self, params: SamplingParams, stop_ids: Sequence[int]) -> bool:
         return self.knows_vocabulary and on_device(params, stop_ids)
@@ -158,21 +160,25 @@ class DeviceSampler:
         guided.accept(token_id)
         return drawn._replace(ends=guided.ends) if guided.error is None else _closed(seq_id, guided)
 
-    def draws_at_once(self, seq_id: int) -> bool:
-        """Whether a sequence that draws here can do so behind its guesses before they are known to hold."""
+    def seat_at_once(self, num_rows: Mapping[int, int], num_drawn: Mapping[int, int]) -> list[int]:
+        """Of sequences that are to draw from several rows, behind guesses, those that can do so before these are known to hold.
+        num_drawn: see `seat`."""
+        seated = [seq_id for seq_id in num_rows if self._draws_at_once(seq_id)]
+        if self._at_once is not None and seated:
+            for seq_id in seated:
+                self._states[seq_id].keep(num_drawn[seq_id])
+            states = ((self._states[seq_id], num_rows[seq_id]) for seq_id in seated)
+            self._at_once.seat([Asked(state.new, state.drawn, count) for state, count in states])
+        return seated
+
+    def _draws_at_once(self, seq_id: int) -> bool:
         state = self._states.get(seq_id)
         return state is not None and self._at_once is not None and self._at_once.takes(state.new.params)
 
-    def draw_at_once(
-        self, num_rows: Mapping[int, int], num_drawn: Mapping[int, int], logits: torch.Tensor
-    ) -> dict[int, list[Drawn]]:
-        """From logits [B, V], so many rows of each sequence one after another; `accept` those that count. Waits for the device.
-        num_drawn: see `seat`."""
+    def draw_at_once(self, logits: torch.Tensor) -> dict[int, list[Drawn]]:
+        """From logits [B, V], the rows of those one after another; `accept` those draws that count. Waits for the device."""
         assert self._at_once is not None
-        for seq_id in num_rows:
-            self._states[seq_id].keep(num_drawn[seq_id])
-        states = ((self._states[seq_id], count) for seq_id, count in num_rows.items())
-        return self._at_once.draw([Asked(state.new, state.drawn, count) for state, count in states], logits)
+        return self._at_once.draw(logits)
 
     def accept(self, drawn: Drawn) -> None:
         """Moves a sequence on by what it drew at once with others."""
