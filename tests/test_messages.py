@@ -10,7 +10,7 @@ import pytest
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.builtin_templates import builtin_template
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.messages import template_messages, wants_text_arguments, writes_one_call
+from nanovllm_cli.text.messages import template_messages, template_tools, wants_text_arguments, writes_one_call
 
 CHATML = ChatTemplate(builtin_template("chatml"))
 OBJECTS = ChatTemplate(
@@ -49,6 +49,25 @@ def test_nulls_are_left_out() -> None:
     message = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "name": None}
     assert template_messages([message], CHATML) == [{"role": "assistant", "content": "yes"}]
     assert "tool_calls" not in template_messages([{**message, "tool_calls": []}], CHATML)[0]
+
+
+def test_tools_have_what_a_template_fails_without() -> None:
+    """gpt-oss' writes `"// " + tool.description`, Hermes' looks into `parameters`; others would show what nobody said."""
+    by_name = "{% for t in tools %}{{ t.function.name }}"
+    needs = "{{ '// ' + t.function.description }}{{ t.function.parameters.properties | tojson }}{% endfor %}"
+    picky = ChatTemplate(by_name + needs)
+    plain = ChatTemplate(by_name + "{{ t | tojson }}{% endfor %}")
+    broken = ChatTemplate("{{ raise_exception('no tools') }}")
+    schema = {"type": "object", "properties": {"a": {}}}
+    for given in ({}, {"description": None, "parameters": None}):
+        tool = {"type": "function", "function": {"name": "f", **given}}
+        empty = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+        assert template_tools([tool], picky) == [{"type": "function", "function": empty}]
+        for template in (plain, broken):
+            assert template_tools([tool], template) == [{"type": "function", "function": {"name": "f"}}]
+    full = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
+    assert template_tools([full], picky) == template_tools([full], plain) == [full]
+    assert template_tools([{"name": "f"}], picky) == [{"name": "f"}]
 
 
 def test_developers_are_system_where_the_template_does_not_know_them() -> None:

@@ -619,6 +619,9 @@ def test_props_and_templates(server: Running) -> None:
     assert (props["model_alias"], props["default_generation_settings"]["n_ctx"], props["total_slots"]) == ("fake", 4096, 8)
     assert props["default_generation_settings"]["params"]["temperature"] == 1.0
     assert server.ask("POST", "/apply-template", CHAT).json == {"prompt": "<user>Hi\n<assistant>"}
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    said = {"messages": [{"role": "developer", "content": parts}, {"role": "assistant", "content": None}]}
+    assert server.ask("POST", "/apply-template", said).json == {"prompt": "<system>H\ni\n<assistant>\n<assistant>"}
     assert server.ask("GET", "/version").json.keys() == {"version"}
 
 

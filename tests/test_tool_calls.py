@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.chat_template import ChatTemplate
-from nanovllm_cli.text.messages import template_messages
+from nanovllm_cli.text.messages import template_messages, template_tools
 from tool_answers import NOW, ONE, TOOL_LIST, TOOLS, answer, form, read
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
@@ -120,6 +120,18 @@ def rendered(name: str, calls: list[dict[str, Any]], **message: Any) -> tuple[An
 def call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": call_id, "type": "function", "function": function}
+
+
+@pytest.mark.skipif(not NAMES, reason="the real templates are not here")
+@pytest.mark.parametrize("left_out", ["description", "parameters"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_may_leave_out_what_is_optional(name: str, left_out: str) -> None:
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    function = {**NOW["function"], left_out: None}
+    for said in (function, {key: value for key, value in function.items() if value is not None}):
+        tools = template_tools([{"type": "function", "function": said}], template)
+        prompt = template.render([{"role": "user", "content": "How is it?"}], tools=tools)
+        assert prompt.count("None") == 0
 
 
 ENDS = ("<END>", "<|im_end|>", "<|eot_id|>", "<|call|>", "<｜end▁of▁sentence｜>", "\n")

@@ -45,7 +45,7 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
-from nanovllm_cli.text.messages import template_messages
+from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
@@ -286,7 +286,8 @@ class LLM:
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
         conversation = template_messages(messages, self.chat_template)
-        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=tools, variables=template_kwargs)
+        shaped = None if tools is None else template_tools(tools, self.chat_template)
+        return encode_chat(self.tokenizer, self.chat_template, conversation, tools=shaped, variables=template_kwargs)
 
     # ---- keeping what was read ----
 

@@ -42,7 +42,7 @@ from nanovllm_cli.server.ports import (
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.chat_template import encode_chat, strings
-from nanovllm_cli.text.messages import template_messages
+from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, tools_of
 
@@ -336,11 +336,15 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
     _check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, asked.param)
     try:
+        messages = template_messages(asked.messages, model.chat_template)
+    except NanovllmError as error:
+        raise ApiError.of(error, asked.param) from error
+    try:
         return encode_chat(
             model.tokenizer,
             model.chat_template,
-            template_messages(asked.messages, model.chat_template),
-            tools=list(asked.tools) if asked.tools and asked.tool_choice != "none" else None,
+            messages,
+            tools=template_tools(asked.tools, model.chat_template) if asked.tools and asked.tool_choice != "none" else None,
             add_generation_prompt=not asked.continues,
             continue_final_message=asked.continues,
             most_tokens=model.facts.context_len,

@@ -36,6 +36,7 @@ from nanovllm_cli.server.schemas_own import (
     VersionAnswer,
 )
 from nanovllm_cli.server.schemas_sampling import first_given
+from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 _UNHEALTHY = {
@@ -170,5 +171,7 @@ def _rendered(served: ServedModel, body: ApplyTemplateRequest) -> str:
     if served.chat_template is None:
         raise ApiError(400, f"{served.id} has no chat template", code="unsupported")
     variables = template_variables(body.chat_template_kwargs)
-    render = served.chat_template.render
-    return render(body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt, **variables)
+    template = served.chat_template
+    messages = template_messages(body.messages, template)
+    tools = template_tools(body.tools, template) if body.tools else None
+    return template.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)

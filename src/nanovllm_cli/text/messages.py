@@ -33,6 +33,7 @@ _OTHER_PARTS = {
     "input_file": "files",
 }
 _KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
+_EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -52,6 +53,20 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
     several = any(len(message.get("tool_calls", ())) > 1 for message in plain)
     return _one_call_each(plain) if several and writes_one_call(template) else plain
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Tools as `template` wants them: nulls are left out, and what it fails without is there, and empty."""
+    needed = needed_of_tools(template)
+    return [_tool(tool, needed) for tool in tools]
+
+
+def _tool(tool: Mapping[str, Any], needed: frozenset[str]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    said = {name: value for name, value in function.items() if value is not None}
+    return {**tool, "function": {**said, **{name: _EMPTY[name] for name in _EMPTY if name in needed - said.keys()}}}
 
 
 def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
@@ -173,6 +188,24 @@ def writes_one_call(template: ChatTemplate) -> bool:
     arguments = '{"needle": "pin"}' if wants_text_arguments(template) else {"needle": "pin"}
     one, two = ("find", arguments), ("thread", arguments)
     return _writes(template, "find", [one]) and not _writes(template, "thread", [one, two])
+
+
+@lru_cache(maxsize=16)
+def needed_of_tools(template: ChatTemplate) -> frozenset[str]:
+    """What of a tool a template fails without, although OpenAI's clients may leave it out: tried out."""
+    if not _takes(template, {"name": "needle", **_EMPTY}):
+        return frozenset()
+    found = (name for name in _EMPTY if not _takes(template, {"name": "needle", **_EMPTY, name: None}))
+    return frozenset(found)
+
+
+def _takes(template: ChatTemplate, function: Mapping[str, Any]) -> bool:
+    said = {name: value for name, value in function.items() if value is not None}
+    try:
+        template.render([{"role": "user", "content": "where?"}], tools=[{"type": "function", "function": said}])
+    except TemplateError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=16)
