@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.schemas_common import SHORT
 from nanovllm_cli.server.settings import ServeSettings
 from server_fakes import FakeGenerates, FakePool, Script, event
 
@@ -27,8 +28,9 @@ def _script(asked: Any) -> Script:
 
 
 def _name_the_model(context: Any, body: Any) -> Any:
-    """Most would end as 404 otherwise."""
-    if isinstance(body, dict) and isinstance(body.get("model"), str):
+    """Most would end as 404 otherwise. One that is too long is wrong on purpose, and stays."""
+    model = body.get("model") if isinstance(body, dict) else None
+    if isinstance(model, str) and 1 <= len(model) <= SHORT:
         body["model"] = "fake"
     return body
 
