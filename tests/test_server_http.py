@@ -23,6 +23,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from http_server import Answer, Running, read_answer, running
+from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server import errors, keys
@@ -35,6 +36,7 @@ from nanovllm_cli.server.ports import EngineState
 from nanovllm_cli.server.routing import MAX_VALUES, api_router, parse_json
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text.tool_calls import ToolCallDelta
+from server_client import ServerClient
 from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
 from server_requests import Door
 
@@ -656,9 +658,28 @@ def test_paths_of_llama_server_and_vllm_lead_to_the_same(server: Running, guarde
     assert guarded.ask("GET", "/v1/health").status == 200
     assert guarded.ask("GET", "/models").status == 401
     assert server.ask("POST", "/chat/completions", CHAT).json["object"] == "chat.completion"
+    assert server.ask("POST", "/responses", {"input": "a"}).json["object"] == "response"
     ranked = {"query": "a", "documents": ["b"]}
     for path in ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"):
         assert server.ask("POST", path, ranked).json["results"] == server.ask("POST", "/v1/rerank", ranked).json["results"]
+
+
+def test_slots_are_room_for_answers() -> None:
+    models = FakeModels()
+    client = ServerClient(FakeGenerates(models=models))
+    engine = models.served["fake"].engine
+    engine.stats = EngineStats(3, *[0] * 9)
+    rows = client.get("/slots")
+    assert [row["is_processing"] for row in rows] == [True] * 3 + [False] * 5
+    assert rows[7] == {"id": 7, "n_ctx": 4096, "is_processing": False}
+    assert client.get("/slots?fail_on_no_slot=1") == rows
+    engine.stats = EngineStats(8, *[0] * 9)
+    assert client.get("/slots?fail_on_no_slot=1", 503)["error"]["code"] == "no_slot_available"
+    assert all(row["is_processing"] for row in client.get("/slots"))
+    engine.stats = None
+    assert not any(row["is_processing"] for row in client.get("/slots"))
+    client.get("/slots?model=nope", 404)
+    client.get("/slots?fail_on_no_slot=x", 400)
 
 
 STREAMS = {

@@ -359,12 +359,76 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
     ("param", "fields"),
     [
         ("prompt", {}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", "b"]}), ("prompt", {"prompt": {"a": "b"}}),
-        ("n_predict", {"prompt": "a", "n_predict": 0}), ("n_probs", {"prompt": "a", "n_probs": 2}),
+        ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),
+        ("lora", {"prompt": "a", "lora": [{"id": 0}]}),
+        ("post_sampling_probs", {"prompt": "a", "n_probs": 2, "post_sampling_probs": True}),
+        ("response_fields", {"prompt": "a", "response_fields": "content"}),
         ("n", {"prompt": "a", "n": 2}),
     ],
 )  # fmt: skip
 def test_completion_refuses(param: str, fields: dict[str, Any]) -> None:
     refused(param, path="/completion", **fields)
+
+
+def native_pieces(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.text
+    return [json.loads(frame.removeprefix("data: ")) for frame in answer.text.removesuffix("\n\n").split("\n\n")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+def test_no_tokens_are_a_prompt_in_the_cache(path: str, stream: bool) -> None:
+    """What llama.vim sends before there is anything to complete. One token is drawn, and is nobody's."""
+    tokenizer = with_tokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    script = Script([[event("m", finish="stop", stop_reason="m")]])
+    fields = {"prompt": "Once", "stream": stream, "return_tokens": True, "n_probs": 1}
+    answer, generates = ask(script, FakeModels(tokenizer=tokenizer), path, n_predict=0, **fields)
+    (body,) = native_pieces(answer)
+    assert (body["content"], body["tokens"], body["tokens_predicted"], body["stop_type"]) == ("", [], 0, "limit")
+    assert (body["stop"], body["stopping_word"], body["completion_probabilities"]) == (True, "", [])
+    assert body["tokens_evaluated"] >= 4
+    assert (body["timings"]["predicted_n"], body["timings"]["predicted_ms"]) == (0, 0)
+    assert generates.asked[0].params.max_tokens == 1
+
+
+def test_probabilities_are_llama_servers() -> None:
+    drawn = [TokenLogprobs(39, -0.5, 1, ((39, -0.5), (40, -1.0), (41, -2.0))), TokenLogprobs(72, -math.inf, 9, ((39, -0.1),))]
+    steps = [[event("H", logprobs=drawn[:1])], [event("i", logprobs=drawn[1:])], [event(finish="length")]]
+    answer, generates = ask(Script(steps), path="/completion", prompt="a", n_probs=2)
+    assert generates.asked[0].params.logprobs == 2
+    found = answer.json["completion_probabilities"]
+    assert found == [
+        {
+            "id": 39, "token": "H", "bytes": [72], "logprob": -0.5,
+            "top_logprobs": [
+                {"id": 39, "token": "H", "bytes": [72], "logprob": -0.5}, {"id": 40, "token": "I", "bytes": [73], "logprob": -1.0}
+            ],
+        },
+        {
+            "id": 72, "token": "i", "bytes": [105], "logprob": -9999.0,
+            "top_logprobs": [{"id": 39, "token": "H", "bytes": [72], "logprob": -0.1}],
+        },
+    ]  # fmt: skip
+    pieces = native_pieces(ask(Script(steps), path="/completion", prompt="a", n_probs=2, stream=True)[0])
+    assert [entry for piece in pieces for entry in piece["completion_probabilities"]] == found
+    assert "completion_probabilities" not in ask(Script(steps), path="/completion", prompt="a", n_probs=0)[0].json
+
+
+def test_a_stream_of_pieces_has_every_token() -> None:
+    """Also of those that only began a character."""
+    half, rest = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
+    script = Script([[event(token_ids=half)], [event("\u00e9", token_ids=rest)], [event(token_ids=[7], finish="stop")]])
+    pieces = native_pieces(ask(script, path="/completion", prompt="a", stream=True)[0])
+    assert [(piece["content"], piece["tokens"]) for piece in pieces] == [("\u00e9", [195, 169]), ("", [7])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_an_answer_the_fields_that_are_wanted(stream: bool) -> None:
+    fields = ["content", "timings/predicted_n", "timings/nothing", "content/x", "nothing", "", "stop"]
+    answer, _ = ask(Script.of("mid", "dle"), path="/completion", prompt="a", stream=stream, response_fields=fields)
+    last = native_pieces(answer)[-1]
+    assert last == {"content": "" if stream else "middle", "timings/predicted_n": 6, "stop": True}
+    assert native_pieces(ask(path="/completion", prompt="a", response_fields=[""])[0]) == [{}]
 
 
 def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
@@ -379,7 +443,7 @@ def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
 
 @pytest.mark.parametrize(
     ("param", "fields"),
-    [("n", {"n": 2}), ("n_predict", {"n_predict": 0}), ("n_predict", {"n_predict": -2}), ("input_extra", {"input_extra": ["x"]})],
+    [("n", {"n": 2}), ("n_predict", {"n_predict": -2}), ("input_extra", {"input_extra": ["x"]})],
 )
 def test_infill_refuses(param: str, fields: dict[str, Any]) -> None:
     refused(param, path="/infill", **fields)

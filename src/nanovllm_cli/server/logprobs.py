@@ -70,6 +70,18 @@ def chat_form(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: i
     ]
 
 
+def native_form(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[Raw]:
+    """`completion_probabilities` of llama-server's own endpoints."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"id": token_id, **_named(tokenizer, token_id, logprob)}
+
+    return [
+        _raw({**named(entry.token_id, entry.logprob), "top_logprobs": [named(*pair) for pair in entry.top[:num_top]]})
+        for entry in entries
+    ]
+
+
 def text_form(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int], num_top: int, offset: int
 ) -> dict[str, Any]:

@@ -78,13 +78,14 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def timings_fields(generation: Generation) -> dict[str, Any]:
-    """As llama-server has them. prompt_n: tokens that were computed; guesses ahead where there were any."""
+def timings_fields(generation: Generation, *, draws: bool = True) -> dict[str, Any]:
+    """As llama-server has them. prompt_n: tokens that were computed; guesses ahead where there were any. draws: False leaves out
+    what was drawn, where nobody asked for it."""
     usage, timings = generation.usage, generation.timings
     answer = {
         "cache_n": usage.cached_tokens,
         **_paced("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prompt),
-        **_paced("predicted", usage.completion_tokens, timings.answer),
+        **_paced("predicted", usage.completion_tokens if draws else 0, timings.answer if draws else 0.0),
     }
     if timings.num_guessed:
         answer |= {"draft_n": timings.num_guessed, "draft_n_accepted": timings.num_held}

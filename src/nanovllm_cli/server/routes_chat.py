@@ -79,7 +79,7 @@ async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext
     return ChatAsked(
         messages=body.messages,
         params=body.sampling(
-            model.default_params,
+            model,
             max_tokens=first_given(body.max_completion_tokens, body.n_predict, body.max_tokens),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),

@@ -185,7 +185,7 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     limit = first_given(body.n_predict, body.max_tokens)
     draws = limit != 0
     max_tokens = limit if draws else 1
-    params = body.sampling(model.default_params, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = body.sampling(model, max_tokens=max_tokens, logprobs=body.logprobs)
     style = TextStyle(params=params, echo=bool(body.echo), draws=draws, **shown_by(body))
     if body.echo and body.logprobs is not None:
         most = max(body.logprobs, body.prompt_logprobs or 0)

@@ -12,12 +12,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
-from nanovllm_cli.server.openai_answers import timings_fields
+from nanovllm_cli.server.logprobs import TextTokens, native_form
+from nanovllm_cli.server.openai_answers import off_loop, timings_fields
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routing import answers, api_router
@@ -55,32 +58,34 @@ async def _answer(context: ServerContext, body: NativeRequest, request: Request,
 
 
 async def _whole(context: ServerContext, body: NativeRequest, exchange: Exchange) -> Response:
-    async with _generation(context, body, exchange) as generation:
-        progress = _Progress(body)
-        pieces = [progress.take(event) async for event in _until_late(generation, progress)]
-        return JsonResponse(progress.answer(generation, "".join(pieces), progress.token_ids, stops=True))
+    async with _generation(context, body, exchange) as (generation, progress):
+        async for event in _until_late(generation, progress):
+            progress.take(event)
+        return JsonResponse(await off_loop(progress.params, lambda: progress.answer(generation)))
 
 
 async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    async with _generation(context, body, exchange) as generation:
-        progress = _Progress(body)
+    async with _generation(context, body, exchange) as (generation, progress):
         async for event in _until_late(generation, progress):
-            if text := progress.take(event):
-                yield data_frame(progress.answer(generation, text, event.token_ids, stops=False))
-        yield data_frame(progress.answer(generation, "", [], stops=True))
+            progress.take(event)
+            if progress.has_news:
+                yield data_frame(progress.piece(generation))
+        yield data_frame(progress.answer(generation))
 
 
 @contextlib.asynccontextmanager
-async def _generation(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncIterator[Generation]:
+async def _generation(
+    context: ServerContext, body: NativeRequest, exchange: Exchange
+) -> AsyncIterator[tuple[Generation, _Progress]]:
     async with context.models.use(body.model) as model:
-        params = body.sampling(model.default_params, max_tokens=first_given(body.n_predict, body.max_tokens))
+        params = body.sampling(model, max_tokens=1 if _limit(body) == 0 else _limit(body), logprobs=body.n_probs or None)
         prompt = await _prompt(model, body)
         form = await checked_form(body, context)
         asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
         generation = await context.generates.complete(body.model, asked, exchange.caller)
         async with contextlib.aclosing(generation):
             exchange.follow(generation)
-            yield generation
+            yield generation, _Progress(body, params, TextTokens(model.tokenizer, params))
 
 
 async def _prompt(model: ServedModel, body: NativeRequest) -> str | Sequence[int]:
@@ -103,21 +108,27 @@ async def _until_late(generation: Generation, progress: _Progress) -> AsyncItera
 
 @dataclass(slots=True)
 class _Progress:
-    """How far an answer is. llama-server's time limit counts from the first token, and waits for the end of a line."""
+    """How far an answer is, and what of it has not been told. llama-server's time limit counts from the first token, and waits
+    for the end of a line. params.logprobs: None for no probabilities at all."""
 
     body: NativeRequest
+    params: SamplingParams
+    tokens: TextTokens
     first: float | None = None
+    text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    entries: list[TokenLogprobs] = field(default_factory=list)
     saw_newline: bool = False
     last: Event | None = None
 
-    def take(self, event: Event) -> str:
-        if self.first is None and event.token_ids:
-            self.first = time.monotonic()
-        self.token_ids += event.token_ids
-        self.saw_newline |= "\n" in event.text
-        self.last = event
-        return event.text
+    @property
+    def draws(self) -> bool:
+        """Whether its client wants any tokens, or the prompt in the cache alone."""
+        return _limit(self.body) != 0
+
+    @property
+    def has_news(self) -> bool:
+        return any(self.text)
 
     @property
     def is_late(self) -> bool:
@@ -126,23 +137,64 @@ class _Progress:
             return False
         return (time.monotonic() - self.first) * 1000 > limit
 
-    def answer(self, generation: Generation, content: str, token_ids: list[int], *, stops: bool) -> dict[str, Any]:
+    def take(self, event: Event) -> None:
+        self.last = event
+        if not self.draws:
+            return
+        if self.first is None and event.token_ids:
+            self.first = time.monotonic()
+        self.text.append(event.text)
+        self.token_ids += event.token_ids
+        self.saw_newline |= "\n" in event.text
+        if self.params.logprobs is not None:
+            self.entries += self.tokens.take(event)
+
+    def piece(self, generation: Generation) -> dict[str, Any]:
+        """What is new since the last one."""
+        return self._told(generation, stops=False)
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        """The end, with all that has not been told."""
+        told = self._told(generation, stops=True)
+        return told if self.body.response_fields is None else _selected(told, self.body.response_fields)
+
+    def _told(self, generation: Generation, *, stops: bool) -> dict[str, Any]:
         usage, reason = generation.usage, None if self.last is None else self.last.finish_reason
-        stopped_by = self.last.stop_reason if self.last is not None else None
+        stopped_by = self.last.stop_reason if self.last is not None and self.draws else None
         kind = "limit"
-        if reason == "stop":
+        if reason == "stop" and self.draws:
             kind = "word" if isinstance(stopped_by, str) else "eos"
-        return {
+        told = {
             "index": 0,
-            "content": content,
-            "tokens": token_ids if self.body.return_tokens else [],
+            "content": "".join(self.text),
+            "tokens": self.token_ids if self.body.stream or self.body.return_tokens else [],
             "stop": stops,
             "model": generation.model.id,
-            "tokens_predicted": usage.completion_tokens,
+            "tokens_predicted": usage.completion_tokens if self.draws else 0,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
             "truncated": False,
             "stop_type": kind if stops else "none",
             "stopping_word": stopped_by if isinstance(stopped_by, str) else "",
-            **timings_fields(generation),
+            **timings_fields(generation, draws=self.draws),
         }
+        if self.params.logprobs is not None:
+            told["completion_probabilities"] = native_form(generation.model.tokenizer, self.entries, self.params.logprobs)
+        self.text, self.token_ids, self.entries = [], [], []
+        return told
+
+
+def _limit(body: NativeRequest) -> int | None:
+    return first_given(body.n_predict, body.max_tokens)
+
+
+def _selected(told: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """What is there of it, under the names that were given."""
+    selected: dict[str, Any] = {}
+    for name in names:
+        value: Any = told
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            selected[name] = value
+    return selected

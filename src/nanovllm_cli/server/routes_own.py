@@ -30,6 +30,7 @@ from nanovllm_cli.server.schemas_own import (
     DetokenizeRequest,
     Healthy,
     PropsAnswer,
+    SlotsAnswer,
     TokenizeAnswer,
     TokenizeRequest,
     Unhealthy,
@@ -78,6 +79,17 @@ def router(context: ServerContext) -> APIRouter:
     async def props(model: str | None = None) -> Response:
         async with context.models.peek(model) as served:
             return JsonResponse(_props(served))
+
+    @routes.get("/slots", responses=answers(SlotsAnswer))
+    async def slots(model: str | None = None, fail_on_no_slot: int = 0) -> Response:
+        """As llama-server has them: there is room for so many answers at once. fail_on_no_slot: 503 where all are taken."""
+        async with context.models.peek(model) as served:
+            stats, count = served.engine.stats, served.facts.max_num_seqs
+            num_running = 0 if stats is None else stats.running
+            if fail_on_no_slot and num_running >= count:
+                raise ApiError(503, "no slot is free", code="no_slot_available", retry_after=1)
+            rows = [{"id": i, "n_ctx": served.facts.context_len, "is_processing": i < num_running} for i in range(count)]
+            return JsonResponse(rows)
 
     @routes.post("/tokenize", responses=answers(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest, exchange: CurrentExchange) -> Response:

@@ -54,6 +54,7 @@ def router(context: ServerContext) -> APIRouter:
             raise ApiError(404, "no such response is kept", code="response_not_found", param="response_id")
         return response
 
+    @routes.post("/responses", include_in_schema=False)
     @routes.post("/v1/responses", responses=answers(ResponseAnswer, streams=ResponseEvent, error=ResponseErrorEvent))
     async def create_response(body: ResponsesRequest, request: Request, exchange: CurrentExchange) -> Response:
         """An answer, as items."""
@@ -62,7 +63,7 @@ def router(context: ServerContext) -> APIRouter:
         form = await form_of(body, context)
         async with context.models.use(body.model) as model:
             num_top = _logprobs(body, tools)
-            params = body.sampling(model.default_params, max_tokens=body.max_output_tokens, logprobs=num_top)
+            params = body.sampling(model, max_tokens=body.max_output_tokens, logprobs=num_top)
             asked = replace(
                 _chat_asked(body, [*before, *items], tools, form, params, model),
                 priority=body.priority or 0,

@@ -40,12 +40,12 @@ class StrictModel(BaseModel):
 
 
 def _refuse(value: object, info: ValidationInfo) -> None:
-    if value is not None:
+    if value is not None and value != []:
         raise ApiError(400, f"{info.field_name} is not supported", code="unsupported", param=info.field_name)
 
 
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
-"""A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken."""
+"""A field of OpenAI's, vLLM's or llama.cpp's that cannot be done here: only null is taken, and a list of none."""
 Tolerated = Annotated[Any, WithJsonSchema({"description": "Tolerated; has no effect on the answer"})]
 """A field without a meaning for the answer: labels, and hints that only concern speed or the provider's bookkeeping."""
 ShortText = Annotated[str, StringConstraints(max_length=SHORT)]

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.schemas_common import (
+    FIRST_ERROR,
     MAX_MESSAGES,
     OPEN,
     JsonObject,
@@ -37,6 +38,10 @@ SomeText = Annotated[str, StringConstraints(min_length=1)]
 TokenLimit = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1, le=MAX_TOKENS)],
     explained("a number of tokens, more than 0, or -1 until the context is full"),
+]
+NativeLimit = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=0, le=MAX_TOKENS)],
+    explained("a number of tokens, 0 for the prompt alone, or -1 until the context is full"),
 ]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
 
@@ -203,15 +208,18 @@ class InputFile(TypedDict, total=False):
 
 
 class NativeRequest(SamplingFields):
-    """What llama-server's own endpoints take. t_max_predict_ms: ends the answer at the end of a line, once it took so long."""
+    """What llama-server's own endpoints take. t_max_predict_ms: ends the answer at the end of a line, once it took so long.
+    response_fields: what of the answer is wanted; `timings/prompt_n` is that of `timings`."""
 
     model: ModelName | None = None
     stream: bool | None = None
-    n_predict: TokenLimit | None = None
-    max_tokens: TokenLimit | None = None
+    n_predict: NativeLimit | None = None
+    max_tokens: NativeLimit | None = None
+    n_probs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    post_sampling_probs: Literal[False] | None = None
     t_max_predict_ms: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     return_tokens: bool | None = None
-    response_fields: Tolerated = None
+    response_fields: Annotated[list[ShortText], FIRST_ERROR] | None = Field(default=None, max_length=256)
     samplers: Tolerated = None
     n_indent: Tolerated = None
     t_max_prompt_ms: Tolerated = None

@@ -170,8 +170,20 @@ class RerankAnswer(BaseModel):
     usage: ReadUsage
 
 
+class NativeAlternative(BaseModel):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class NativeProbability(NativeAlternative):
+    top_logprobs: list[NativeAlternative]
+
+
 class NativeAnswer(BaseModel):
-    """tokens: their ids, where they were asked for. stop_type: what ended it; none while a stream goes on."""
+    """tokens: their ids, in a stream and where they were asked for. stop_type: what ended it; none while a stream goes on.
+    completion_probabilities: with n_probs, of each token."""
 
     index: int
     content: str
@@ -184,4 +196,5 @@ class NativeAnswer(BaseModel):
     truncated: bool
     stop_type: Literal["none", "eos", "word", "limit"]
     stopping_word: str
+    completion_probabilities: list[NativeProbability] | None = None
     timings: Timings

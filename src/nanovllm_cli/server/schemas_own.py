@@ -132,6 +132,18 @@ class Modalities(BaseModel):
     audio: bool
 
 
+class Slot(BaseModel):
+    """Room for one answer. n_ctx: tokens of prompt and answer together."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class SlotsAnswer(RootModel[list[Slot]]):
+    pass
+
+
 class PropsAnswer(BaseModel):
     default_generation_settings: GenerationSettings
     total_slots: int

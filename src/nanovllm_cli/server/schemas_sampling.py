@@ -25,6 +25,7 @@ from nanovllm_cli.sampling_params import (
     SamplingParams,
 )
 from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.ports import ServedModel
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     OPEN,
@@ -37,6 +38,7 @@ from nanovllm_cli.server.schemas_common import (
     Unsupported,
     explained,
 )
+from nanovllm_cli.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -59,7 +61,8 @@ def _bounded(name: str) -> Any:
     return Field(default=None, ge=bounds[0], le=bounds[1])
 
 
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)] | Literal[False]
+_MAX_BIASED_TEXTS = STRING_LISTS["bad_words"][0]
 
 
 def _strings(name: str) -> Any:
@@ -121,11 +124,11 @@ class SamplingFields(StrictModel):
     xtc_threshold: float | None = _bounded("xtc_threshold")
     logit_bias: (
         Annotated[
-            dict[
-                Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")],
-                Bias,
-            ]
-            | Annotated[list[Annotated[list[TokenId | Bias | Literal[False]], Field(min_length=2, max_length=2)]], FIRST_ERROR],
+            dict[Annotated[str, _strings("bad_words")], Bias]
+            | Annotated[
+                list[Annotated[list[TokenId | Annotated[str, _strings("bad_words")] | Bias], Field(min_length=2, max_length=2)]],
+                FIRST_ERROR,
+            ],
             BeforeValidator(_few_biases),
         ]
         | None
@@ -175,7 +178,7 @@ class SamplingFields(StrictModel):
     mirostat: Literal[0] | None = None
     dynatemp_range: Literal[0] | None = None
     top_n_sigma: Literal[-1, 0] | None = None
-    n_probs: Literal[0] | None = None
+    n_probs: int | None = Field(default=None, ge=0, le=0)
     truncate_prompt_tokens: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     logits_processors: Unsupported = None
@@ -183,9 +186,9 @@ class SamplingFields(StrictModel):
     kv_transfer_params: Unsupported = None
     lora: Unsupported = None
 
-    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """These fields over a model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens of
-        -1 is no limit, whatever the default is.
+    def sampling(self, model: ServedModel, **more: Any) -> SamplingParams:
+        """These fields over the model's defaults. more: what a route names in its own way; None leaves the default. A max_tokens
+        of -1 is no limit, whatever the default is.
 
         Raises UsageError and ApiError.
         """
@@ -197,10 +200,10 @@ class SamplingFields(StrictModel):
             if value is not None:
                 given[name] = value
         if self.logit_bias is not None:
-            given["logit_bias"] = _biases(self.logit_bias)
+            given["logit_bias"] = _biases(self.logit_bias, model.tokenizer)
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
-        return replace(defaults, **given)
+        return replace(model.default_params, **given)
 
     def form(self) -> tuple[Constraint | None, str | None]:
         """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""
@@ -238,14 +241,23 @@ _SAID_AS_THEY_ARE = [
 ]
 
 
-def _biases(given: dict[str, float] | list[list[Any]]) -> dict[int, float]:
-    """By OpenAI's object, or by llama.cpp's pairs of an id and a bias, where false is never."""
-    if isinstance(given, dict):
-        return {int(token_id): bias for token_id, bias in given.items()}
-    for token_id, _ in given:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise invalid_value("logit_bias: a pair begins with a token's id", "logit_bias")
-    return {token_id: -MAX_LOGIT_BIAS if bias is False else bias for token_id, bias in given}
+def _biases(given: dict[str, float] | list[list[Any]], tokenizer: Tokenizer) -> dict[int, float]:
+    """By OpenAI's object, or by llama.cpp's pairs; a text stands for each of its tokens, and false is never."""
+    pairs: Any = [(_number_in(key), bias) for key, bias in given.items()] if isinstance(given, dict) else given
+    for key, bias in pairs:
+        if isinstance(key, float | bool) or isinstance(bias, str):
+            raise invalid_value("logit_bias: a pair is a token's id, or a text, and a bias", "logit_bias")
+    if sum(isinstance(key, str) for key, _ in pairs) > _MAX_BIASED_TEXTS:
+        raise invalid_value(f"logit_bias: has more than {_MAX_BIASED_TEXTS} texts", "logit_bias")
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        ids = [key] if isinstance(key, int) else tokenizer.encode(key, add_special_tokens=False, parse_special=False)
+        biases |= dict.fromkeys(ids, -MAX_LOGIT_BIAS if bias is False else bias)
+    return biases
+
+
+def _number_in(key: str) -> int | str:
+    return int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else key
 
 
 def _of_format(wanted: ResponseFormat) -> Constraint | None:
