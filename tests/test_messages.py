@@ -70,6 +70,45 @@ def test_tools_have_what_a_template_fails_without() -> None:
     assert template_tools([{"name": "f"}], picky) == [{"name": "f"}]
 
 
+ALTERNATING = ChatTemplate(
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def said(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def test_texts_of_a_role_in_a_row_are_one_where_the_template_refuses_two() -> None:
+    """Gemma's and Mistral's do; OpenAI's clients may send them, and a call that was cut off leaves them behind."""
+    talk = said(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e"))
+    turns = template_messages(talk, ALTERNATING)
+    assert turns == said(("user", "a\n\nb"), ("assistant", "c\n\nd"), ("user", "e"))
+    assert ALTERNATING.render(turns) == "<user>a\n\nb<assistant>c\n\nd<user>e"
+    assert template_messages(talk, CHATML) == talk
+    named = [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]
+    assert template_messages(named, ALTERNATING) == named
+
+
+def test_a_second_system_is_not_lost() -> None:
+    """gpt-oss' template writes the first alone, DeepSeek-R1's the last."""
+    loses = ChatTemplate("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}")
+    talk = said(("system", "s"), ("system", "t"), ("user", "a"), ("user", "b"))
+    assert template_messages(talk, loses) == said(("system", "s\n\nt"), ("user", "a"), ("user", "b"))
+
+
+def test_a_system_that_the_template_refuses_begins_the_first_users_message() -> None:
+    """As llama.cpp has it. Gemma's authors say so, too."""
+    talk = said(("system", "s"), ("developer", "t"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(talk, ALTERNATING) == said(("user", "s\n\nt\n\na"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(talk, CHATML)[0] == {"role": "system", "content": "s"}
+    alone = said(("system", "s"))
+    assert template_messages(alone, ALTERNATING) == alone
+    amid = said(("user", "a"), ("system", "s"), ("user", "b"))
+    assert template_messages(amid, ALTERNATING)[:1] == amid[:1]
+
+
 def test_developers_are_system_where_the_template_does_not_know_them() -> None:
     developer = [{"role": "developer", "content": "be brief"}]
     assert template_messages(developer, OBJECTS)[0]["role"] == "system"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def test_a_tool_may_leave_out_what_is_optional(name: str, left_out: str) -> None
         tools = template_tools([{"type": "function", "function": said}], template)
         prompt = template.render([{"role": "user", "content": "How is it?"}], tools=tools)
         assert prompt.count("None") == 0
+
+
+@pytest.mark.skipif(not NAMES, reason="the real templates are not here")
+@pytest.mark.parametrize("name", NAMES)
+def test_roles_may_follow_themselves(name: str) -> None:
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
+    words = {"kiwi": "system", "lime": "system", "mango": "user", "nut": "user", "olive": "assistant", "pear": "assistant"}
+    words["quince"] = "user"
+    talk = [{"role": role, "content": word} for word, role in words.items()]
+    prompt = template.render(template_messages(talk, template), tools=[NOW] if name.startswith("Nous") else None)
+    assert set(words) <= set(re.findall("[a-z]+", prompt))
 
 
 ENDS = ("<END>", "<|im_end|>", "<|eot_id|>", "<|call|>", "<｜end▁of▁sentence｜>", "\n")

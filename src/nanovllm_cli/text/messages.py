@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from nanovllm_cli.errors import TemplateError, UnsupportedError, UsageError
@@ -42,7 +43,8 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
 
     Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
     become nine letters where the template insists on it, the same for a call and its result. Where it writes one call a message,
-    each call of several gets a message of its own, and its result behind it.
+    each call of several gets a message of its own, and its result behind it. Where it refuses two messages of a role in a
+    row, or leaves one out, they become one; where it refuses a system's, that is the beginning of the user's behind it.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
@@ -52,7 +54,7 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
     plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
     several = any(len(message.get("tool_calls", ())) > 1 for message in plain)
-    return _one_call_each(plain) if several and writes_one_call(template) else plain
+    return _in_turns(_one_call_each(plain) if several and writes_one_call(template) else plain, template)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -180,6 +182,45 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         apart.append(message if not others else {**message, "tool_calls": [first]})
         waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
     return apart + waiting
+
+
+def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Only texts are put together: a message with more to it than its content stays as it is."""
+    roles = [message["role"] for message in messages]
+    if roles[0] != "system" and not any(role == following for role, following in pairwise(roles)):
+        return messages
+    refused = refused_in_a_row(template)
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last is None or not {**last, **message}.keys() <= {"role", "content"}:
+            turns.append(message)
+        elif (last["role"] == message["role"] and message["role"] in refused) or (
+            (last["role"], message["role"]) == ("system", "user") and "system user" in refused
+        ):
+            turns[-1] = {**message, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            turns.append(message)
+    return turns
+
+
+@lru_cache(maxsize=16)
+def refused_in_a_row(template: ChatTemplate) -> frozenset[str]:
+    """Roles of which a template writes one message, and not two in a row, whether it says so or leaves one out; "system user"
+    where it takes none of a system: tried out."""
+    pairs = {"system": ("su", "ssu"), "user": ("u", "uu"), "assistant": ("uau", "uaau"), "system user": ("u", "su")}
+    refused = {name for name, (one, two) in pairs.items() if _takes_roles(template, one) and not _takes_roles(template, two)}
+    return frozenset(refused | {"system"} if "system user" in refused else refused)
+
+
+def _takes_roles(template: ChatTemplate, initials: str) -> bool:
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": roles[initial], "content": f"needle{place}"} for place, initial in enumerate(initials)]
+    try:
+        prompt = template.render(messages)
+    except TemplateError:
+        return False
+    return all(message["content"] in prompt for message in messages)
 
 
 @lru_cache(maxsize=16)
