@@ -105,8 +105,18 @@ def test_a_system_that_the_template_refuses_begins_the_first_users_message() -> 
     assert template_messages(talk, CHATML)[0] == {"role": "system", "content": "s"}
     alone = said(("system", "s"))
     assert template_messages(alone, ALTERNATING) == alone
-    amid = said(("user", "a"), ("system", "s"), ("user", "b"))
-    assert template_messages(amid, ALTERNATING)[:1] == amid[:1]
+    amid = said(("user", "a"), ("system", "s"), ("user", "b"), ("assistant", "c"), ("system", "t"))
+    assert template_messages(amid, ALTERNATING) == said(("user", "a\n\ns\n\nb"), ("assistant", "c"), ("user", "t"))
+
+
+def test_a_system_amid_a_conversation_is_not_lost() -> None:
+    """Templates of gpt-oss and SmolLM3 leave it out, Qwen3.5's and Mistral's refuse it."""
+    loses = ChatTemplate("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}")
+    talk = said(("system", "s"), ("user", "a"), ("assistant", "b"), ("system", "t"), ("user", "c"), ("system", "v"))
+    expected = said(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "t\n\nc"), ("user", "v"))
+    assert template_messages(talk, loses) == expected
+    assert template_messages(talk, CHATML) == talk
+    assert template_messages(said(("system", "s")), loses) == said(("system", "s"))
 
 
 def test_developers_are_system_where_the_template_does_not_know_them() -> None:

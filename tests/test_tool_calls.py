@@ -140,7 +140,7 @@ def test_a_tool_may_leave_out_what_is_optional(name: str, left_out: str) -> None
 def test_roles_may_follow_themselves(name: str) -> None:
     template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text())
     words = {"kiwi": "system", "lime": "system", "mango": "user", "nut": "user", "olive": "assistant", "pear": "assistant"}
-    words["quince"] = "user"
+    words |= {"quince": "user", "rue": "assistant", "sorrel": "system", "tansy": "user"}
     talk = [{"role": role, "content": word} for word, role in words.items()]
     prompt = template.render(template_messages(talk, template), tools=[NOW] if name.startswith("Nous") else None)
     assert set(words) <= set(re.findall("[a-z]+", prompt))

@@ -44,7 +44,7 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
     become nine letters where the template insists on it, the same for a call and its result. Where it writes one call a message,
     each call of several gets a message of its own, and its result behind it. Where it refuses two messages of a role in a
-    row, or leaves one out, they become one; where it refuses a system's, that is the beginning of the user's behind it.
+    row, or leaves one out, they become one; where it does so with a system's, that is the beginning of the user's behind it.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
@@ -187,30 +187,41 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
     """Only texts are put together: a message with more to it than its content stays as it is."""
     roles = [message["role"] for message in messages]
-    if roles[0] != "system" and not any(role == following for role, following in pairwise(roles)):
+    if "system" not in roles and not any(role == following for role, following in pairwise(roles)):
         return messages
-    refused = refused_in_a_row(template)
+    refused = refused_turns(template)
     turns: list[dict[str, Any]] = []
-    for message in messages:
-        last = turns[-1] if turns else None
-        if last is None or not {**last, **message}.keys() <= {"role", "content"}:
-            turns.append(message)
-        elif (last["role"] == message["role"] and message["role"] in refused) or (
-            (last["role"], message["role"]) == ("system", "user") and "system user" in refused
-        ):
-            turns[-1] = {**message, "content": f"{last['content']}\n\n{message['content']}"}
-        else:
-            turns.append(message)
+    for place, message in enumerate(messages):
+        turn = message
+        if message["role"] == "system" and 0 < place == len(messages) - 1 and "later system" in refused:
+            turn = {**message, "role": "user"}
+        while turns and _are_one(turns[-1], turn, refused, at_start=len(turns) == 1):
+            turn = {**turn, "content": f"{turns.pop()['content']}\n\n{turn['content']}"}
+        turns.append(turn)
     return turns
 
 
+def _are_one(first: Mapping[str, Any], second: Mapping[str, Any], refused: frozenset[str], *, at_start: bool) -> bool:
+    if not {*first, *second} <= {"role", "content"}:
+        return False
+    if first["role"] == second["role"]:
+        return first["role"] in refused
+    return (first["role"], second["role"]) == ("system", "user") and ("first" if at_start else "later") + " system" in refused
+
+
 @lru_cache(maxsize=16)
-def refused_in_a_row(template: ChatTemplate) -> frozenset[str]:
-    """Roles of which a template writes one message, and not two in a row, whether it says so or leaves one out; "system user"
-    where it takes none of a system: tried out."""
-    pairs = {"system": ("su", "ssu"), "user": ("u", "uu"), "assistant": ("uau", "uaau"), "system user": ("u", "su")}
-    refused = {name for name, (one, two) in pairs.items() if _takes_roles(template, one) and not _takes_roles(template, two)}
-    return frozenset(refused | {"system"} if "system user" in refused else refused)
+def refused_turns(template: ChatTemplate) -> frozenset[str]:
+    """What a template refuses or leaves out, by trying: roles of which it writes one message and not two in a row; "first
+    system", where it takes none of a system; "later system", where it takes one at the beginning alone."""
+    tried = {
+        "system": ("su", "ssu"),
+        "user": ("u", "uu"),
+        "assistant": ("uau", "uaau"),
+        "first system": ("u", "su"),
+        "later system": ("suau", "suasu"),
+    }
+    refused = {name for name, (one, other) in tried.items() if _takes_roles(template, one) and not _takes_roles(template, other)}
+    return frozenset(refused | {"system", "later system"} if "first system" in refused else refused)
 
 
 def _takes_roles(template: ChatTemplate, initials: str) -> bool:
