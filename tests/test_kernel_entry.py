@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from numba import carray
+from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import forked
@@ -158,6 +160,43 @@ def test_without_a_folder_numba_decides(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     with entry._alone_with(negate._function) as ours:
         assert ours
+
+
+@pytest.mark.parametrize("reason", ["no place", "full disk"])
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container whose file systems may only be read; a disk without room, which shows when a file is written."""
+    monkeypatch.setattr(entry, "_keeps", True)
+    if reason == "no place":
+        monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", caching.CacheImpl._locator_classes[:1])
+    else:
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+        def save(self: object, key: object, data: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", save)
+    kernels = [Kernel(negate._function), Kernel(negate._function)]
+    assert [negated("f", each) for each in kernels] == [(0, [-1, -2, -100])] * 2
+    assert not entry.keeps()
+    [said] = caplog.messages
+    assert said.startswith(f"compiled kernels can't be kept in {numba.config.CACHE_DIR}")
+    assert ("No space left on device" in said) is (reason == "full disk")
+
+
+def test_a_fault_of_the_compiler_is_none_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(entry, "cfunc", broken)
+    with pytest.raises(RuntimeError, match="of ours"):
+        negated("f", Kernel(negate._function))
+    assert entry.keeps()
 
 
 THREADS = """

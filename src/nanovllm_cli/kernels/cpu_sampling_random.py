@@ -5,9 +5,13 @@ Addresses and counts only; the caller has checked them.
 
 from __future__ import annotations
 
-import numpy as np
-from numba import carray, njit
+from functools import cache
+from typing import Any
 
+import numpy as np
+from numba import carray, types
+
+from nanovllm_cli.kernels.entry import PROTOTYPE, compile_once
 from nanovllm_cli.kernels.simd import typed_pointer
 
 _ROUNDS = 10
@@ -15,9 +19,20 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def philox4x32(counters, keys, count):
+def philox4x32(counters: int, keys: int, count: int) -> None:
     """counters [4, B], 32-bit words in uint64, become the result; keys [2, B] likewise."""
+    call, _ = _compiled()
+    call(counters, keys, count)
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """What calls it, and what must live as long as that."""
+    made = compile_once(_philox4x32, types.void(types.int64, types.int64, types.int64), error_model="numpy")
+    return PROTOTYPE(made.address), made
+
+
+def _philox4x32(counters, keys, count):
     words = carray(typed_pointer(counters, np.uint64(0)), (4, count))
     key = carray(typed_pointer(keys, np.uint64(0)), (2, count))
     for i in range(count):

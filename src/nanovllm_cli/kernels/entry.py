@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -51,8 +52,9 @@ ALIGNMENT = 8
 """Of arguments, whose bytes are a multiple of it."""
 LOCK_SECONDS = 120.0
 """That a process waits for another one, which takes seconds, before it compiles for itself and keeps nothing."""
+logger = logging.getLogger(__name__)
 _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
-_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 PIECES = 8
 """Of a thread's part of the tasks: so many times each thread asks for more, by an instruction that takes some 20 ns."""
 _LINE = 64
@@ -84,7 +86,7 @@ class Kernel:
     def _compile(self, tags: str, num_ints: int, num_floats: int) -> tuple[Any, int, struct.Struct]:
         members = [*(TAG_TYPES[tag] for tag in tags), *[types.int64] * num_ints, *[types.float64] * num_floats]
         signature = types.void(types.CPointer(types.Tuple(members)), types.int64, types.int64)
-        compiled = _compile_once(self._function, signature, **self._options)
+        compiled = compile_once(self._function, signature, **self._options)
         return compiled, int(compiled.address), struct.Struct(f"@{tags}{num_ints}q{num_floats}d0q")
 
 
@@ -102,20 +104,40 @@ def replay(steps: int, count: int) -> None:
     with _turn:
         if not _replay:
             numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
-            compiled = _compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
+            compiled = compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
             team = np.zeros((1 + numba.config.NUMBA_NUM_THREADS) * _LINE // 8, np.int64)
-            _replay.extend((_PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
+            _replay.extend((PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
         _replay[0](steps, count, _replay[1])
 
 
+_keeps = True
 _turn = threading.Lock()
 _replay: list[Any] = []
 
 
-def _compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
-    """Compiled for the signature, or loaded from the cache."""
-    with _alone_with(function) as ours:
-        return cfunc(signature, cache=ours, **options)(function)
+def compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
+    """A cfunc, compiled for the signature or loaded from the cache. Where nothing can be kept (a disk that is full or only to be
+    read) that is said, and it is compiled all the same."""
+    global _keeps
+    if _keeps:
+        try:
+            with _alone_with(function) as ours:
+                return cfunc(signature, cache=ours, **options)(function)
+        except (OSError, RuntimeError) as failure:
+            if isinstance(failure, RuntimeError) and "no locator available" not in str(failure):
+                raise
+            _keeps = False
+            why = f": {failure.strerror}" if isinstance(failure, OSError) else ""
+            logger.warning(
+                "compiled kernels can't be kept in %s%s; each run compiles them anew, until NUMBA_CACHE_DIR names another place",
+                numba.config.CACHE_DIR, why,
+            )  # fmt: skip
+    return cfunc(signature, **options)(function)
+
+
+def keeps() -> bool:
+    """Whether all that was compiled so far is in the cache."""
+    return _keeps
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from nanovllm_cli.kernels.entry import compile_once
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
 from nanovllm_cli.kernels.simd import VECTORS, named, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
@@ -84,7 +85,7 @@ def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
     def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
         _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
 
-    return cfunc(_SIGNATURE, cache=True, error_model="numpy")(unpack_points)
+    return compile_once(unpack_points, _SIGNATURE, error_model="numpy")
 
 
 @njit(nogil=True, error_model="numpy")

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, integer
+from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -85,5 +85,7 @@ def _marker(*kinds: torch.dtype | str) -> Path:
 
 
 def _mark(marker: Path) -> None:
+    if not entry.keeps():
+        return
     with contextlib.suppress(OSError):  # a cache that can't be written: numba compiles again next time, and says nothing either
         marker.touch()
