@@ -429,6 +429,7 @@ def test_a_disk_that_refuses_does_not_end_the_conversation(tmp_path: Path) -> No
     assert len(done.out.splitlines()) == 6
     assert done.code == 1
     assert "nothing is kept from here on" in done.err.splitlines()[0]
+    assert done.err.splitlines()[1] == "hint: --no-save asks for nothing to be kept"
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,18 @@ def test_without_a_model_the_last_runs_is_continued(tmp_path: Path) -> None:
     assert nanovllm(tmp_path, "run", "-q", "--continue", "-n", "3").out == "one\n"
     assert nanovllm(tmp_path, "run", "-q", "--continue", "-p", " two", stdin="").out == "oneoneone two\n"
     assert nanovllm(tmp_path, "run", "-q", "tiny", "--continue").code == 2, "a model that is named is taken"
+    words = nanovllm(tmp_path, "run", "--continue", "missing", "that's", "all")
+    assert (words.code, words.err.splitlines()[-1]) == (
+        3, "hint: without MODEL the prompt stands behind -p: nanovllm run --continue -p 'missing that'\"'\"'s all'",
+    )  # fmt: skip
+
+
+def test_nothing_to_continue_where_nothing_could_be_kept(tmp_path: Path) -> None:
+    nowhere = nanovllm(tmp_path, "run", "--continue", XDG_STATE_HOME="/proc/self")
+    assert nowhere.err.splitlines() == [
+        "error: there is no run to continue",
+        "hint: nothing can be kept in /proc/self/nanovllm; XDG_STATE_HOME names another place",
+    ]
 
 
 def test_short_flags_take_an_equals_sign_as_long_ones_do(tmp_path: Path) -> None:

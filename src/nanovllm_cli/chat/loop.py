@@ -158,9 +158,8 @@ class Chat:
             session.close()
             self.session = None
             self.failure = self.failure or error
-            self.display.fail(
-                f"nothing is kept from here on: {error.message}", "/save keeps all of it once that is mended"
-            )
+            hint = "/save keeps all of it once that is mended" if self.interactive else "--no-save asks for nothing to be kept"
+            self.display.fail(f"nothing is kept from here on: {error.message}", hint)
 
     # ---- the conversation ----
 

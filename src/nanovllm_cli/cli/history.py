@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,19 @@ def load() -> LastRun:
         if not _is_whole(run):
             raise ValueError("unexpected fields")
     except FileNotFoundError as failure:
-        raise UsageError("there is no run to continue", "run something first, without --continue") from failure
+        raise UsageError("there is no run to continue", _why_none(path)) from failure
     except (OSError, ValueError, TypeError) as failure:
         raise UsageError(
             f"the last run in {path} cannot be read: {failure}", "start anew, without --continue"
         ) from failure
     return run
+
+
+def _why_none(path: Path) -> str:
+    there = next(folder for folder in path.parents if folder.exists())
+    if not os.access(there, os.W_OK):
+        return f"nothing can be kept in {path.parent}; XDG_STATE_HOME names another place"
+    return "run something first, without --continue"
 
 
 def _is_whole(run: LastRun) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.unused import refuse_two_switches, sampling_notes
-from nanovllm_cli.errors import RequestError, UsageError
+from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Answering
@@ -89,9 +90,15 @@ def run(
         config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
         def answerer() -> Answerer:
-            return open_local(
-                name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs
-            )
+            try:
+                return open_local(
+                    name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs
+                )
+            except ModelNotFoundError as error:
+                if last is not None and name == model_word:
+                    words = shlex.quote(" ".join([name, *spoken]))
+                    error.hint = f"without MODEL the prompt stands behind -p: nanovllm run --continue -p {words}"
+                raise
 
     def opened() -> Answerer:
         found = answerer()
@@ -106,6 +113,7 @@ def run(
         system=system,
         path=_path(output.output),
         last=last,
+        model_word=None if model.model or endpoint is not None else model_word,
     )
     if prompt.batch is not None:
         settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
@@ -117,7 +125,7 @@ def run(
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What the options come to, once they are checked. answerer: opens whoever answers, which may take long. given: fields of
-    SamplingParams. last: the run to go on from."""
+    SamplingParams. last: the run to go on from. model_word: the argument that names the model, if one does."""
 
     answerer: Callable[[], Answerer]
     words: list[str]
@@ -125,6 +133,7 @@ class _Asked:
     system: str | None
     path: Path | None
     last: history.LastRun | None
+    model_word: str | None
 
 
 def _remote(
@@ -151,7 +160,8 @@ def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen
     last = asked.last
     text = inputs.assemble(asked.words, prompt.file or [], screen)
     if not text and last is None:
-        raise UsageError("there is no prompt", f"{EXAMPLE}; nanovllm chat is the conversation")
+        taken = f": {asked.model_word!r} is taken for the model" if " " in (asked.model_word or "") else ""
+        raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
