@@ -16,6 +16,7 @@ import pytest
 
 import chat_driver
 from nanovllm_cli.chat.flow import text_width
+from nanovllm_cli.chat.keys import AnswerKeys
 from nanovllm_cli.chat.surface import Status
 from nanovllm_cli.chat.toolbar import toolbar
 from tmux import Tmux
@@ -249,6 +250,26 @@ def test_what_is_typed_while_a_model_is_loaded_is_sent_to_it(start: Start) -> No
     chat.expect_received("early")
     chat.press("C-c", "C-d")
     chat.is_whole(0)
+
+
+def test_what_is_entered_before_the_keyboard_is_watched_was_entered() -> None:
+    """While Python starts, the terminal makes a new line of Enter, which at the prompt is another key."""
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, b"one\rtwo\rhal")
+        keys = AnswerKeys(theirs)
+        keys.watch()
+        os.write(ours, b"f\r")
+        time.sleep(0.05)
+        assert keys.take() == b"one\rtwo\rhalf\r"
+        keys.release()
+        os.write(ours, b"\x04")
+        keys.watch()
+        assert keys.take() == b"\x04"
+        keys.release()
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_thinking_is_folded_and_shown(start: Start) -> None:

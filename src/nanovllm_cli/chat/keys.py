@@ -15,7 +15,7 @@ import termios
 from types import FrameType
 from typing import Any
 
-CTRL_T = b"\x14"
+CTRL_D, CTRL_T = b"\x04", b"\x14"
 _MAX_TYPED = 1 << 24
 _PASTE_ON, _PASTE_OFF = b"\x1b[?2004h", b"\x1b[?2004l"
 _PASTE_BEGINS, _PASTE_ENDS = b"\x1b[200~", b"\x1b[201~"
@@ -40,6 +40,7 @@ class AnswerKeys:
             except termios.error:
                 return
             self._after_stop = signal.signal(signal.SIGCONT, self._watch_again)
+            self._take_lines()
         self._set_quiet()
 
     def poll(self) -> int:
@@ -69,6 +70,14 @@ class AnswerKeys:
         self._write(_PASTE_OFF)
         with contextlib.suppress(termios.error):
             termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
+
+    def _take_lines(self) -> None:
+        """What was entered before the first `watch`: the terminal has made a new line of each Enter, an end of Ctrl-D."""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            line = self._read(0)
+            self._typed += line.replace(b"\n", b"\r") or CTRL_D
+            if not line:
+                return
 
     def _read(self, seconds: float) -> bytes:
         """What comes within so many seconds, perhaps nothing."""
