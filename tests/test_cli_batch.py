@@ -167,7 +167,9 @@ def test_the_input_is_not_overwritten_by_a_slip(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "say one"})
     refused = nanovllm(tmp_path, "run", "tiny", "--batch", "in.jsonl", "-o", "in.jsonl")
     assert refused.code == 2
+    assert "are kept" not in refused.err, "there are none"
     assert lines_of((tmp_path / "in.jsonl").read_text()) == [{"prompt": "say one"}]
+    assert [path.name for path in tmp_path.glob("in*")] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

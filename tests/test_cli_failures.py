@@ -148,6 +148,8 @@ BAD_USAGE = {
     "run tiny -o '' hi": "-o needs the name of a file",
     "rum tiny hi": "no such command 'rum'\nhint: did you mean run?",
     "pull qwen3": "no such command 'pull'\nhint: here it is nanovllm models pull",
+    "models rm tiny": "tiny comes with the package, and stays",
+    "completion": "missing argument 'SHELL': bash, zsh, fish",
     "ps": "no such command 'ps'\nhint: nothing stays in memory",
     "quantize in.gguf out q4_k": "got unexpected extra argument(s) (out q4_k)\nhint: here it is nanovllm quantize MODEL",
     "tiny hi": "no such command 'tiny'\nhint: commands: ",

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from nanovllm_cli.cli.command import (
 from nanovllm_cli.cli.command_tree import Page, page
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.log import screen_for
-from nanovllm_cli.cli.options import MessageOptions
+from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, SamplingOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.settings import (
     PROJECT_FILE,
@@ -240,8 +240,16 @@ def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str
         if words[0].lower() not in _SWITCH:
             raise UsageError(f"{key} is a switch: {words[0]!r} is neither true nor false")
         value = _SWITCH[words[0].lower()]
-    param.process_value(ctx, as_words(value))
+    _refuse_out_of_bounds(param.name, param.process_value(ctx, as_words(value)))
     return value
+
+
+def _refuse_out_of_bounds(name: str, value: Any) -> None:
+    """Raises UsageError for what is of the right type and still more or less than any command could use."""
+    if name in {each.name for each in fields(SamplingOptions)}:
+        SamplingOptions(**{name: value}).given()
+    elif name in {each.name for each in fields(EngineOptions)} and not isinstance(value, list | tuple):  # bench takes several
+        EngineOptions(**{name: value}).config(ModelOptions())
 
 
 def _number(word: str) -> Any:

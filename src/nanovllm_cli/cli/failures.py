@@ -99,7 +99,7 @@ def _command_hint(error: Any, ctx: Any, commands: list[str]) -> str:
 
 def _sentence(message: str) -> str:
     """The parser's message as ours are: no capital, no full stop, not the name of a Python exception."""
-    message = message.strip().removesuffix(".").replace(": Value error, ", ": ")
+    message = " ".join(message.split()).removesuffix(".").replace(": Value error, ", ": ").replace(". Choose from:", ":")
     for theirs, ours in _NUMBERS.items():
         message = message.replace(theirs, ours)
     return message[:1].lower() + message[1:]

@@ -234,9 +234,12 @@ def _agreed(found: Removal, screen: Console) -> bool:
 
 def hub_name(name: str) -> HubName:
     """A name that can be looked up in the cache. Raises UsageError for paths: they are not the cache's."""
+    from nanovllm_cli.weights.aliases import BUNDLED
     from nanovllm_cli.weights.source import meaning
 
     meant = meaning(name)
+    if name == BUNDLED:
+        raise UsageError(f"{name} comes with the package, and stays", "nanovllm models list shows what came from the hub")
     if isinstance(meant, Path):
         raise UsageError(f"{name} is not in the cache but at {meant}", "name org/repo, or a short name")
     return meant

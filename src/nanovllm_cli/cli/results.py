@@ -69,8 +69,10 @@ class Results:
 
     @property
     def kept_in(self) -> Path | None:
-        """Where an interrupted batch leaves its results, while it has not come to its end."""
-        return self._journal_path if self._journal is not None and not self._finished else None
+        """Where an interrupted batch leaves its results, if it has any and has not come to its end."""
+        if self._journal is None or self._finished or os.fstat(self._journal).st_size == 0:
+            return None
+        return self._journal_path
 
     def has(self, position: int) -> bool:
         return self._lines[position] is not None
