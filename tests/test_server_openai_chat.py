@@ -361,6 +361,7 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
         ("logit_bias", [["ab", 2.5], ["7", -1], [65, 3]], "logit_bias", {64: 2.5, 65: 3.0, 22: -1.0}),
         ("logit_bias", {}, "logit_bias", {}),
         ("lora", [], "temperature", 1.0),
+        ("top_logprobs", 0, "logprobs", None),
         ("bad_words", ["no"], "bad_words", ("no",)),
         ("allowed_token_ids", [1, 2], "allowed_token_ids", (1, 2)),
         ("seed", 7, "seed", 7),

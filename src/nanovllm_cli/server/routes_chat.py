@@ -69,7 +69,7 @@ async def _generation(
 
 async def asked_of(body: ChatRequest, model: ServedModel, context: ServerContext) -> ChatAsked:
     """What a request means with this model. Raises ApiError and UsageError."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs needs logprobs: true", "top_logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs does not go with stream", code="unsupported", param="prompt_logprobs")
