@@ -1,7 +1,9 @@
-"""compressed-tensors checkpoints: written and read back by the library itself, and what is refused."""
+"""compressed-tensors checkpoints: packed by hand from the library's description, and where it is installed written and read back
+by the library itself; and what is refused."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import torch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.quant.format import Blocks, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows
-from quantized_checkpoints import NAME, Tensors, check_refused, module, open_quantized, read_weight, small_slices, write
+from quantized_checkpoints import (
+    NAME, Tensors, check_refused, e4m3, e4m3_codes, module, open_quantized, packed, read_weight, small_slices, write,
+)  # fmt: skip
 
-pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (pip install -e '.[peers]')")
-
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None,
+    reason="compressed-tensors is not installed (pip install -e '.[peers]')",
+)
 WEIGHT = f"{NAME}.weight"
 INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
@@ -51,23 +54,69 @@ def scale_shape(weights: dict[str, Any], rows: int, columns: int) -> tuple[int, 
 def compress(
     layout: str, weights: dict[str, Any], rows: int, columns: int, dtype: torch.dtype
 ) -> tuple[Tensors, np.ndarray]:
+    """A module's tensors, packed by hand, and the weight that they stand for, float64."""
+    random = np.random.default_rng(11)
+    scales = (0.8 + random.random(scale_shape(weights, rows, columns))) * 2 / largest_code(weights)
+    tensors = {"weight_scale": torch.from_numpy(scales).to(dtype)}
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        if weights["strategy"] == "block":
+            return np.repeat(np.repeat(values, 128, 0), 128, 1)[:rows, :columns]
+        return np.repeat(values, columns // values.shape[1], 1) if values.ndim == 2 else values
+
+    numbers = spread(tensors["weight_scale"].double().numpy())
+    if weights["type"] == "float":
+        codes = e4m3_codes(random, rows, columns)
+        return {"weight": torch.from_numpy(codes).view(torch.float8_e4m3fn)} | tensors, e4m3(codes) * numbers
+    bits, half = weights["num_bits"], 2 ** (weights["num_bits"] - 1)
+    codes = random.integers(-half, half, (rows, columns))
+    zeros = random.integers(-half, half, scales.shape) * (not weights["symmetric"])
+    if layout == "pack-quantized":
+        tensors["weight_packed"] = torch.from_numpy(packed((codes + half).T, bits).T.copy())
+        tensors["weight_shape"] = torch.tensor([rows, columns])
+    else:
+        tensors["weight"] = torch.from_numpy(codes.astype(np.int8))
+    if not weights["symmetric"]:
+        stored = packed(zeros + half, bits) if layout == "pack-quantized" else zeros.astype(np.int8)
+        tensors["weight_zero_point"] = torch.from_numpy(stored)
+    return tensors, (codes - spread(zeros)) * numbers
+
+
+def by_the_library(
+    layout: str, weights: dict[str, Any], rows: int, columns: int, dtype: torch.dtype
+) -> tuple[Tensors, np.ndarray]:
     """A module's tensors as the library writes them, and the weight as it reads them, float64."""
     generator = torch.Generator().manual_seed(11)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    compressor = BaseCompressor.get_value_from_registry(layout)
     weight = torch.randn(rows, columns, generator=generator).to(dtype)
     shape = scale_shape(weights, rows, columns)
-    largest = 448 if weights["type"] == "float" else 2 ** (weights["num_bits"] - 1)
     tensors = {
         "weight": weight,
-        "weight_scale": ((0.8 + torch.rand(shape, generator=generator)) * 2 / largest).to(dtype),
+        "weight_scale": ((0.8 + torch.rand(shape, generator=generator)) * 2 / largest_code(weights)).to(dtype),
     }
     if not weights["symmetric"]:
         half = 2 ** (weights["num_bits"] - 1)
         tensors["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator, dtype=torch.int8)
+    compressor, scheme = library(layout, weights)
     stored = compressor.compress(tensors, scheme)
+    return stored, read_by_the_library(stored, layout, weights)
+
+
+def read_by_the_library(stored: Tensors, layout: str, weights: dict[str, Any]) -> np.ndarray:
+    compressor, scheme = library(layout, weights)
     exact = {name: tensor.double() if name == "weight_scale" else tensor for name, tensor in stored.items()}
-    return stored, compressor.decompress(exact, scheme)["weight"].double().numpy()
+    return compressor.decompress(exact, scheme)["weight"].double().numpy()
+
+
+def library(layout: str, weights: dict[str, Any]) -> tuple[Any, Any]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    return BaseCompressor.get_value_from_registry(layout), scheme
+
+
+def largest_code(weights: dict[str, Any]) -> int:
+    return 448 if weights["type"] == "float" else 2 ** (weights["num_bits"] - 1)
 
 
 def integers(bits: int, strategy: str, group: int | None = None, symmetric: bool = True) -> dict[str, Any]:
@@ -137,17 +186,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, tuple[int, in
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("make", [compress, pytest.param(by_the_library, marks=needs_library)])
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_the_library(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_equal_to_what_was_written(case: str, make: Any, tmp_path: Path, monkeypatch: Any) -> None:
     small_slices(monkeypatch)
     layout, weights, inputs, shape, form = CASES[case]
-    tensors, expected = compress(layout, weights, *shape, torch.bfloat16)
+    tensors, expected = make(layout, weights, *shape, torch.bfloat16)
     reader = open_quantized(write(tmp_path, module(tensors), settings(layout, weights, inputs)))
     assert reader.names() == {WEIGHT}
     assert reader.shape(WEIGHT) == shape
     assert reader.format(WEIGHT) == form
     assert reader.num_bytes(WEIGHT) == sum(tensor.nbytes for tensor in tensors.values())
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("case", CASES)
+def test_the_library_reads_what_is_packed_by_hand(case: str) -> None:
+    layout, weights, _, shape, _ = CASES[case]
+    tensors, expected = compress(layout, weights, *shape, torch.bfloat16)
+    np.testing.assert_allclose(read_by_the_library(tensors, layout, weights), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -159,6 +217,7 @@ def test_scales_keep_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6, atol=0)
 
 
+@needs_library
 def test_mxfp4(tmp_path: Path, monkeypatch: Any) -> None:
     small_slices(monkeypatch)
     weights = {
@@ -169,8 +228,7 @@ def test_mxfp4(tmp_path: Path, monkeypatch: Any) -> None:
         "symmetric": True,
         "dynamic": False,
     }
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights, scale_dtype=torch.uint8))
-    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    compressor, scheme = library("mxfp4-pack-quantized", weights | {"scale_dtype": torch.uint8})
     generator = torch.Generator().manual_seed(1)
     scales = 2.0 ** torch.randint(-9, 3, (140, 3), generator=generator)
     weight = torch.randn(140, 96, generator=generator) * 6 * scales.repeat_interleave(32, 1)
