@@ -16,7 +16,17 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.quant.format import Blocks, Fp8, Integer
 from nanovllm_cli.quant.rows import Fp8Rows
 from quantized_checkpoints import (
-    NAME, Tensors, check_refused, e4m3, e4m3_codes, module, open_quantized, packed, read_weight, small_slices, write,
+    NAME,
+    Tensors,
+    check_refused,
+    e4m3,
+    e4m3_codes,
+    module,
+    open_quantized,
+    packed,
+    read_weight,
+    small_slices,
+    write,
 )  # fmt: skip
 
 needs_library = pytest.mark.skipif(
