@@ -82,6 +82,7 @@ OUTSIDE = {
     "a mutation": "{% set x = [] %}{{ x.append(1) }}",
     "a namespace's insides": "{% set ns = namespace(__class__=1) %}",
     "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
+    "a sum of lists": "{{ [[1], [2]] | sum(start=[]) }}",
     "lorem ipsum": "{{ lipsum(n=1000000) }}",
     "loading attributes": "{{ ('' | attr('__class__')).x }}",
 }
@@ -141,6 +142,15 @@ def test_a_long_conversation_is_no_attack() -> None:
     )
     messages = [{"role": "user", "content": "word " * 2000}] * 300  # 3 MB
     assert len(ChatTemplate(source).render(messages)) > 2_900_000
+
+
+def test_what_is_metered_is_computed_as_python_does() -> None:
+    source = (
+        "{{ 'a\tb'.expandtabs() }}|{{ 'a\tb'.expandtabs(4) }}|{{ 'a\tb'.expandtabs(tabsize=2) }}|{{ 'a'.center(3) }}|"
+        "{{ 'a\nb' | indent('--') }}|{{ {'a': 1} == {'a': 1} }}|{{ [1, 2] | sum }}|{{ '%5.1f' % 2.25 }}|{{ 3 * 'ab' }}"
+    )
+    python = ["a\tb".expandtabs(), "a\tb".expandtabs(4), "a\tb".expandtabs(2), " a ", "a\n--b", "True", "3", "  2.2", "ababab"]
+    assert ChatTemplate(source).render([]).split("|") == python
 
 
 def test_one_rendering_does_not_use_up_anothers_budget() -> None:

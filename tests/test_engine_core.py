@@ -214,6 +214,19 @@ def test_an_output_has_all_that_came_since_the_last_one() -> None:
     engine.add("a", [1], GREEDY)
 
 
+def test_an_output_is_of_the_moment_at_which_it_was_taken() -> None:
+    engine, _ = make_engine()
+    engine.add("with", [1], SamplingParams(temperature=0.0, max_tokens=3, logprobs=1))
+    engine.add("without", [1], SamplingParams(temperature=0.0, max_tokens=3))
+    engine.step()
+    first = {output.request_id: output.outputs[0] for output in engine.step()}
+    drain(engine)
+    for answer in first.values():
+        assert (len(answer.token_ids), len(answer.delta_ids)) == (2, 1)
+    assert (len(first["with"].logprobs or ()), len(first["with"].delta_logprobs or ())) == (2, 1)
+    assert (first["without"].logprobs, first["without"].delta_logprobs) == (None, None)
+
+
 def test_a_finished_request_that_nobody_takes_can_be_dropped() -> None:
     engine, _ = make_engine()
     engine.add("a", [1], SamplingParams(temperature=0.0, max_tokens=1))

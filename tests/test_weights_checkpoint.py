@@ -77,6 +77,14 @@ def test_folder_with_one_gguf_is_that_gguf(tmp_path: Path) -> None:
     assert first_value(tmp_path) == 2
 
 
+def test_beside_safetensors_a_gguf_is_taken_where_no_config_says_what_they_are(tmp_path: Path) -> None:
+    hf(tmp_path, "other.safetensors")
+    gguf_file(tmp_path / "m.gguf")
+    assert first_value(tmp_path) == 1
+    (tmp_path / "config.json").unlink()
+    assert first_value(tmp_path) == 2
+
+
 def test_folder_with_several_ggufs_lists_them(tmp_path: Path) -> None:
     gguf_file(tmp_path / "m-Q4_K_M.gguf")
     gguf_file(tmp_path / "m-Q8_0.gguf")

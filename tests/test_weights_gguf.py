@@ -250,6 +250,7 @@ def test_sampling_defaults_get_their_usual_names(tmp_path: Path) -> None:
         general__sampling__top_k=40,
         general__sampling__penalty_repeat=1.25,
         general__sampling__mirostat=1,
+        another__top_p=0.5,
     )
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.format == "gguf"

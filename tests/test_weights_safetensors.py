@@ -212,6 +212,13 @@ def sharded(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_the_only_index_may_have_any_name(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").rename(tmp_path / "x.safetensors.index.json")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert all(checkpoint.tensor(name).equal(value) for name, value in tensors.items())
+
+
 def change_index(path: Path, change: Any) -> None:
     index = json.loads((path / "model.safetensors.index.json").read_text())
     change(index["weight_map"])

@@ -148,9 +148,7 @@ def stays_inside(name: str) -> bool:
     (the Hugging Face cache's own files are symbolic links that lead out of theirs, and are fine)."""
     windows = PureWindowsPath(name)
     return bool(
-        name
-        and name.isprintable()
-        and not PurePosixPath(name).is_absolute()
+        name.isprintable()
         and not windows.drive
         and not windows.root
         and ".." not in windows.parts
