@@ -60,6 +60,7 @@ def nf4(rows: int, columns: int, block: int, nested: bool) -> tuple[Tensors, np.
     scales[0] = 0  # a block of zeros
     if nested:
         outer, values = random.random(-(-count // 256)).astype(np.float32), random.random(256).astype(np.float32)
+        outer[-1] = 0
         which = random.integers(0, 256, count, np.uint8)
         tensors |= {"weight.nested_absmax": torch.from_numpy(outer), "weight.nested_quant_map": torch.from_numpy(values)}
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
@@ -196,6 +197,12 @@ BAD: dict[str, Case] = {
     "a state that is no JSON": (NESTED | {STATE: text(b"{")}, FOUR, CheckpointError, "not JSON"),
     "a state of many bytes": (
         NESTED | {STATE: torch.zeros(20_000, dtype=torch.uint8)}, FOUR, CheckpointError, "has 20000 bytes",
+    ),
+    "a state with a key twice": (
+        NESTED | {STATE: text(b'{"blocksize": 64, "blocksize": 64}')}, FOUR, CheckpointError, "'blocksize' occurs twice",
+    ),
+    "an offset beyond all numbers": (
+        NESTED | {STATE: text(json.dumps(SAID).replace("0.25", "1e999").encode())}, FOUR, CheckpointError, "nested_offset",
     ),
     "a deep state": (NESTED | {STATE: text(b'{"a":' * 900 + b"1" + b"}" * 900)}, FOUR, CheckpointError, "nested"),
     "a state of floats": (NESTED | {STATE: torch.zeros(4)}, FOUR, CheckpointError, "holds F32"),

@@ -227,32 +227,55 @@ def test_scales_keep_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6, atol=0)
 
 
-@needs_library
-def test_mxfp4(tmp_path: Path, monkeypatch: Any) -> None:
-    small_slices(monkeypatch)
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": True,
-        "dynamic": False,
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+
+
+def mxfp4(rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    """By OCP's Microscaling specification: two E2M1 numbers a byte, the lower half first, and for 32 of them a power of two."""
+    random = np.random.default_rng(1)
+    codes = random.integers(0, 16, (rows, columns))
+    powers = random.integers(118, 130, (rows, columns // 32))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    tensors = {
+        "weight_packed": torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+        "weight_scale": torch.from_numpy(powers.astype(np.uint8)),
     }
-    compressor, scheme = library("mxfp4-pack-quantized", weights | {"scale_dtype": torch.uint8})
+    return tensors, numbers * np.repeat(2.0 ** (powers - 127), 32, 1)
+
+
+def mxfp4_by_the_library(rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    compressor, scheme = library("mxfp4-pack-quantized", MXFP4 | {"scale_dtype": torch.uint8})
     generator = torch.Generator().manual_seed(1)
-    scales = 2.0 ** torch.randint(-9, 3, (140, 3), generator=generator)
-    weight = torch.randn(140, 96, generator=generator) * 6 * scales.repeat_interleave(32, 1)
+    scales = 2.0 ** torch.randint(-9, 3, (rows, columns // 32), generator=generator)
+    weight = torch.randn(rows, columns, generator=generator) * 6 * scales.repeat_interleave(32, 1)
     tensors = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
-    expected = compressor.decompress(dict(tensors), scheme)["weight"].double().numpy()
-    reader = open_quantized(write(tmp_path, module(tensors), settings("mxfp4-pack-quantized", weights)))
+    return tensors, compressor.decompress(dict(tensors), scheme)["weight"].double().numpy()
+
+
+@pytest.mark.parametrize("make", [mxfp4, pytest.param(mxfp4_by_the_library, marks=needs_library)])
+def test_mxfp4(make: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    small_slices(monkeypatch)
+    tensors, expected = make(140, 96)
+    reader = open_quantized(write(tmp_path, module(tensors), settings("mxfp4-pack-quantized", MXFP4)))
     assert reader.format(WEIGHT) == Blocks("MXFP4")
     np.testing.assert_array_equal(read_weight(reader), expected)
 
 
-def test_static_scales_of_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "group"), [("tensor", None), ("channel", -1), ("group", 32)])
+def test_the_groups_say_what_the_strategy_is_where_nothing_else_does(strategy: str, group: int | None, tmp_path: Path) -> None:
+    """As the library's QuantizationArgs has it."""
+    tensors, expected = compress("int-quantized", integers(8, strategy, group), 33, 64, torch.bfloat16)
+    weights = {"num_bits": 8, "type": "int"} | ({} if group is None else {"group_size": group})
+    reader = open_quantized(write(tmp_path, module(tensors), settings("int-quantized", weights)))
+    np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", [FP8_STATIC, {"type": "float"}])
+def test_static_scales_of_inputs(inputs: dict[str, Any], tmp_path: Path) -> None:
+    """The library's defaults: 8 bits, symmetric, not dynamic, one scale a tensor."""
     tensors, expected = compress("float-quantized", floats("tensor"), 31, 33, torch.bfloat16)
     tensors["input_scale"] = torch.tensor([0.25]).bfloat16()
-    reader = open_quantized(write(tmp_path, module(tensors), settings("float-quantized", floats("tensor"), FP8_STATIC)))
+    reader = open_quantized(write(tmp_path, module(tensors), settings("float-quantized", floats("tensor"), inputs)))
     assert reader.names() == {WEIGHT}
     assert reader.format(WEIGHT) == Fp8(0, "static")
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6)
@@ -457,6 +480,37 @@ BAD = {
     "a pattern of what may be missing": bad(PACKED, group(targets=["re:" + "a?" * 40 + "b"]), UnsupportedError, "too long"),
     "ignored, and yet quantized": bad(PACKED, PACK | {"ignore": ["re:.*q_proj"]}, CheckpointError, "to ignore"),
     "ignored by its end": bad(PACKED, PACK | {"ignore": ["q_proj"]}, CheckpointError, "to ignore"),
+    "ignored by most of its name": bad(
+        PACKED, PACK | {"ignore": [NAME.removeprefix("model.")]}, CheckpointError, "to ignore"
+    ),
+    "very many groups": bad(
+        PACKED,
+        PACK | {"config_groups": {str(i): PACK["config_groups"]["group_0"] for i in range(1001)}},
+        CheckpointError,
+        "1 to 1000 groups",
+    ),
+    "one zero point a tensor": bad(
+        WITH_ZEROS,
+        settings("pack-quantized", integers(4, "tensor", symmetric=False)),
+        UnsupportedError,
+        "one zero point a tensor",
+        weight_scale=torch.ones(1),
+    ),
+    "codes above four bits": bad(
+        INT8, settings("int-quantized", integers(4, "channel")), CheckpointError, "4 bits don't hold",
+        weight=torch.full((33, 64), 8, dtype=torch.int8),
+    ),
+    "codes below four bits": bad(
+        INT8, settings("int-quantized", integers(4, "channel")), CheckpointError, "4 bits don't hold",
+        weight=torch.full((33, 64), -9, dtype=torch.int8),
+    ),
+    "mxfp4 with a scale for all": bad(
+        mxfp4(33, 64)[0],
+        settings("mxfp4-pack-quantized", MXFP4),
+        UnsupportedError,
+        "floats of 4 bits",
+        weight_global_scale=torch.ones(1),
+    ),
     "no groups": bad(PACKED, PACK | {"config_groups": {}}, CheckpointError, "config_groups"),
     "a list of groups": bad(PACKED, PACK | {"config_groups": []}, CheckpointError, "config_groups"),
     "sparse": bad(PACKED, PACK | {"sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedError, "sparse"),

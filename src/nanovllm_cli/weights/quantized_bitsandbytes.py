@@ -12,7 +12,6 @@ llm_int8_skip_modules is not needed. int8 weights run with activations as they a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -150,17 +149,15 @@ def _nf4_weight(module: Module) -> Nf4Weight:
     if not torch.equal(values.read(), torch.tensor(NF4)):
         raise values.unsupported("holds other values than NF4's")
     return Nf4Weight(
-        form, (num_rows, width), codes, _scales(module, read, state, num_rows * width // block), values, state
+        form, (num_rows, width), codes, _scales(module, read, num_rows * width // block), values, state
     )
 
 
-def _scales(module: Module, read: ConfigReader, state: Part, count: int) -> Part | NestedScales:
+def _scales(module: Module, read: ConfigReader, count: int) -> Part | NestedScales:
     if not module.has("weight.nested_absmax"):
         return module.part("weight.absmax", FLOAT32, (count,), (count, 1))
     block = read.integer("nested_blocksize")
     offset = read.number("nested_offset", positive=False)
-    if not math.isfinite(offset):
-        raise state.damaged("has a nested_offset that is not a number")
     blocks = -(-count // block)
     values = module.part("weight.nested_quant_map", FLOAT32, (256,))
     if not bool(values.read().isfinite().all()):
