@@ -21,7 +21,15 @@ from nanovllm_cli.cli.output import Console, Stream, one_line
 from nanovllm_cli.cli.program import PROGRAM, build
 from nanovllm_cli.cli.progress_line import duration, size
 from nanovllm_cli.cli.results import Results
-from nanovllm_cli.cli.settings import Settings, as_words, load_settings, project_file
+from nanovllm_cli.cli.settings import (
+    MAX_BYTES,
+    Settings,
+    SettingsFile,
+    as_words,
+    load_settings,
+    project_file,
+    user_file,
+)
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -453,6 +461,20 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def defaults(settings: Settings, command: str, model: str | None) -> dict[str, object]:
     return {name: as_words(origin.value) for name, origin in settings.origins(command, model).items()}
+
+
+def test_a_home_that_is_no_place_of_its_own_is_not_read(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert user_file() == config / "home/nanovllm/config.toml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "home")  # "All paths must be absolute" (XDG Base Directory Specification)
+    assert user_file() is None
+
+
+def test_a_settings_file_has_a_largest_size(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("# " + "x" * (MAX_BYTES - 2))
+    SettingsFile(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text("# " + "x" * (MAX_BYTES - 1))
+    with pytest.raises(UsageError, match="longer than"):
+        SettingsFile(tmp_path / "c.toml")
 
 
 def test_the_nearer_and_the_more_special_setting_wins(config: Path) -> None:

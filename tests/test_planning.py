@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES, size_cache
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.planning import estimate, plan
-from nanovllm_cli.planning.estimate import Speed
+from nanovllm_cli.planning.estimate import Speed, WeightPlan
 from nanovllm_cli.planning.plan import Plan, make_plan
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from quantizing import TINY
@@ -108,6 +109,18 @@ def test_exact_activations_and_small_steps_cost_speed() -> None:
     assert prefill(activations="rounded", dtype="float32") == pytest.approx(prefill())
     reads = planned(["int8"]).formats[0].weight_bytes / 20e9
     assert prefill(max_num_batched_tokens=1) == pytest.approx(1 / reads, rel=0.01), "every token reads the weights again"
+
+
+def test_a_token_takes_as_long_as_reading_or_computing_whichever_is_longer() -> None:
+    facts, weights = planned().facts, WeightPlan("any", 5000, 3000, "int8")
+    slow_memory, slow_sums = Speed(1e-6, {"int8": 1e9}), Speed(1e9, {"int8": 1.0})  # 1000 bytes, 1e9 operations a second
+    assert estimate.decode_rate(facts, weights, 2.0, slow_memory, depth=500) == pytest.approx(1000 / (3000 + 2 * 500))
+    multiplied = 4 * (3 * 256 * 256 + 3 * 256 * 640) + 4096 * 256  # q with k and v, o, the MLP; the head
+    for window, seen in ((None, 500), (100, 100), (900, 500)):
+        blocks = [replace(block, attention=replace(block.attention, window=window)) for block in facts.spec.blocks]
+        windowed = replace(facts, spec=replace(facts.spec, blocks=tuple(blocks)))
+        operations = 2 * multiplied + 4 * 4 * 4 * 64 * seen  # scores and values; layers, heads, dims
+        assert estimate.decode_rate(windowed, weights, 2.0, slow_sums, depth=500) == pytest.approx(1e9 / operations, rel=1e-3)
 
 
 def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,11 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
 
 
 def test_the_first_reading_says_what_is_wrong(tmp_path: Path) -> None:
-    for content, told in (("", "has no key"), ("short", "too short"), ("schlüssel-123", "odd characters")):
+    (tmp_path / "keys").write_text("12345678")
+    assert KeyFile(str(tmp_path / "keys")).keys == ("12345678",)
+    for content, told in (
+        ("", "has no key"), ("1234567", "too short"), ("schlüssel-123", "odd characters"), ("1234\x005678", "odd characters"),
+    ):  # fmt: skip
         (tmp_path / "keys").write_text(content)
         with pytest.raises(UsageError, match=told):
             KeyFile(str(tmp_path / "keys"))

@@ -7,12 +7,13 @@ import random
 from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from nanovllm_cli.engine.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.server.engine_stream import joined
-from nanovllm_cli.server.gate import Turnstile
+from nanovllm_cli.server.gate import Gate, Turnstile
 from nanovllm_cli.server.messages import Embedded, Output
 from nanovllm_cli.server.outbox import LONGEST_HOLD_SECONDS, WRITES_PER_SECOND, Outbox
 from nanovllm_cli.server.protocol import Together
@@ -146,6 +147,13 @@ def test_prompt_logprobs_are_told_once() -> None:
     assert second[0].prompt_logprobs is None
 
 
+def test_outputs_that_are_joined_keep_what_is_told_once() -> None:
+    told = Output(1, [], False, 0, prompt_logprobs=[None, LOGPROBS[0]])
+    both = msgspec.structs.replace(told, finished=True)
+    assert joined(told, Output(1, [], True, 0)) == both
+    assert joined(Output(1, [], False, 0), both) == both
+
+
 def test_a_request_that_only_read_its_prompt_says_nothing() -> None:
     outbox, engine, _ = opened(17)
     engine.put(0, [0])
@@ -185,7 +193,27 @@ def test_all_that_is_told_is_what_was_drawn(seed: int) -> None:
         assert all(piece.finish_reason == "stop" for piece in pieces.values())
 
 
-# ---- the turnstile ----
+# ---- the gate and the turnstile ----
+
+
+def test_a_gate_is_empty_when_the_last_one_has_left() -> None:
+    async def run() -> None:
+        gate = Gate()
+        assert not gate.draining
+        await asyncio.wait_for(gate.drain(), 5)  # nobody is there
+        assert gate.draining
+        gate = Gate()
+        with gate.passing():
+            with gate.passing():
+                drained = asyncio.ensure_future(gate.drain())
+                await asyncio.sleep(0)
+                assert (gate.in_flight, gate.draining) == (2, True)
+            await asyncio.sleep(0)
+            assert (gate.in_flight, drained.done()) == (1, False)
+        await asyncio.wait_for(drained, 5)
+        assert gate.in_flight == 0
+
+    asyncio.run(run())
 
 
 def test_one_passes_in_each_round_and_other_work_comes_between() -> None:
