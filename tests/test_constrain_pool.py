@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm_cli
+from nanovllm_cli.constrain import pool
 from nanovllm_cli.constrain.grammar import check
 from nanovllm_cli.constrain.pool import CheckPool
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
@@ -158,3 +159,26 @@ def test_a_queue_has_an_end_and_who_leaves_takes_nothing_from_others(loop: Loop)
         await pool.check(Constraint("regex", "one more"))
 
     loop(crowd)
+
+
+def test_verdicts_that_were_asked_for_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    async def verdict(self: CheckPool, constraint: Constraint) -> object:
+        tried.append(constraint.text)
+        if tried.count("fails") == 1 and constraint.text == "fails":
+            raise OSError("no child could be started")
+        return pool._Verdict(None, None)
+
+    async def go() -> None:
+        checks = CheckPool()
+        for text in ("a", "\ud800", "a", "c", "a", "\ud800"):
+            await checks.check(Constraint("regex", text))
+        with pytest.raises(OSError, match="no child"):
+            await checks.check(Constraint("regex", "fails"))
+        await checks.check(Constraint("regex", "fails"))
+
+    monkeypatch.setattr(CheckPool, "_tried", verdict)
+    monkeypatch.setattr(pool, "_MAX_KEPT", 2)
+    asyncio.run(go())
+    assert tried == ["a", "\ud800", "c", "\ud800", "fails", "fails"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.planning.facts import parameters
 
 PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
 ORIGINAL = 32
@@ -129,3 +133,15 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
             torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert list(output.outputs[0].token_ids) == expected[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3"])
+def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CASES[case])
+    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp"}
+    counted: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
+    config = CASES[case].to_dict() | {"architectures": [type(model).__name__]}
+    assert +Counter(parameters(spec_from_hf(config, hf_family(config)))) == counted

@@ -23,7 +23,7 @@ from nanovllm_cli.server.engine_stream import EngineStream
 from nanovllm_cli.server.generation import Generator
 from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
-from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked, Timings
+from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked, Timings, Usage
 from nanovllm_cli.text import tokenizer
 from nanovllm_cli.text.answer_format import answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
@@ -191,6 +191,20 @@ def test_an_answer_is_taken_apart(run: Any) -> None:
     assert (call.name, call.arguments) == ("f", '{"a": 1}')
     assert house.usage.completion_tokens == 9
     assert house.usage.cached_tokens == 5
+
+
+def test_tokens_that_gave_nothing_but_reasoning_are_counted(run: Any) -> None:
+    house = House()
+
+    async def usage() -> Usage:
+        async with await house.generator.chat("m", asked(), CALLER) as generation:
+            events = aiter(generation)
+            for text, ids in (("<think>so", (1, 2)), ("!", (3,)), ("</think>", (4,)), ("yes", (5,))):
+                house.engine.streams[0].feed(Output(1, [piece(text, ids, "stop" if text == "yes" else None)], text == "yes", 0))
+                await anext(events)
+            return generation.usage
+
+    assert run(usage()) == Usage(len("<user>hi\n"), 0, 5, 3)
 
 
 def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -> None:
@@ -389,6 +403,17 @@ def test_beside_calls_gbnf_becomes_a_part_of_their_grammar(run: Any) -> None:
     assert beside.kind == "lark"
     assert lark_of_gbnf(gbnf.text) in beside.text
     assert alone == gbnf
+
+
+def test_in_harmony_a_form_is_for_the_message_to_the_user_and_a_call_is_not(run: Any) -> None:
+    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+    house = House([piece("a", finish="stop")], template=template + "{# <|channel|>analysis #}")
+    run(house.chat(asked(form=Constraint("json_schema", "{}"))))
+    run(house.chat(asked(tools=[TOOL], tool_choice="required")))
+    formed, called = (params.reasoning for _, params, *_ in house.engine.asked)
+    assert formed is not None
+    assert called is not None
+    assert (formed.close, called.close) == ("<|channel|>final<|message|>", "<|end|>")
 
 
 def test_an_answer_that_fails_is_an_error_and_everything_is_let_go(run: Any) -> None:
