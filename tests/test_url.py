@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,32 @@ def test_tls_is_checked(tmp_path: Path) -> None:
     assert unknown.code == 1
     assert "certificate" in unknown.err
     assert "SSL_CERT_FILE" in unknown.err
+
+
+class NothingHere(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """The address, without its scheme, of a server that has none of these paths and speaks no TLS."""
+    with http.server.HTTPServer(("127.0.0.1", 0), NothingHere) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_tls_where_none_is_spoken(tmp_path: Path, elsewhere: str) -> None:
+    mistaken = run(tmp_path, f"https://{elsewhere}", *QUIET, "hi")
+    assert mistaken.code == 1
+    assert mistaken.err.endswith("/v1/models: that port does not speak TLS\nhint: try http:// instead of https://\n")
+
+
+def test_an_address_that_is_none_of_an_api(tmp_path: Path, elsewhere: str) -> None:
+    mistaken = run(tmp_path, f"{elsewhere}/v1/chat/completions", *QUIET, "hi")
+    assert mistaken.code == 1
+    assert "lists no model (HTTP 404)\nhint: --url is what stands before /v1" in mistaken.err
 
 
 def test_which_key_counts_and_that_none_is_shown(tmp_path: Path) -> None:
@@ -463,7 +491,7 @@ def test_a_busy_server_is_not_asked_for_ever(tmp_path: Path) -> None:
     for headers, times in ((["Retry-After: 0"], 5), (["Retry-After: 0", "x-should-retry: false"], 1), (["Retry-After: 3600"], 1)):
         with OpenAIServer(refusing("503 Service Unavailable", {"message": "loading"}, *headers)) as server:
             result = run(tmp_path, server, *QUIET, "hi")
-        assert (result.code, "HTTP 503: loading" in result.err) == (1, True)
+        assert (result.code, "HTTP 503: loading\nhint: try again in a while" in result.err) == (1, True)
         assert len(server.replies) == times
 
 

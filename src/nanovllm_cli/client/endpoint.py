@@ -34,6 +34,8 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_MODELS_BYTES = 4 << 20
 KEY_HINT = "give the key by NANOVLLM_API_KEY or OPENAI_API_KEY, or by --api-key"
 RUNNING_HINT = "is it running? nanovllm serve MODEL starts one; --url says where it is"
+_BUSY = (429, 503)
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by OpenSSL's version
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error")
 _TOO_LONG_WORDS = ("maximum context length", "context length exceeded", "exceeds the available context")
 
@@ -83,7 +85,10 @@ class Endpoint:
         except (ValueError, RecursionError, LookupError, TypeError):
             models = []
         if not models:
-            raise ServerError(f"{url} lists no model (HTTP {status})", "name it by --model, if it has one")
+            hint = "name it by --model, if it has one"
+            if status == 404:
+                hint = f"--url is what stands before /v1, such as http://127.0.0.1:8080; if that is right, {hint}"
+            raise ServerError(f"{url} lists no model (HTTP {status})", hint)
         return models
 
     async def stream(
@@ -154,7 +159,7 @@ class Endpoint:
             if _is_too_long(content, text):
                 return DoesNotFitError(text, "shorten the prompt, or ask for a shorter answer by -n")
             return UsageError(f"the server refuses the request: {text}")
-        return ServerError(f"the server failed: HTTP {status}: {text}")
+        return ServerError(f"the server failed: HTTP {status}: {text}", "try again in a while" if status in _BUSY else None)
 
     async def _not_found(self, text: str, model: str) -> NanovllmError:
         try:
@@ -169,6 +174,8 @@ class Endpoint:
         url = url or self.server.url
         if isinstance(failure, HttpError):
             return ServerError(f"{url}: {failure}", "is it an OpenAI-compatible server?")
+        if isinstance(failure, ssl.SSLError) and failure.reason in _NO_TLS:
+            return ServerError(f"{url}: that port does not speak TLS", "try http:// instead of https://")
         if isinstance(failure, ssl.SSLError):
             return ServerError(f"{url}: {lost(failure)}", "SSL_CERT_FILE names a file with certificates to trust")
         if isinstance(failure, ConnectionResetError | BrokenPipeError):
@@ -198,7 +205,7 @@ def _model(entry: Any) -> ServedModel:
 
 def _seconds_to_wait(status: int, headers: Mapping[str, str], attempt: int) -> float | None:
     """Before the same is asked again; None where that is of no use."""
-    if status not in (429, 503) or headers.get("x-should-retry", "").lower() == "false":
+    if status not in _BUSY or headers.get("x-should-retry", "").lower() == "false":
         return None
     try:
         wait = float(headers.get("retry-after", ""))
