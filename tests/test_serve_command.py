@@ -132,6 +132,18 @@ def test_loading_is_told_of_each_model_by_its_name() -> None:
     assert [line.split("  ")[0] for line in shown.getvalue().splitlines()] == ["one: weights", "two: weights"]
 
 
+def test_loading_is_a_line_a_stage_in_a_log() -> None:
+    """Two models that load at once; the first run on a machine compiles for half a minute."""
+    shown = io.StringIO()
+    streams = [Stream(shown, "x", required=False, environ={"TERM": "xterm"}) for _ in range(2)]
+    tell = command._teller(Console(*streams))
+    for done in (0, 5, 10):
+        tell("one", Loading(stage="compiling", done=done, total=10))
+        tell("two", Loading(stage="weights", done=done, total=10, unit="B"))
+    tell("one", Loading(stage="weights", done=0, total=10, unit="B"))
+    assert shown.getvalue() == "one: compiling\ntwo: weights\none: weights\n"
+
+
 def test_keys_come_from_the_option_the_environment_and_a_file(
     parsed: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,15 +187,19 @@ def _id(name: str) -> str:
 
 
 def _teller(screen: Console) -> Callable[[str, Loading], None]:
-    """Loading as the progress line shows it, though it happens in another process."""
+    """Loading as the progress line shows it, though it happens in another process; in a log each stage is a line."""
     progress = ProgressLine(screen)
     at, done = ("", ""), 0
+    logged: dict[str, str] = {}
 
     def tell(name: str, loading: Loading) -> None:
         nonlocal at, done
         if loading.note:
             progress.note(f"{name}: {loading.note}")
             return
+        if not screen.err.is_terminal and logged.get(name) != loading.stage:
+            logged[name] = loading.stage
+            screen.say(f"{name}: {loading.stage}")
         if at != (name, loading.stage):
             at, done = (name, loading.stage), 0
             unit: Any = loading.unit or "tokens"
