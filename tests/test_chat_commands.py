@@ -457,6 +457,17 @@ def test_flags_that_make_no_sense(tmp_path: Path, args: tuple[str, ...], told: s
     assert told in done.err
 
 
+def test_a_message_where_a_models_name_stands_is_pointed_out(tmp_path: Path) -> None:
+    hint = "hint: without MODEL the session's own is taken; a message to it stands behind -p\n"
+    assert hint not in chat(tmp_path, args=("--session", "x", "missing")).err, "there is no session yet"
+    chat(tmp_path, "say hi", args=("-q", "--session", "x", "tiny"))
+    for args in (("--session", "x", "missing"), ("--continue", "missing", "words")):
+        done = chat(tmp_path, args=args)
+        assert (done.code, done.err.endswith(hint)) == (3, True)
+    assert hint not in chat(tmp_path, args=("--continue", "-m", "missing")).err
+    assert chat(tmp_path, args=("-q", "--continue", "-p", "say bye")).out == "bye\n"
+
+
 def test_a_damaged_session_is_refused_and_left_alone(tmp_path: Path) -> None:
     chat(tmp_path, "say hi", args=("-q", "--session", "x", "tiny"))
     path = sessions(tmp_path) / "x.jsonl"

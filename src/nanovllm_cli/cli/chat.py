@@ -32,7 +32,7 @@ from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.cli.unused import refuse_beside, refuse_two_switches, sampling_notes
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
 
 if TYPE_CHECKING:
@@ -183,7 +183,12 @@ def _converse(
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)
-        chat.model.open(source.name(chat.resumed_model))
+        try:
+            chat.model.open(source.name(chat.resumed_model))
+        except ModelNotFoundError as error:
+            if resumed is not None and isinstance(source, _Local) and source.named and not source.options.model:
+                error.hint = "without MODEL the session's own is taken; a message to it stands behind -p"
+            raise
         for note in sampling_notes(ctx, *chat.model.settled(given)):
             screen.say(note, "dim")
         if resumed is not None:
