@@ -66,6 +66,18 @@ def test_blocks_that_somebody_else_uses_take_no_room() -> None:
     assert blocks.num_available == 0
 
 
+def test_what_is_taken_over_counts_from_where_the_prompt_was() -> None:
+    blocks = BlockManager(20, SIZE)
+    whole, late = sequence_of(list(range(13))), sequence_of(list(range(13)))
+    assert blocks.admit(whole, 0)
+    assert blocks.admit(late, 0)
+    compute(blocks, late, 4)
+    compute(blocks, whole, 13)
+    blocks.register(whole)
+    assert blocks.adopt(late) == 8
+    assert late.num_computed == 12
+
+
 def test_behind_a_block_that_was_forgotten_nothing_is_taken_over() -> None:
     blocks = BlockManager(20, SIZE)
     whole = sequence_of(list(range(9)))
@@ -112,6 +124,8 @@ def test_writing_into_a_shared_block_moves_the_writer_and_not_the_others() -> No
         assert copy is not None
         blocks.unpin(copy[0])
     assert blocks.num_used == 1 + 3
+    assert blocks.missing(children[1], 7) == 0  # nor when the copies have been made
+    assert blocks.grow(children[1], 7) is None
     assert len({each.block_table[1] for each in (parent, *children)}) == 3
 
 
