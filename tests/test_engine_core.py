@@ -10,9 +10,10 @@ from concurrent.futures import Future
 import pytest
 
 from fake_model import GREEDY, VOCAB, FakeClock, drain, expected_tokens, make_engine
-from nanovllm_cli.engine.answer import DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
+from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm_cli.engine.plan import Plan, Scheduled
+from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled
+from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.errors import PromptTooLongError, RequestError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -212,6 +213,20 @@ def test_an_output_has_all_that_came_since_the_last_one() -> None:
     with pytest.raises(KeyError):
         engine.take("a")
     engine.add("a", [1], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "error", "kept"),
+    [([5, EOS, 7], "stop", None, 2), ([5, 6, 7, 8], "length", None, 3), ([5, 6], "error", "no logits", 2)],
+)
+def test_an_error_behind_the_end_of_an_answer_is_none(ids: list[int], reason: str, error: str | None, kept: int) -> None:
+    """As a row behind guesses may give it."""
+    request = Request("r", (1,), SamplingParams(max_tokens=3), 4, (EOS,), 0.0)
+    answer = Answer(Sequence(0, request, 0, 0, [1]), (EOS,), None)
+    assert answer.take(Drawn(0, ids, None, "no logits", unmeetable=True)) == kept
+    output = answer.output()
+    assert (output.finish_reason, output.error, output.unmeetable) == (reason, error, error is not None)
+    assert output.token_ids == tuple(ids[:kept])
 
 
 def test_an_output_is_of_the_moment_at_which_it_was_taken() -> None:

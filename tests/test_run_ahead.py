@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,29 @@ def test_what_must_be_looked_at_is_not_run_ahead() -> None:
     engine.add("a", [1, 2], SamplingParams(temperature=0.0, max_tokens=4, logprobs=1))
     drain(engine)
     assert device_of(engine).log == ["submit", "read"] * 4
+    assert not model.violations
+
+
+def test_nobody_is_left_behind_by_those_who_were_in_the_step_before() -> None:
+    engine, model = make_engine(ahead=True, max_num_batched_tokens=2)
+    for name in "abc":
+        engine.add(name, [1], replace(GREEDY, max_tokens=30))
+    for _ in range(40):
+        engine.step()
+    fed = Counter(each.seq_id for plan in model.plans for each in plan.scheduled)
+    assert len(fed) == 3
+    assert max(fed.values()) - min(fed.values()) <= 2
+    assert not model.violations
+
+
+def test_an_urgent_request_does_not_wait_for_those_who_run_ahead() -> None:
+    engine, model = make_engine(ahead=True, policy="priority", max_num_seqs=1)
+    engine.add("low", [1], replace(GREEDY, max_tokens=30), priority=5)
+    for _ in range(4):
+        engine.step()
+    engine.add("urgent", [2], replace(GREEDY, max_tokens=2))
+    ended = [output.request_id for _ in range(6) for output in engine.step() if output.finished]
+    assert ended == ["urgent"]
     assert not model.violations
 
 

@@ -133,6 +133,31 @@ def test_prompts_get_on_and_decodes_take_turns_where_decodes_fill_the_step(budge
     assert max(turns.values()) - min(turns.values()) <= 1
 
 
+def test_a_request_that_lost_its_place_was_scheduled_when_it_first_was() -> None:
+    clock = FakeClock()
+    engine, _ = make_engine(max_num_seqs=1, policy="priority", clock=clock)
+    engine.add("low", [1], params(5), priority=5)
+    engine.step()
+    begun, clock.now = clock.now, clock.now + 7
+    engine.add("urgent", [2], params(2))
+    outputs = drain(engine)
+    assert engine.stats().preemptions == 1
+    assert (outputs["low"].metrics.first_scheduled, outputs["urgent"].metrics.first_scheduled) == (begun, begun + 7)
+
+
+def test_with_one_token_a_step_an_answer_and_a_prompt_take_turns() -> None:
+    engine, model = make_engine(max_num_batched_tokens=1)
+    engine.add("answer", [1], params(100))
+    for _ in range(3):
+        engine.step()
+    engine.add("prompt", [2] * 40, params(1))
+    for _ in range(20):
+        engine.step()
+    turns = [plan.scheduled[0].seq_id for plan in model.plans[-20:]]
+    assert 8 <= turns.count(turns[0]) <= 12
+    assert len(set(turns)) == 2
+
+
 def test_one_token_a_step_is_enough_for_everybody() -> None:
     engine, model = make_engine(num_blocks=12, max_num_batched_tokens=1, max_num_seqs=5)
     asked = {str(index): prompt for index, prompt in enumerate(prompts(12, 20))}
