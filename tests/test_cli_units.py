@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from nanovllm_cli.cli import parsers
+from nanovllm_cli.cli import history, parsers
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.files import WholeFile, stem_of
@@ -200,6 +200,20 @@ def test_what_outputs_are_named_after(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stem_of(".") == stem_of("../model-1.5/") == "model-1.5"
     assert stem_of("..") == tmp_path.name
     assert stem_of("../some-0.5b-00001-of-00003.gguf") == "some-0.5b"
+
+
+def test_a_run_that_cannot_be_kept_leaves_none_before_it_to_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history.save(history.LastRun("tiny", text="one"))
+    assert history.load().text == "one"
+
+    def full(*_: object, **__: object) -> None:
+        raise OutputError("no space left")
+
+    monkeypatch.setattr(history, "write_whole", full)
+    history.save(history.LastRun("tiny", text="two"))
+    with pytest.raises(UsageError, match="there is no run to continue"):
+        history.load()
 
 
 def test_messages_stay_on_one_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,13 +34,15 @@ def last_run_file() -> Path:
 
 
 def save(run: LastRun) -> None:
-    """Keeps `run` as the last one. Failing to is no reason to fail the run."""
+    """Keeps `run` as the last one. Failing to is no reason to fail the run, but leaves none: the one before it is not the last."""
     path = last_run_file()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(run), ensure_ascii=False) + "\n", mode=0o600)
     except (OSError, OutputError) as failure:
         log.info("this run cannot be continued later: %s", failure)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def load() -> LastRun:
@@ -63,7 +66,7 @@ def _why_none(path: Path) -> str:
     there = next(folder for folder in path.parents if folder.exists())
     if not os.access(there, os.W_OK):
         return f"nothing can be kept in {path.parent}; XDG_STATE_HOME names another place"
-    return "run something first, without --continue"
+    return "run something first, without --continue; with -v it says why it could not be kept"
 
 
 def _is_whole(run: LastRun) -> bool:
