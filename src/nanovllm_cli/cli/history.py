@@ -34,7 +34,7 @@ def last_run_file() -> Path:
 
 
 def save(run: LastRun) -> None:
-    """Keeps `run` as the last one. Failing to is no reason to fail the run, but leaves none: the one before it is not the last."""
+    """Keeps `run` as the last one. Failing to is no reason to fail the run, and leaves none: the one before is not the last."""
     path = last_run_file()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
