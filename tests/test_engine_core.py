@@ -12,7 +12,7 @@ import pytest
 from fake_model import GREEDY, VOCAB, FakeClock, drain, expected_tokens, make_engine
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, IncrementalDetokenizer, detokenizers_of
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled
+from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.errors import PromptTooLongError, RequestError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -213,6 +213,40 @@ def test_an_output_has_all_that_came_since_the_last_one() -> None:
     with pytest.raises(KeyError):
         engine.take("a")
     engine.add("a", [1], GREEDY)
+
+
+def test_an_abort_shows_what_nobody_has_read_and_what_might_have_become_a_stop_string() -> None:
+    engine, model = make_engine(factory=LETTERS)
+    model.script = ids("abcdef")
+    engine.add("a", [1], SamplingParams(temperature=0.0, max_tokens=6, stop=("cdf",)))
+    for _ in range(4):
+        engine.advance()
+    output = engine.abort("a")
+    assert output is not None
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abcd", "abort")
+
+
+def test_what_others_collect_is_not_lost_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine()
+    execute = model.execute
+
+    def pooling(plan: Plan) -> StepOutput:
+        pooled = {each.seq_id: [float(len(each.token_ids))] for each in plan.scheduled if each.pooling is not None}
+        return execute(plan)._replace(pooled=pooled)
+
+    def fail(plan: Plan) -> None:
+        if any(each.token_ids == [66] for each in plan.scheduled):
+            raise RuntimeError("once and again")
+
+    monkeypatch.setattr(model, "execute", pooling)
+    model.before = fail
+    engine.add("bad", [66], GREEDY)
+    engine.add("told", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    engine.embed("embedded", [4, 5, 6, 7], "last")
+    outputs = drain(engine)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert [told and told.token_id for told in outputs["told"].prompt_logprobs or ()] == [None, 2, 3]
+    assert outputs["embedded"].pooled == (4.0,)
 
 
 @pytest.mark.parametrize(
