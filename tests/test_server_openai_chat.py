@@ -359,6 +359,8 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
         ("logit_bias", [[5, False], [7, 1.5]], "logit_bias", {5: -100.0, 7: 1.5}),
         ("logit_bias", {"5": False, "ab": 2, "\u00e9": 1}, "logit_bias", {5: -100.0, 64: 2.0, 65: 2.0, 127: 1.0, 102: 1.0}),
         ("logit_bias", [["ab", 2.5], ["7", -1], [65, 3]], "logit_bias", {64: 2.5, 65: 3.0, 22: -1.0}),
+        ("logit_bias", {"5": 0, "6": 0.0, "7": False}, "logit_bias", {5: 0.0, 6: 0.0, 7: -100.0}),
+        ("logit_bias", [[5, 0], [6, 0.0]], "logit_bias", {5: 0.0, 6: 0.0}),
         ("logit_bias", {}, "logit_bias", {}),
         ("lora", [], "temperature", 1.0),
         ("top_logprobs", 0, "logprobs", None),

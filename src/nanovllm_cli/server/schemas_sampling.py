@@ -61,7 +61,10 @@ def _bounded(name: str) -> Any:
     return Field(default=None, ge=bounds[0], le=bounds[1])
 
 
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)] | Literal[False]
+# In this order: a union that looks for the best fit takes 0 as False.
+Bias = Annotated[
+    Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)] | Literal[False], Field(union_mode="left_to_right")
+]
 _MAX_BIASED_TEXTS = STRING_LISTS["bad_words"][0]
 
 
