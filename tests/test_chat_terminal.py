@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -257,13 +258,18 @@ def test_what_is_entered_before_the_keyboard_is_watched_was_entered() -> None:
     ours, theirs = os.openpty()
     try:
         os.write(ours, b"one\rtwo\rhal")
+        assert select.select([theirs], [], [], 20)[0]
         keys = AnswerKeys(theirs)
         keys.watch()
         os.write(ours, b"f\r")
-        time.sleep(0.05)
-        assert keys.take() == b"one\rtwo\rhalf\r"
+        typed = keys.take()
+        while len(typed) < len("one two half "):  # what is written to one end is at the other a moment later
+            assert select.select([theirs], [], [], 20)[0], typed
+            typed += keys.take()
+        assert typed == b"one\rtwo\rhalf\r"
         keys.release()
         os.write(ours, b"\x04")
+        assert select.select([theirs], [], [], 20)[0]
         keys.watch()
         assert keys.take() == b"\x04"
         keys.release()
