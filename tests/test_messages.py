@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,14 @@ ALTERNATING = ChatTemplate(
 )
 
 
+ONE_SYSTEM = ChatTemplate(
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}"
+)
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+TEMPLATES = sorted(DATA.glob("templates/*.jinja"))
+needs_data = pytest.mark.skipif(not TEMPLATES, reason="the real templates are not here")
+
+
 def said(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
@@ -93,9 +102,8 @@ def test_texts_of_a_role_in_a_row_are_one_where_the_template_refuses_two() -> No
 
 def test_a_second_system_is_not_lost() -> None:
     """gpt-oss' template writes the first alone, DeepSeek-R1's the last."""
-    loses = ChatTemplate("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}")
     talk = said(("system", "s"), ("system", "t"), ("user", "a"), ("user", "b"))
-    assert template_messages(talk, loses) == said(("system", "s\n\nt"), ("user", "a"), ("user", "b"))
+    assert template_messages(talk, ONE_SYSTEM) == said(("system", "s\n\nt"), ("user", "a"), ("user", "b"))
 
 
 def test_a_system_that_the_template_refuses_begins_the_first_users_message() -> None:
@@ -111,12 +119,66 @@ def test_a_system_that_the_template_refuses_begins_the_first_users_message() -> 
 
 def test_a_system_amid_a_conversation_is_not_lost() -> None:
     """Templates of gpt-oss and SmolLM3 leave it out, Qwen3.5's and Mistral's refuse it."""
-    loses = ChatTemplate("{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}")
     talk = said(("system", "s"), ("user", "a"), ("assistant", "b"), ("system", "t"), ("user", "c"), ("system", "v"))
     expected = said(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "t\n\nc"), ("user", "v"))
-    assert template_messages(talk, loses) == expected
+    assert template_messages(talk, ONE_SYSTEM) == expected
     assert template_messages(talk, CHATML) == talk
-    assert template_messages(said(("system", "s")), loses) == said(("system", "s"))
+    assert template_messages(said(("system", "s")), ONE_SYSTEM) == said(("system", "s"))
+
+
+def test_50_000_messages_that_become_one_are_copied_once() -> None:
+    """A copy of all of them with each would move 10^12 bytes."""
+    many = ["x" * 2000] * 50_000
+    (turn,) = template_messages(said(*(("user", text) for text in many)), ALTERNATING)
+    assert turn["content"] == "\n\n".join(many)
+    system, turn = template_messages(said(("system", "s"), *(("system", text) for text in many), ("user", "a")), ONE_SYSTEM)
+    assert (system["content"], turn["content"]) == ("\n\n".join(["s", *many]), "a")
+    talk = said(("user", "a"), ("assistant", "b"), *(("system", text) for text in many), ("user", "c"))
+    assert template_messages(talk, ONE_SYSTEM)[2:] == said(("user", "\n\n".join([*many, "c"])))
+    alternate = [pair for text in many[::2] for pair in (("user", text), ("system", text))]
+    assert template_messages(said(*alternate), ALTERNATING) == said(("user", "\n\n".join(many)))
+
+
+def test_a_system_that_no_user_follows_is_a_users_where_the_template_loses_it() -> None:
+    amid = said(("user", "a"), ("system", "s"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(amid, ONE_SYSTEM) == said(("user", "a"), ("user", "s"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(amid, ALTERNATING) == said(("user", "a\n\ns"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(amid, CHATML) == amid
+    row = said(("system", "s"), ("user", "a"), ("assistant", "b"), ("system", "t"), ("system", "v"), ("assistant", "c"))
+    assert template_messages(row, ONE_SYSTEM) == [*row[:3], *said(("user", "t\n\nv"), ("assistant", "c"))]
+    start = said(("system", "s"), ("system", "t"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(start, ONE_SYSTEM) == said(("system", "s\n\nt"), ("assistant", "b"), ("user", "c"))
+    assert template_messages(start, ALTERNATING) == said(("user", "s\n\nt"), ("assistant", "b"), ("user", "c"))
+    named = [*said(("user", "a"), ("assistant", "b")), {"role": "system", "content": "s", "name": "x"}, *said(("user", "c"))]
+    assert template_messages(named, ONE_SYSTEM) == [*named[:2], {**named[2], "role": "user"}, named[3]]
+
+
+def test_a_developer_amid_a_conversation_is_not_lost() -> None:
+    """gpt-oss' template reads one, at the beginning; another may have them anywhere."""
+    talk = said(("developer", "d"), ("developer", "e"), ("user", "a"), ("developer", "f"), ("assistant", "b"), ("developer", "g"))
+    once = ChatTemplate(
+        "{% if messages[0].role in ('developer', 'system') %}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    )
+    expected = said(("developer", "d\n\ne"), ("user", "a"), ("user", "f"), ("assistant", "b"), ("user", "g"))
+    assert template_messages(talk, once) == expected
+    behind = said(("system", "s"), ("developer", "d"), ("user", "a"), ("assistant", "b"), ("developer", "e"), ("user", "c"))
+    expected = said(("system", "s\n\nd"), ("user", "a"), ("assistant", "b"), ("user", "e\n\nc"))
+    assert template_messages(behind, once) == expected
+    anywhere = ChatTemplate("{# developer #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    for each in (talk, behind):
+        assert template_messages(each, anywhere) == each
+
+
+@needs_data
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("initials", ["usau", "susau", "susu", "uasau", "uassau", "dduduau", "sdudau", "uadau", "uds"])
+def test_no_real_template_loses_or_refuses_a_message(path: Path, initials: str) -> None:
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    talk = said(*((names[initial], f"needle{place}") for place, initial in enumerate(initials)))
+    template = ChatTemplate(path.read_text())
+    prompt = template.render(template_messages(talk, template), tools=[])  # Hermes' fails without a list
+    assert [prompt.count(message["content"]) for message in talk] == [1] * len(talk)
 
 
 def test_developers_are_system_where_the_template_does_not_know_them() -> None:

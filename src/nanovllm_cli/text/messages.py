@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from nanovllm_cli.errors import TemplateError, UnsupportedError, UsageError
@@ -21,6 +21,7 @@ from nanovllm_cli.text.tool_calls import LETTERS
 from nanovllm_cli.text.tool_formats import tool_format
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_INSTRUCT = frozenset({"system", "developer"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _OTHER_PARTS = {
     "image_url": "images",
@@ -44,7 +45,8 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
     become nine letters where the template insists on it, the same for a call and its result. Where it writes one call a message,
     each call of several gets a message of its own, and its result behind it. Where it refuses two messages of a role in a
-    row, or leaves one out, they become one; where it does so with a system's, that is the beginning of the user's behind it.
+    row, or leaves one out, they become one; where it does so with a system's, that is the beginning of the user's behind it, or
+    a user's by itself. Behind the first, a developer's that it leaves out is a system's.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
@@ -187,45 +189,67 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
     """Only texts are put together: a message with more to it than its content stays as it is."""
     roles = [message["role"] for message in messages]
-    if "system" not in roles and not any(role == following for role, following in pairwise(roles)):
+    if _INSTRUCT.isdisjoint(roles) and not any(role == following for role, following in pairwise(roles)):
         return messages
     refused = refused_turns(template)
-    turns: list[dict[str, Any]] = []
-    for place, message in enumerate(messages):
-        turn = message
-        if message["role"] == "system" and 0 < place == len(messages) - 1 and "later system" in refused:
-            turn = {**message, "role": "user"}
-        while turns and _are_one(turns[-1], turn, refused, at_start=len(turns) == 1):
-            turn = {**turn, "content": f"{turns.pop()['content']}\n\n{turn['content']}"}
-        turns.append(turn)
-    return turns
+    turns: list[tuple[dict[str, Any], list[str]]] = []  # with texts that are joined once: there may be 100,000 of them
+    for message in _with_roles_that_are_read(messages, refused):
+        turn, texts = message, [message["content"]]
+        while turns and _are_one(turns[-1][0], turn, refused, at_start=len(turns) == 1):
+            before, texts_before = turns.pop()
+            texts_before += texts
+            turn, texts = turn if turn["role"] == "user" else before, texts_before
+        turns.append((turn, texts))
+    return [turn if len(texts) == 1 else {**turn, "content": "\n\n".join(texts)} for turn, texts in turns]
+
+
+def _with_roles_that_are_read(messages: list[dict[str, Any]], refused: frozenset[str]) -> list[dict[str, Any]]:
+    """Behind the first, a developer's that the template leaves out is a system's. A system's that it leaves out is a user's, if
+    none follows that it could be the beginning of."""
+    if "later developer" in refused:
+        behind = ({**each, "role": "system"} if each["role"] == "developer" else each for each in messages[1:])
+        messages = [messages[0], *behind]
+    read: list[dict[str, Any]] = []
+    at_start = True
+    for message, following in zip_longest(messages, messages[1:]):
+        at_start = at_start and message["role"] in _INSTRUCT
+        where = "first system" if at_start and following else "later system"
+        begins = following and following["role"] in ("system", "user") and _is_text(message) and _is_text(following)
+        is_lost = message["role"] == "system" and where in refused and not begins and len(messages) > 1
+        read.append({**message, "role": "user"} if is_lost else message)
+    return read
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    return message.keys() <= {"role", "content"}
 
 
 def _are_one(first: Mapping[str, Any], second: Mapping[str, Any], refused: frozenset[str], *, at_start: bool) -> bool:
-    if not {*first, *second} <= {"role", "content"}:
+    if not (_is_text(first) and _is_text(second)):
         return False
-    if first["role"] == second["role"]:
-        return first["role"] in refused
+    if first["role"] == second["role"] or (first["role"] == "developer" and second["role"] == "system"):
+        return second["role"] in refused
     return (first["role"], second["role"]) == ("system", "user") and ("first" if at_start else "later") + " system" in refused
 
 
 @lru_cache(maxsize=16)
 def refused_turns(template: ChatTemplate) -> frozenset[str]:
     """What a template refuses or leaves out, by trying: roles of which it writes one message and not two in a row; "first
-    system", where it takes none of a system; "later system", where it takes one at the beginning alone."""
+    system", where it takes none of a system; "later system" and "later developer", where it takes one at the beginning alone."""
     tried = {
         "system": ("su", "ssu"),
         "user": ("u", "uu"),
         "assistant": ("uau", "uaau"),
         "first system": ("u", "su"),
         "later system": ("suau", "suasu"),
+        "later developer": ("suau", "sduadu"),
     }
     refused = {name for name, (one, other) in tried.items() if _takes_roles(template, one) and not _takes_roles(template, other)}
     return frozenset(refused | {"system", "later system"} if "first system" in refused else refused)
 
 
 def _takes_roles(template: ChatTemplate, initials: str) -> bool:
-    roles = {"s": "system", "u": "user", "a": "assistant"}
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     messages = [{"role": roles[initial], "content": f"needle{place}"} for place, initial in enumerate(initials)]
     try:
         prompt = template.render(messages)
