@@ -715,6 +715,20 @@ def test_events_of_streams_are_as_they_are_described(path: str, fails: bool) -> 
     assert len(seen) >= 3
 
 
+def test_a_stop_string_that_a_forced_call_ignores_is_described_where_tools_are_taken(server: Running) -> None:
+    described = server.ask("GET", "/openapi.json").json
+    told = set()
+    for path, operations in described["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        name = content.get("application/json", {}).get("schema", {}).get("$ref", "").rpartition("/")[2]
+        body = described["components"]["schemas"].get(name, {}).get("properties", {})
+        for field in {"stop", "stop_sequences"} & body.keys():
+            if "tools" in body:
+                told.add(path)
+            assert ("tool_choice" in body[field].get("description", "")) == ("tools" in body), path
+    assert told >= {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
+
+
 def test_an_open_server_does_not_say_that_it_wants_a_key(server: Running) -> None:
     described = server.ask("GET", "/openapi.json").json
     assert "security" not in described

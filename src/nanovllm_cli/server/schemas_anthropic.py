@@ -15,7 +15,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.anthropic_messages import MESSAGES_SCHEMA, SYSTEM_SCHEMA
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
-from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ModelName, StrictModel, Unsupported
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 _TOOL = object_schema(
@@ -73,7 +73,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)] | None
-    ) = None
+    ) = STOP_BESIDE_TOOLS
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

@@ -69,3 +69,9 @@ def explained(text: str) -> WrapValidator:
 
 FIRST_ERROR = Field(fail_fast=True)
 """For lists: millions of wrong entries are one error. To tell them all would hold the event loop for a minute."""
+
+STOP_BESIDE_TOOLS = Field(
+    default=None,
+    description="What ends an answer. It is not looked for in one that tool_choice makes a call: it would cut the arguments.",
+)
+"""Of routes that take tools."""

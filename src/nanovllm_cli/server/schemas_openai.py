@@ -16,6 +16,7 @@ from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
     MAX_MESSAGES,
     OPEN,
+    STOP_BESIDE_TOOLS,
     JsonObject,
     ModelName,
     Priority,
@@ -26,7 +27,7 @@ from nanovllm_cli.server.schemas_common import (
     Unsupported,
     explained,
 )
-from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 MAX_TOP_LOGPROBS = 20
@@ -141,6 +142,7 @@ class ChatRequest(StreamFields, SamplingFields):
     n_predict: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    stop: Stop = STOP_BESIDE_TOOLS
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Annotated[

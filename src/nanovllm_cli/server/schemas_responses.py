@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.reading import object_schema
 from nanovllm_cli.server.responses_items import INPUT_SCHEMA
-from nanovllm_cli.server.schemas_common import ModelName, StrictModel, Unsupported
-from nanovllm_cli.server.schemas_sampling import SamplingFields
+from nanovllm_cli.server.schemas_common import STOP_BESIDE_TOOLS, ModelName, StrictModel, Unsupported
+from nanovllm_cli.server.schemas_sampling import SamplingFields, Stop
 from nanovllm_cli.text.tool_calls import MAX_TOOLS
 
 Include = Literal[
@@ -89,6 +89,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     """POST /v1/responses; how to draw, beyond what OpenAI has, as in chat completions."""
 
     n: Literal[1] | None = None
+    stop: Stop = STOP_BESIDE_TOOLS
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None

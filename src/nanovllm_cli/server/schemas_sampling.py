@@ -72,6 +72,14 @@ def _strings(name: str) -> Any:
     return StringConstraints(min_length=1, max_length=STRING_LISTS[name][1])
 
 
+Stop = Annotated[
+    Annotated[str, _strings("stop")]
+    | Annotated[list[Annotated[str, _strings("stop")]], Field(max_length=STRING_LISTS["stop"][0])]
+    | None,
+    explained("a string of 1 to {} characters, or at most {} of them".format(*STRING_LISTS["stop"][::-1])),
+]
+
+
 class StructuredOutputs(StrictModel):
     """vLLM's object: one of these."""
 
@@ -143,12 +151,7 @@ class SamplingFields(StrictModel):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
     n: int | None = _bounded("n")
     min_tokens: int | None = _bounded("min_tokens")
-    stop: Annotated[
-        Annotated[str, _strings("stop")]
-        | Annotated[list[Annotated[str, _strings("stop")]], Field(max_length=STRING_LISTS["stop"][0])]
-        | None,
-        explained("a string of 1 to {} characters, or at most {} of them".format(*STRING_LISTS["stop"][::-1])),
-    ] = None
+    stop: Stop = None
     stop_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
