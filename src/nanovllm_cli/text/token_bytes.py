@@ -30,15 +30,14 @@ class ByteRule:
     """How one token's text turns into bytes.
 
     kind: what other formats know it as. strips_space: one leading space of the whole text is not part of it (it stands for
-    SentencePiece's dummy prefix). before, after: what happens to a token's text, around the place where `<0x0A>` is a byte.
-    byte_level: its characters stand for bytes. swaps: single characters of the joined text.
+    SentencePiece's dummy prefix). steps: what happens to a token's text. byte_fallback: `<0x0A>` is a byte then. byte_level: its
+    characters stand for bytes. swaps: single characters of what there is then, of bytes too.
     """
 
     kind: Kind
     strips_space: bool = False
-    before: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
     byte_fallback: bool = False
-    after: tuple[Step, ...] = ()
     byte_level: bool = False
     swaps: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -49,7 +48,7 @@ class ByteRule:
         return raw
 
     def _bytes(self, token: str) -> bytes:
-        for step in self.before:
+        for step in self.steps:
             token = step(token)
         if self.byte_level:
             try:
@@ -61,18 +60,16 @@ class ByteRule:
                 return bytes([int(token[3:5], 16)])
             except ValueError:
                 pass
-        for step in self.after:
-            token = step(token)
         return token.encode()
 
 
 def byte_rule(backend: tokenizers.Tokenizer) -> ByteRule:
     """The rule that the backend's decoder amounts to. Raises UnsupportedError where there is none."""
     if backend.decoder is None:
-        return ByteRule("words", strips_space=True, before=(lambda token: f" {token}",))
+        return ByteRule("words", strips_space=True, steps=(lambda token: f" {token}",))
     steps = _flatten(json.loads(backend.decoder.__getstate__())) or [{"type": "Fuse"}]
     if steps[0]["type"] == "WordPiece" and all(step["type"] == "Fuse" for step in steps[1:]):
-        return ByteRule("wordpiece", strips_space=True, before=(_word_piece(steps[0].get("prefix", "##")),))
+        return ByteRule("wordpiece", strips_space=True, steps=(_word_piece(steps[0].get("prefix", "##")),))
     chain = _Chain()
     for step in steps:
         if not chain.takes(step):
@@ -84,12 +81,12 @@ def byte_rule(backend: tokenizers.Tokenizer) -> ByteRule:
 
 
 class _Chain:
-    """A decoder's steps, one after the other. Once the tokens are fused, a step sees one text."""
+    """A decoder's steps, one after the other. Once the tokens are fused, a step sees one text; once bytes are read, those that
+    follow each other are one token to it."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self._before: list[Step] | None = None  # those before bytes were read
-        self._fused = self._byte_level = self._strips_space = False
+        self._fused = self._byte_level = self._byte_fallback = self._strips_space = False
         self._swaps: list[tuple[bytes, bytes]] = []
         self._spaces: list[str] = []  # what became a space
         self._usual = True
@@ -100,11 +97,11 @@ class _Chain:
             case "Fuse":
                 self._fused = True
                 return True
-            case "ByteLevel" if not self._fused and self._before is None:
+            case "ByteLevel" if not self._fused and not self._byte_fallback:
                 self._fused = self._byte_level = True
                 return True
-            case "ByteFallback" if not self._fused and self._before is None:
-                self._before, self._steps = self._steps, []
+            case "ByteFallback" if not self._fused and not self._byte_fallback:
+                self._byte_fallback = True
                 return True
             case "Strip":
                 return self._strip(step["content"], step["start"], step["stop"])
@@ -121,18 +118,17 @@ class _Chain:
         kind: Kind = "other"
         if self._byte_level:
             kind = "byte_level" if self._usual and not self._spaces else "other"
-        elif self._usual and (self._spaces == [SPACE_MARK] or (self._before is not None and not self._spaces)):
+        elif self._usual and (self._spaces == [SPACE_MARK] or (self._byte_fallback and not self._spaces)):
             kind = "sentencepiece"
-        before, after = (self._steps, []) if self._before is None else (self._before, self._steps)
-        fallback = self._before is not None
-        return ByteRule(
-            kind, self._strips_space, tuple(before), fallback, tuple(after), self._byte_level, tuple(self._swaps)
-        )
+        steps, swaps = tuple(self._steps), tuple(self._swaps)
+        return ByteRule(kind, self._strips_space, steps, self._byte_fallback, self._byte_level, swaps)
 
     def _replace(self, old: str, new: str) -> bool:
-        if self._fused:
-            # Half a character is no character: of bytes only those of ASCII can be looked for in one token.
-            if len(old) != 1 or (self._byte_level and not old.isascii()):
+        if self._fused or self._byte_fallback:
+            # Half a character is no character: of bytes only those of ASCII can be looked for in one token. The mark is a token
+            # of every vocabulary that has it, and not spelled in bytes.
+            in_bytes = self._byte_level or (self._byte_fallback and old != SPACE_MARK)
+            if len(old) != 1 or (in_bytes and not old.isascii()):
                 return False
             self._swaps.append((old.encode(), new.encode()))
         else:
@@ -145,7 +141,7 @@ class _Chain:
 
     def _replace_matches(self, pattern: str, new: str) -> bool:
         """In the library's dialect, by the library."""
-        if self._fused:
+        if self._fused or self._byte_fallback:
             return False
         replace = decoders.Replace(Regex(pattern), new)
         self._steps.append(lambda token: replace.decode([token]))
@@ -159,7 +155,7 @@ class _Chain:
             usual = (char, start, stop) == (" ", 1, 0) and not self._strips_space
             self._strips_space = True
             return usual
-        if self._before is not None:  # bytes that follow each other are one token to it
+        if self._byte_fallback:
             return False
         self._steps.append(lambda token: _stripped(token, char, start, stop))
         self._usual = False
