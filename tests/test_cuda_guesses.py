@@ -13,9 +13,10 @@ from transformers import Qwen3Config
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
-from engines import random_model, save
+from engines import random_model, run, save
 from nanovllm_cli.engine import decode_work, device_sampler
-from nanovllm_cli.engine.lookup import MOST_ROWS
+from nanovllm_cli.engine.lookup import MOST_ROWS, Lookup
+from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
 from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
@@ -146,3 +147,25 @@ def test_a_step_that_is_broken_off_behind_a_guess_has_drawn_nothing(
     left = broken_off_once(monkeypatch, after)
     assert answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked) == expected
     assert not left
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_who_enters_behind_cached_blocks_guesses_nothing_in_that_step(
+    on_gpu: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at once, each with one token left: with guesses of their own the step would have more rows than there is room for."""
+    prompt = (PROMPT * 4)[:65]
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_speculative_tokens": 8}
+    engine = engine_on(folder, EmulatedDevice() if on_gpu else None, **settings)
+    run(engine, [(prompt, few(max_tokens=1))])
+    begin, plans = Lookup.begin, list[list[Scheduled]]()
+
+    def counted(self: Lookup, num_decodes: int) -> None:  # the plan is filled behind it
+        plans.append(engine._scheduler._scheduled)
+        begin(self, num_decodes)
+
+    monkeypatch.setattr(Lookup, "begin", counted)
+    asked = [(prompt, few(max_tokens=9, temperature=0.0)) for _ in range(10)]
+    answered = run(engine, asked)
+    assert [each.metrics.num_cached_tokens for each in answered] == [64] * 10
+    assert max(sum(len(share.token_ids) for share in plan) for plan in plans) <= MOST_ROWS

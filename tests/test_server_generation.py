@@ -25,7 +25,7 @@ from nanovllm_cli.server.messages import Facts, Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import Caller, ChatAsked, EngineState, Event, ServedModel, TextAsked, Timings, Usage
 from nanovllm_cli.text import tokenizer
-from nanovllm_cli.text.answer_format import answer_format
+from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tool_calls import ToolCallDelta
@@ -193,18 +193,28 @@ def test_an_answer_is_taken_apart(run: Any) -> None:
     assert house.usage.cached_tokens == 5
 
 
-def test_tokens_that_gave_nothing_but_reasoning_are_counted(run: Any) -> None:
+@pytest.mark.parametrize("joined", [1, 2, 3, 4, 7])
+def test_tokens_of_reasoning_are_counted_however_they_are_heard(
+    run: Any, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, some together where the reader is slow, or all at once. The tags are none of them."""
     house = House()
+    texts = ["<think>", "s", "!", "</think>", "y", "e", "s"]
+    tags = {"<think>": 1000, "</think>": 1001}
+    monkeypatch.setattr(AnswerFormat, "visible_ids", lambda _, calls: list(tags.values()))
+    ids = [tags[text] if text in tags else ord(text) for text in texts]
 
     async def usage() -> Usage:
         async with await house.generator.chat("m", asked(), CALLER) as generation:
             events = aiter(generation)
-            for text, ids in (("<think>so", (1, 2)), ("!", (3,)), ("</think>", (4,)), ("yes", (5,))):
-                house.engine.streams[0].feed(Output(1, [piece(text, ids, "stop" if text == "yes" else None)], text == "yes", 0))
+            for first in range(0, 7, joined):
+                last = first + joined >= 7
+                together = piece("".join(texts[first : first + joined]), ids[first : first + joined], "stop" if last else None)
+                house.engine.streams[0].feed(Output(1, [together], last, 0))
                 await anext(events)
             return generation.usage
 
-    assert run(usage()) == Usage(len("<user>hi\n"), 0, 5, 3)
+    assert run(usage()) == Usage(len("<user>hi\n"), 0, 7, 2)
 
 
 def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -> None:

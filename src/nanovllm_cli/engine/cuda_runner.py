@@ -1,8 +1,9 @@
 """Plans on a GPU. A step of decodes is a `DecodeStep`, recorded and replayed; any other step runs launch by launch. In both some
 sequences may draw on the device behind the others, when their masks are there, and some on the host, from their logits.
 
-`submit` returns before the device is done, so that the next step can be planned and started meanwhile. Not so with guesses: one
-is only drawn behind when it is known to be what was drawn.
+`submit` returns before the device is done, so that the next step can be planned and started meanwhile. Not so with guesses: the
+next step begins behind those that held. Sequences without constraint and penalties draw behind all of theirs at once, others
+behind one after another.
 """
 
 from __future__ import annotations

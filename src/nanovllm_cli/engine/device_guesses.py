@@ -46,6 +46,7 @@ class DrawsAtOnce:
     def seat(self, asked: list[Asked]) -> None:
         """Those that are about to draw. Before the model runs: what is copied to the table waits for the device."""
         self._seated, slot = asked, 0
+        assert sum(each.num_rows for each in asked) <= len(self._buffers.rows)
         for new, drawn, num_rows in asked:
             self._table.write(slot, new.params, new.seed, new.stop_ids, new.prompt_ids, drawn, num_rows)
             slot += num_rows

@@ -243,11 +243,14 @@ class Scheduler:
             if self._budget <= reserve:
                 return
             if sequence.status is Status.RUNNING and sequence.step != self.num_steps:
-                self._schedule(sequence, self._budget - reserve)
+                self._schedule(sequence, self._budget - reserve, len(sequence.token_ids) - sequence.num_computed == 1)
 
-    def _schedule(self, sequence: Sequence, limit: int) -> bool:
+    def _schedule(self, sequence: Sequence, limit: int, decodes: bool) -> bool:
+        """decodes: it did so before this step, and is one of those that the strategy has made room for guesses for."""
         if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_every_row:
             self._count_hits(sequence, self._blocks.adopt(sequence))
+        if not decodes:
+            limit = min(limit, len(sequence.token_ids) - sequence.num_computed)
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
         num_known = len(sequence.token_ids) - start
@@ -308,7 +311,7 @@ class Scheduler:
                 return
             self._enter(sequence)
             seats -= 1 + len(sequence.pending)
-            self._schedule(sequence, self._budget)
+            self._schedule(sequence, self._budget, False)
 
     def _enter(self, first: Sequence) -> None:
         assert self.waiting.pop(0) is first

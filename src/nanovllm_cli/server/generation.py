@@ -213,6 +213,7 @@ class LiveGeneration:
         self._watch: Watch | None = watch
         self._held = held
         self._counts = _Counts()
+        self._tags = set(model.format.visible_ids(calls=False)) if model.format is not None else set()
         self._first_heard: float | None = None
         self._last: Output | None = None
 
@@ -281,8 +282,9 @@ class LiveGeneration:
             reasoning, content, calls = reasoning + last.reasoning, content + last.content, calls + last.calls
             finish = self._finish_reason(piece, parser)
         self._counts.completion += len(piece.token_ids)
-        if reasoning and not content and not calls:
-            self._counts.reasoning += len(piece.token_ids)
+        if reasoning:
+            is_all = not content and not calls
+            self._counts.reasoning += self._num_reasoning(piece.token_ids) if is_all else self._num_tokens(reasoning)
         return Event(
             piece.index,
             piece.text,
@@ -295,6 +297,14 @@ class LiveGeneration:
             piece.stop_reason,
             parser.num_held if finish is None else 0,
         )
+
+    def _num_reasoning(self, token_ids: Sequence[int]) -> int:
+        """Of tokens that gave reasoning and nothing else: tags are none, whether they came with others or alone."""
+        return sum(token_id not in self._tags for token_id in token_ids)
+
+    def _num_tokens(self, text: str) -> int:
+        """Of a text that came together with others."""
+        return len(self.model.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
 
     def _finish_reason(self, piece: Piece, parser: AnswerParser) -> FinishReason | None:
         """A call that a stop string or id broke off is none to follow."""
