@@ -221,7 +221,7 @@ def test_a_fault_of_a_library_that_the_environment_made_another_names_the_variab
     assert "hint: try without NUMBA_DISABLE_JIT in the environment; else run it again with --debug" in odd
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "", "99999999999999999999"])
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", " ", "99999999999999999999"])
 def test_a_number_of_threads_that_is_none(value: str) -> None:
     with pytest.raises(UsageError, match=f"NUMBA_NUM_THREADS is '{value}', not a number of threads"):
         check_thread_limit({"NUMBA_NUM_THREADS": value})
@@ -230,6 +230,8 @@ def test_a_number_of_threads_that_is_none(value: str) -> None:
 def test_a_number_of_threads_that_is_none_is_refused_before_numba_sees_it(tmp_path: Path) -> None:
     """It reads the variable when it is imported."""
     check_thread_limit({"NUMBA_NUM_THREADS": "3"})
+    check_thread_limit(nothing := {"NUMBA_NUM_THREADS": "", "HOME": "/"})
+    assert nothing == {"HOME": "/"}
     check_thread_limit({})
     words = [sys.executable, "-m", "nanovllm_cli", "run", "tiny", "hi"]
     odd = environment(tmp_path, NUMBA_NUM_THREADS="0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from nanovllm_cli.errors import UsageError
 
@@ -16,10 +16,12 @@ def num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_thread_limit(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UsageError for a NUMBA_NUM_THREADS that numba would fail over, or pass over, when it is imported."""
+def check_thread_limit(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Raises UsageError for a NUMBA_NUM_THREADS that numba would fail over when it is imported; one that is set to nothing, which
+    numba would warn of, is taken out."""
     text = environ.get(THREADS_VARIABLE)
-    if text is None:
+    if not text:
+        environ.pop(THREADS_VARIABLE, None)
         return
     try:
         is_number = 1 <= int(text) <= _MOST_THREADS

@@ -164,8 +164,9 @@ class Sampler:
                 state = self._states.get(seq_id)
                 if state is not None and state.position > share.num_drawn:
                     anew = self._states[seq_id] = self._state(state.new)
-                    for token_id in state.output_ids[: share.num_drawn]:
-                        anew.append(token_id)
+                    for i in range(share.num_drawn):
+                        anew.expects_allowed = state.expected[i]
+                        anew.append(state.output_ids[i])
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
         """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,

@@ -26,7 +26,7 @@ class SequenceState:
 
     bad_words: token sequences that must not be completed. dry_breakers: None without DRY. guide: None without a constraint.
     is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a
-    draw without it would have been as good.
+    draw without it would have been as good; expected: the same behind each token.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class SequenceState:
         self.draw_settings = draw_settings(params)
         self.guide = guide
         self.expects_allowed = False
+        self.expected: list[bool] = []
         self.is_filtered = is_filtered(self.draw_settings)
         self.params = params
         self.seed = new.seed
@@ -93,6 +94,7 @@ class SequenceState:
     def append(self, token_id: int) -> None:
         """What was drawn. Raises as its guide does, where that can't follow."""
         self.output_ids.append(token_id)
+        self.expected.append(self.expects_allowed)
         if self._counts is not None:
             self._counts.append(token_id)
         if self._dry is not None:
