@@ -177,8 +177,38 @@ def test_no_real_template_loses_or_refuses_a_message(path: Path, initials: str) 
     names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     talk = said(*((names[initial], f"needle{place}") for place, initial in enumerate(initials)))
     template = ChatTemplate(path.read_text())
-    prompt = template.render(template_messages(talk, template), tools=[])  # Hermes' fails without a list
+    prompt = template.render(template_messages(talk, template))
     assert [prompt.count(message["content"]) for message in talk] == [1] * len(talk)
+
+
+@needs_data
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("initials", ["uctu", "uctuau", "ucu", "uctsu", "uctuu", "suctctdu"])
+def test_no_real_template_refuses_who_interrupts_a_tool(path: Path, initials: str) -> None:
+    """Agents' users do, behind a result and before one; Mistral's templates want an answer first."""
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    other: dict[str, Any] = {"c": answer("{}")[0], "t": {"role": "tool", "tool_call_id": "call_1", "name": "find"}}
+    kinds = {**other, **{initial: {"role": role} for initial, role in names.items()}}
+    talk = [{**kinds[initial], "content": f"needle{place}"} for place, initial in enumerate(initials)]
+    template = ChatTemplate(path.read_text())
+    if "gemma-2" in path.stem and "t" in initials:  # which takes no tool's result
+        return
+    prompt = template.render(template_messages(talk, template))
+    users = [each["content"] for each in talk if each["role"] == "user"]
+    assert [prompt.count(each) for each in users] == [1] * len(users)
+
+
+def test_a_user_behind_a_result_follows_an_empty_answer_where_the_template_wants_one() -> None:
+    alternating = ChatTemplate(
+        "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+        "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+    talk = [*user("q"), *answer("{}"), result, *user("x"), *said(("assistant", "y")), *user("z"), *answer("{}"), *user("w")]
+    shown = alternating.render(template_messages(talk, alternating))
+    assert shown == "<user>q<assistant><tool>3<assistant><user>x<assistant>y<user>z<assistant><assistant><user>w"
+    assert len(template_messages(talk, OBJECTS)) == len(talk)
 
 
 def test_developers_are_system_where_the_template_does_not_know_them() -> None:
@@ -204,6 +234,47 @@ def test_arguments_are_what_the_template_wants() -> None:
     assert not wants_text_arguments(CHATML)
     for empty in ("", " ", None, "{}"):
         assert template_messages(answer(empty), OBJECTS)[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+BROKEN = ("{", '{"path": "a', "[]", "null", "7", "ls -l", "[" * 100_000)
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:12])
+def test_a_broken_call_stays_the_text_that_it_was(arguments: str) -> None:
+    """Frameworks bring it back, with what was wrong with it: refused, such a conversation could never go on."""
+    for template in (OBJECTS, TEXTS, CHATML):
+        [message] = template_messages(answer(arguments), template)
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    assert json.dumps(arguments) in OBJECTS.render(template_messages(answer(arguments), OBJECTS))
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:12])
+def test_a_broken_call_is_refused_where_the_template_takes_objects_alone(arguments: str) -> None:
+    items = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% for name, value in c.function.arguments | items %}{{ name }}={{ value }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    assert items.render(template_messages(answer('{"a": 1}'), items)) == "a=1"
+    with pytest.raises(UsageError, match=r"messages\[0\].tool_calls\[0\] are not a JSON object, and this chat template takes"):
+        template_messages(answer(arguments), items)
+
+
+ONLY_OBJECTS = ("GLM-4.6", "Qwen3-Coder", "Qwen3.5-4B")
+
+
+@needs_data
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_real_templates_show_a_broken_call_or_refuse_it(path: Path) -> None:
+    template = ChatTemplate(path.read_text())
+    result = {"role": "tool", "tool_call_id": "call_1", "name": "find", "content": "cut off"}
+    talk = [*user("where?"), *answer('{"needle'), result]
+    if path.stem in ONLY_OBJECTS:
+        with pytest.raises(UsageError, match="takes nothing else"):
+            template_messages(talk, template)
+    elif "gemma-2" not in path.stem:  # which takes no tool's result
+        whole = [*user("where?"), *answer('{"needle": 1}'), result]
+        shown, expected = (template.render(template_messages(each, template)) for each in (talk, whole))
+        assert ("needle" in shown) == ("needle" in expected)
 
 
 def test_ids_of_nine_letters_where_the_template_insists() -> None:
@@ -241,6 +312,29 @@ def test_calls_come_apart_where_the_template_writes_one() -> None:
     assert template_messages(talk, OBJECTS)[1]["tool_calls"][2]["function"]["name"] == "c"
 
 
+def test_10_000_calls_of_a_message_come_apart_in_one_pass() -> None:
+    """Each result looked for among all calls would be 5 * 10^7 comparisons: counted, of ids that count."""
+    compared = 0
+
+    class Id(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    first = "{{ m.tool_calls[0].function.name if m.tool_calls }}"
+    first_only = ChatTemplate("{% for m in messages %}" + first + "{{ m.content }}{% endfor %}")
+    count = 10_000
+    calls = [{"id": Id(f"id{place}"), "function": {"name": "f", "arguments": "{}"}} for place in range(count)]
+    results = [{"role": "tool", "tool_call_id": Id(f"id{place}"), "content": "x"} for place in reversed(range(count))]
+    apart = template_messages([*user("q"), {"role": "assistant", "tool_calls": calls}, *results], first_only)
+    assert len(apart) == 1 + 2 * count
+    assert apart[2]["tool_calls"][0]["id"] == apart[3]["tool_call_id"] == f"id{count - 1}"
+    assert compared < 10 * count
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
@@ -257,11 +351,8 @@ def test_calls_come_apart_where_the_template_writes_one() -> None:
         (user([{"type": "text", "text": None}]), "has no text"),
         (user([{"type": []}]), "no part"),
         (user([{"type": "spell"}]), "no part"),
-        (answer("{"), "not a JSON object"),
-        (answer("[]"), "not a JSON object"),
-        (answer("null"), "not a JSON object"),
-        (answer("[" * 100_000), "not a JSON object"),
         (answer(7), "not a JSON object"),
+        (answer([]), "not a JSON object"),
         ([{"role": "assistant", "tool_calls": [{}]}], "no function"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}], "no function"),
         ([{"role": "assistant", "tool_calls": "find"}], "not a list"),

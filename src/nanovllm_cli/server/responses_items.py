@@ -148,8 +148,6 @@ def _message(given: _Message, path: str) -> Item:
 
 def _function_call(given: _FunctionCall, path: str) -> Item:
     status = "incomplete" if given.status == "incomplete" else "completed"
-    if status == "completed" and given.arguments.strip() and not is_object(given.arguments):
-        raise invalid(f"{path}.arguments", "is not the JSON of an object; leave out a call that was cut off")
     return {"status": status, "call_id": given.call_id, "name": given.name, "arguments": given.arguments}
 
 
@@ -218,21 +216,23 @@ def opened(sealed_text: str) -> list[str]:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation, in OpenAI's form of chat messages, without calls that were cut off. Raises ApiError 400 for an output
-    that answers no call, and where there is none."""
+    """The conversation, in OpenAI's form of chat messages, without calls that were cut off and nobody answers. Raises ApiError
+    400 for an output that answers no call, and where there is none."""
+    items = list(items)
+    answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
     conversation = ChatTurns()
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     if instructions is not None:
         conversation.say("system", instructions)
     for item in items:
         if item["type"] == "function_call":
-            if _is_cut_off(item):
+            if _is_cut_off(item) and item["call_id"] not in answered:
                 continue
             names[item["call_id"]] = item["name"]
             conversation.call(item["call_id"], item["name"], item["arguments"])
         elif item["type"] == "function_call_output":
             if item["call_id"] not in names:
-                raise invalid("input", f"there is no complete function call {shown(item['call_id'])} for this output")
+                raise invalid("input", f"there is no function call {shown(item['call_id'])} for this output")
             conversation.result(item["call_id"], names[item["call_id"]], item["output"])
         else:
             text = "\n".join([part["text"] for part in item["content"]])
@@ -247,5 +247,5 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
 
 
 def _is_cut_off(call: Item) -> bool:
-    """Whether the answer ended within its arguments, so that nobody can have followed it."""
+    """Whether the answer ended within its arguments, so that nobody followed it; some tell the model so."""
     return call["status"] == "incomplete" and not is_object(call["arguments"])

@@ -116,6 +116,10 @@ class ChatTemplate:
             raise TemplateError("the chat template was stopped: it calls itself too deeply", _HINT) from None
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refuses the messages: {_reason(error)}", _HINT) from None
+        except TypeError as error:
+            if values["tools"] is None:  # Hermes' tool_use goes through them without a look whether there are any
+                return self._run({**values, "tools": []}, now)
+            raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from None
         except Exception as error:  # whatever else an expression of the template may raise
             raise TemplateError(f"the chat template failed: {_reason(error)}", _HINT) from None
 

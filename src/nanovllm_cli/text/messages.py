@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from nanovllm_cli.errors import TemplateError, UnsupportedError, UsageError
@@ -42,11 +43,12 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
     """The conversation as `template` wants it.
 
-    Text parts become one text, a line each. Arguments become objects, or text where the template wants that. Ids of calls
-    become nine letters where the template insists on it, the same for a call and its result. Where it writes one call a message,
-    each call of several gets a message of its own, and its result behind it. Where it refuses two messages of a role in a
-    row, or leaves one out, they become one; where it does so with a system's, that is the beginning of the user's behind it, or
-    a user's by itself. Behind the first, a developer's that it leaves out is a system's.
+    Text parts become one text, a line each. Arguments become objects, or text where the template wants that; those of a call
+    that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the same for a call and its
+    result. Where it writes one call a message, each call of several gets a message of its own, and its result behind it. Where it
+    refuses two messages of a role in a row, or leaves one out, they become one; where it does so with a system's, that is the
+    beginning of the user's behind it, or a user's by itself. Behind the first, a developer's that it leaves out is a system's.
+    Where it wants an answer between a tool's result and a user's message, there is an empty one.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
@@ -137,28 +139,30 @@ def _call(call: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(f"{where} has no function with a name", 'write {"function": {"name": "…", "arguments": "{}"}}')
-    arguments = _arguments(function.get("arguments"), where)
-    if wants_text_arguments(template):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    arguments = _arguments(function.get("arguments"), where, template)
     plain = {**call, "type": "function", "function": {**function, "arguments": arguments}}
     if isinstance(plain.get("id"), str):
         plain["id"] = _call_id(plain["id"], template)
     return plain
 
 
-def _arguments(given: Any, where: str) -> Any:
-    """What a call was given: an object, or the JSON text of one; nothing is an empty one."""
+def _arguments(given: Any, where: str, template: ChatTemplate) -> Any:
+    """What a call was given: an object, or the JSON text of one; nothing is an empty one. Other text is a model's own broken
+    call, and stays the text that it is, unless it is lost where an object would not be."""
     value = given
-    if isinstance(given, str):
+    if given is None or (isinstance(given, str) and not given.strip()):
+        value = {}
+    elif isinstance(given, str):
         try:
-            value = json.loads(given) if given.strip() else {}
+            value = json.loads(given)
         except (ValueError, RecursionError):
             value = None
-    if given is None:
-        value = {}
-    if not isinstance(value, Mapping):
-        raise UsageError(f"the arguments of {where} are not a JSON object", "leave out a call that was cut off")
-    return value
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False) if wants_text_arguments(template) else value
+    if isinstance(given, str) and takes_broken_arguments(template):
+        return given
+    takes = ", and this chat template takes nothing else" if isinstance(given, str) else ""
+    raise UsageError(f"the arguments of {where} are not a JSON object{takes}", "leave out a call that was cut off")
 
 
 def _call_id(given: str, template: ChatTemplate) -> str:
@@ -170,26 +174,29 @@ def _call_id(given: str, template: ChatTemplate) -> str:
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     apart: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []  # calls of one message, but the first, whose results have not come
+    waiting: dict[Any, deque[dict[str, Any]]] = {}  # by id: a message's calls, but the first, whose results have not come
     for message in messages:
-        result_of = message.get("tool_call_id") if message["role"] == "tool" else None
-        found = next((each for each in waiting if each["tool_calls"][0].get("id") == result_of), None)
         if message["role"] != "tool":
-            apart += waiting
-            waiting = []
-        elif found is not None and result_of is not None:
-            waiting.remove(found)
-            apart.append(found)
+            apart += chain.from_iterable(waiting.values())
+            waiting = {}
+        elif found := waiting.get(_id_of(message, "tool_call_id")):
+            apart.append(found.popleft())
         first, *others = message.get("tool_calls") or [None]
         apart.append(message if not others else {**message, "tool_calls": [first]})
-        waiting += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
-    return apart + waiting
+        for call in others:
+            alone = {"role": "assistant", "content": "", "tool_calls": [call]}
+            waiting.setdefault(_id_of(call, "id") or len(waiting), deque()).append(alone)
+    return [*apart, *chain.from_iterable(waiting.values())]
+
+
+def _id_of(plain: Mapping[str, Any], name: str) -> str | None:
+    return plain[name] if isinstance(plain.get(name), str) else None
 
 
 def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
     """Only texts are put together: a message with more to it than its content stays as it is."""
     roles = [message["role"] for message in messages]
-    if _INSTRUCT.isdisjoint(roles) and not any(role == following for role, following in pairwise(roles)):
+    if _INSTRUCT.isdisjoint(roles) and not any(map(_may_be_refused, messages, messages[1:])):
         return messages
     refused = refused_turns(template)
     turns: list[tuple[dict[str, Any], list[str]]] = []  # with texts that are joined once: there may be 100,000 of them
@@ -200,7 +207,24 @@ def _in_turns(messages: list[dict[str, Any]], template: ChatTemplate) -> list[di
             texts_before += texts
             turn, texts = turn if turn["role"] == "user" else before, texts_before
         turns.append((turn, texts))
-    return [turn if len(texts) == 1 else {**turn, "content": "\n\n".join(texts)} for turn, texts in turns]
+    joined = [turn if len(texts) == 1 else {**turn, "content": "\n\n".join(texts)} for turn, texts in turns]
+    return list(_with_answers(joined)) if "user behind a result" in refused else joined
+
+
+def _may_be_refused(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first["role"] == second["role"] or _is_unanswered(first, second)
+
+
+def _is_unanswered(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return second["role"] == "user" and (first["role"] == "tool" or "tool_calls" in first)
+
+
+def _with_answers(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Where a user interrupted the assistant, behind a tool's result or a call without one, what it said is nothing."""
+    for message, following in zip_longest(messages, messages[1:]):
+        yield message
+        if following and _is_unanswered(message, following):
+            yield {"role": "assistant", "content": ""}
 
 
 def _with_roles_that_are_read(messages: list[dict[str, Any]], refused: frozenset[str]) -> list[dict[str, Any]]:
@@ -235,7 +259,8 @@ def _are_one(first: Mapping[str, Any], second: Mapping[str, Any], refused: froze
 @lru_cache(maxsize=16)
 def refused_turns(template: ChatTemplate) -> frozenset[str]:
     """What a template refuses or leaves out, by trying: roles of which it writes one message and not two in a row; "first
-    system", where it takes none of a system; "later system" and "later developer", where it takes one at the beginning alone."""
+    system", where it takes none of a system; "later system" and "later developer", where it takes one at the beginning alone;
+    "user behind a result", where an answer has to come first."""
     tried = {
         "system": ("su", "ssu"),
         "user": ("u", "uu"),
@@ -243,14 +268,22 @@ def refused_turns(template: ChatTemplate) -> frozenset[str]:
         "first system": ("u", "su"),
         "later system": ("suau", "suasu"),
         "later developer": ("suau", "sduadu"),
+        "user behind a result": ("uctau", "uctu"),
     }
     refused = {name for name, (one, other) in tried.items() if _takes_roles(template, one) and not _takes_roles(template, other)}
     return frozenset(refused | {"system", "later system"} if "first system" in refused else refused)
 
 
 def _takes_roles(template: ChatTemplate, initials: str) -> bool:
-    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
-    messages = [{"role": roles[initial], "content": f"needle{place}"} for place, initial in enumerate(initials)]
+    kinds: dict[str, dict[str, Any]] = {
+        "s": {"role": "system"},
+        "d": {"role": "developer"},
+        "u": {"role": "user"},
+        "a": {"role": "assistant"},
+        "c": _calling([("find", _pin(template))]) if "c" in initials else {},
+        "t": {"role": "tool", "name": "find", "tool_call_id": "abcdefgh0"},
+    }
+    messages = [{"content": f"needle{place}", **kinds[initial]} for place, initial in enumerate(initials)]
     try:
         prompt = template.render(messages)
     except TemplateError:
@@ -261,7 +294,7 @@ def _takes_roles(template: ChatTemplate, initials: str) -> bool:
 @lru_cache(maxsize=16)
 def writes_one_call(template: ChatTemplate) -> bool:
     """Whether a template refuses a second call in a message, or leaves it out: tried out."""
-    arguments = '{"needle": "pin"}' if wants_text_arguments(template) else {"needle": "pin"}
+    arguments = _pin(template)
     one, two = ("find", arguments), ("thread", arguments)
     return _writes(template, "find", [one]) and not _writes(template, "thread", [one, two])
 
@@ -291,17 +324,28 @@ def wants_text_arguments(template: ChatTemplate) -> bool:
     return not as_object and _writes(template, "needle", [("find", '{"needle": "pin"}')])
 
 
+@lru_cache(maxsize=16)
+def takes_broken_arguments(template: ChatTemplate) -> bool:
+    """Whether a template writes arguments that are text and no JSON, or no calls at all."""
+    written = _writes(template, "needle", [("find", '{"needle')])
+    return written or not _writes(template, "needle", [("find", _pin(template))])
+
+
 def _writes(template: ChatTemplate, word: str, calls: Sequence[tuple[str, Any]]) -> bool:
     """Whether a word of some calls is in what a template writes of them."""
+    try:
+        return word in template.render([{"role": "user", "content": "where?"}, _calling(calls)], add_generation_prompt=False)
+    except TemplateError:
+        return False
+
+
+def _calling(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     plain = [
         {"id": f"abcdefgh{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for place, (name, arguments) in enumerate(calls)
     ]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "where?"},
-        {"role": "assistant", "content": "", "tool_calls": plain},
-    ]
-    try:
-        return word in template.render(messages, add_generation_prompt=False)
-    except TemplateError:
-        return False
+    return {"role": "assistant", "content": "", "tool_calls": plain}
+
+
+def _pin(template: ChatTemplate) -> Any:
+    return '{"needle": "pin"}' if wants_text_arguments(template) else {"needle": "pin"}
