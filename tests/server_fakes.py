@@ -147,13 +147,20 @@ class FakeGenerates:
         return [65] * sum(len(str(message.get("content") or "")) + 4 for message in asked.messages)
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
+        self,
+        model: str | None,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Pooling,
+        *,
+        priority: int = 0,
+        normalize: bool = True,
     ) -> tuple[list[Sequence[float]], int]:
-        """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis."""
+        """Of length 1: (3, 4) / 5, then zeros; texts that begin with "x" point along the second axis. Twice that long where
+        they are not to be normalized."""
         self.priorities.append(priority)
         async with self.models.use(model):
             vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
-        return list(vectors), sum(len(text) for text in texts)
+        return [[number * (1 if normalize else 2) for number in each] for each in vectors], sum(len(text) for text in texts)
 
     async def _begin(
         self, model: str | None, asked: ChatAsked | TextAsked, caller: Caller, prompt_ids: list[int]

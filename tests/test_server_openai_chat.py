@@ -657,3 +657,13 @@ def test_answers_are_held_against_openais_description() -> None:
         pytest.skip("OpenAI's API description is not beside the repository: shapes are not held against it")
     with pytest.raises(AssertionError, match="usage"):
         openai_spec.check("CreateChatCompletionResponse", {**ask()[0].json, "usage": 5})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"])
+def test_the_tokens_of_a_chats_prompt_are_counted(path: str) -> None:
+    """As llama-server has it; nothing is drawn."""
+    generates = FakeGenerates()
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    assert Door(generates).post(path, asked).json == {"object": "response.input_tokens", "input_tokens": 9}
+    assert generates.asked == []
+    assert Door(generates).post(path, {"messages": []}).status == 400

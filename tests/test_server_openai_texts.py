@@ -358,16 +358,76 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("prompt", {}), ("prompt", {"prompt": []}), ("prompt", {"prompt": ["a", "b"]}), ("prompt", {"prompt": {"a": "b"}}),
+        ("prompt", {}), ("prompt", {"prompt": []}), ("prompt", {"prompt": {"a": "b"}}),
+        ("prompt", {"prompt": [[]]}), ("prompt", {"prompt": ["a", -1]}), ("prompt", {"prompt": ["a", ["b", {}]]}),
+        ("multimodal_data", {"prompt": {"prompt_string": "a", "multimodal_data": ["aGk="]}}), ("prompt", {"prompt": ["a"] * 513}),
+        ("n_cmpl", {"prompt": ["a"] * 512, "n_cmpl": 9}), ("n_cmpl", {"prompt": "a", "n_cmpl": 0}),
+        ("min_keep", {"prompt": "a", "min_keep": 3}),
         ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),
         ("lora", {"prompt": "a", "lora": [{"id": 0}]}),
         ("post_sampling_probs", {"prompt": "a", "n_probs": 2, "post_sampling_probs": True}),
         ("response_fields", {"prompt": "a", "response_fields": "content"}),
-        ("n", {"prompt": "a", "n": 2}),
     ],
 )  # fmt: skip
 def test_completion_refuses(param: str, fields: dict[str, Any]) -> None:
     refused(param, path="/completion", **fields)
+
+
+def echoing(asked: Any) -> Script:
+    return Script.of("about ", str(asked.prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        (["a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([[7, 8], [9]], [[7, 8], [9]]),
+        (["a", [7, 8], {"prompt_string": "c"}, [7, "d"]], ["a", [7, 8], "c", [7, *IDS.encode("d", add_special_tokens=False)]]),
+        ({"prompt_string": "c"}, ["c"]),
+        ([7, "d", 8], [[7, *IDS.encode("d", add_special_tokens=False), 8]]),
+        (["d", 8], [[*IDS.encode("d"), 8]]),
+    ],
+)
+def test_several_prompts_are_answered_by_a_list(prompt: Any, asked: Any) -> None:
+    """As llama-server's README has them; ids and texts in one list are one prompt."""
+    answer, generates = ask(echoing, path="/completion", prompt=prompt)
+    assert [each.prompt for each in generates.asked] == asked
+    bodies = answer.json if len(asked) > 1 else [answer.json]
+    assert [(body["index"], body["content"]) for body in bodies] == [(i, f"about {each}") for i, each in enumerate(asked)]
+    pieces = native_pieces(ask(echoing, path="/completion", prompt=prompt, stream=True)[0])
+    for index, each in enumerate(asked):
+        own = [piece for piece in pieces if piece["index"] == index]
+        assert "".join(piece["content"] for piece in own) == f"about {each}"
+        assert [piece["stop"] for piece in own] == [False] * (len(own) - 1) + [True]
+
+
+def test_several_answers_to_several_prompts() -> None:
+    both = [event("x", index=0), event("yy", index=1)]
+    ends = [event(index=1, finish="length"), event("z", index=0, finish="stop")]
+    for name in ("n_cmpl", "n"):
+        answer, generates = ask(Script([both, ends]), path="/completion", prompt=["a", "b"], **{name: 2})
+        assert [each.params.n for each in generates.asked] == [2, 2]
+        found = [(each["index"], each["content"], each["tokens_predicted"], each["stop_type"]) for each in answer.json]
+        assert found == [(0, "xz", 2, "eos"), (1, "yy", 2, "limit"), (2, "xz", 2, "eos"), (3, "yy", 2, "limit")]
+
+
+def test_one_that_fails_of_several_prompts_is_the_requests_failure() -> None:
+    def script(asked: Any) -> Script:
+        return Script.of("x") if asked.prompt == "a" else Script([[event("y")]], error=ApiError(503, "gone"))
+
+    answer, generates = ask(script, path="/completion", prompt=["a", "b"])
+    assert (answer.status, [each.closed for each in generates.generations]) == (503, [True, True])
+
+
+def test_an_answer_says_what_it_was_asked() -> None:
+    fields = ["prompt", "generation_settings/n_predict", "generation_settings/n_ctx", "generation_settings/temperature"]
+    answer, _ = ask(path="/completion", prompt="Once", n_predict=7, temperature=0.5, response_fields=fields)
+    assert answer.json == dict(zip(fields, ["Once", 7, 4096, 0.5], strict=True))
+    streamed = native_pieces(ask(path="/completion", prompt="Once", stream=True)[0])
+    assert ["prompt" in piece for piece in streamed] == [False, False, True]
+    assert streamed[-1]["generation_settings"]["n_predict"] == -1
+    assert ask(path="/completion", prompt="a", n_predict=0)[0].json["generation_settings"]["n_predict"] == 0
 
 
 def native_pieces(answer: Answer) -> list[dict[str, Any]]:
@@ -441,12 +501,57 @@ def test_infill_ends_at_its_time_limit_once_a_line_is_whole() -> None:
     assert generates.generations[0].closed
 
 
+def test_who_is_late_is_closed_while_others_go_on() -> None:
+    generates = FakeGenerates()
+
+    class Waiting(list[Any]):
+        """Steps of one that goes on until the first is closed, or for long."""
+
+        def __iter__(self) -> Any:
+            yield from ([event("x")] for _ in range(20_000) if not generates.generations[0].closed)
+            yield [event(finish="stop" if generates.generations[0].closed else "length")]
+
+    late = [[event("a\n")], *[[event("c")] for _ in range(30_000)]]
+    generates.script = lambda asked: Script(late if asked.prompt == "late" else Waiting())
+    answer = Door(generates).post("/completion", {"prompt": ["late", "b"], "t_max_predict_ms": 1})
+    assert [each["stop_type"] for each in answer.json] == ["limit", "eos"]
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
-    [("n", {"n": 2}), ("n_predict", {"n_predict": -2}), ("input_extra", {"input_extra": ["x"]})],
+    [("n", {"n": 0}), ("n_predict", {"n_predict": -2}), ("input_extra", {"input_extra": ["x"]})],
 )
 def test_infill_refuses(param: str, fields: dict[str, Any]) -> None:
     refused(param, path="/infill", **fields)
+
+
+NORMS = {
+    None: [0.6, 0.8, 0.0, 0.0], 2: [0.6, 0.8, 0.0, 0.0], -1: [1.2, 1.6, 0.0, 0.0], 1: [3 / 7, 4 / 7, 0.0, 0.0],
+    0: [24570.0, 32760.0, 0.0, 0.0], 3: [3 / 91 ** (1 / 3), 4 / 91 ** (1 / 3), 0.0, 0.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_embeddings_as_llama_server_has_them(path: str, norm: int | None) -> None:
+    """Norms by hand, of (3, 4): its 3-norm is the third root of 27 + 64."""
+    answer, _ = ask(path=path, content=["a", "x"], embd_normalize=norm)
+    first, second = answer.json
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["embedding"] == [pytest.approx(NORMS[norm])]
+    assert len(second["embedding"]) == 1
+    assert ask(path=path, input="a", embd_normalize=norm)[0].json == [first]
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("content", {}), ("input", {"content": "a", "input": "b"}), ("content", {"content": ""}), ("input", {"input": []}),
+        ("embd_normalize", {"input": "a", "embd_normalize": -2}), ("input", {"input": ["a", [1]]}),
+    ],
+)  # fmt: skip
+def test_embeddings_refuse(param: str, fields: dict[str, Any]) -> None:
+    refused(param, path="/embeddings", **fields)
 
 
 def test_infill_needs_tokens_for_it() -> None:

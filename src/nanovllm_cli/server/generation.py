@@ -100,7 +100,13 @@ class Generator:
             return await self._in_thread(partial(chat_ids, work.model, asked))
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
+        self,
+        model: str | None,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Pooling,
+        *,
+        priority: int = 0,
+        normalize: bool = True,
     ) -> tuple[list[Sequence[float]], int]:
         async with self._using(model) as work:
             each = await self._in_thread(lambda: [_text_ids(work.model, text, "input") for text in texts])
@@ -118,7 +124,8 @@ class Generator:
                     watch.end(told)
             if told is not None:
                 raise told
-            return await self._in_thread(lambda: [unit(task.result()) for task in tasks]), sum(map(len, each))
+            vectors = [task.result() for task in tasks]
+            return await self._in_thread(lambda: list(map(unit, vectors))) if normalize else vectors, sum(map(len, each))
 
     async def _form(self, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
         """Beside calls a grammar is a part of a greater one, which is Lark."""

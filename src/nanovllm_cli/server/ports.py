@@ -248,6 +248,12 @@ class Generates(Protocol):
         """The prompt's ids, for counting."""
 
     async def embed(
-        self, model: str | None, texts: Sequence[str | Sequence[int]], pooling: Pooling, *, priority: int = 0
+        self,
+        model: str | None,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Pooling,
+        *,
+        priority: int = 0,
+        normalize: bool = True,
     ) -> tuple[list[Sequence[float]], int]:
-        """A vector of length 1 for each text, and how many tokens they had."""
+        """A vector for each text, of length 1 where they are normalized, and how many tokens they had."""

@@ -20,6 +20,7 @@ from nanovllm_cli.server.reasoning_effort import effort_of
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import ChatRequest, StreamFields
 from nanovllm_cli.server.schemas_openai_answers import ChatAnswer
+from nanovllm_cli.server.schemas_responses import InputTokensAnswer
 from nanovllm_cli.server.schemas_sampling import SamplingFields, first_given
 from nanovllm_cli.server.schemas_streams import ChatChunk
 from nanovllm_cli.server.sse import while_connected
@@ -37,6 +38,15 @@ def router(context: ServerContext) -> APIRouter:
         if body.stream:
             return context.stream(_frames(context, body, exchange))
         return await while_connected(request, _whole(context, body, exchange))
+
+    @routes.post("/chat/completions/input_tokens", include_in_schema=False)
+    @routes.post("/v1/chat/completions/input_tokens", responses=answers(InputTokensAnswer))
+    async def count_input_tokens(body: ChatRequest, exchange: CurrentExchange) -> Response:
+        """How many tokens the prompt of such a request has, as llama-server tells."""
+        async with context.models.peek(body.model) as model:
+            ids = await context.generates.encode_chat(body.model, await asked_of(body, model, context))
+            exchange.count(model.id, len(ids))
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     return routes
 

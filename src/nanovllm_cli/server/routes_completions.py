@@ -19,9 +19,10 @@ from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.merging import merged
 from nanovllm_cli.server.openai_answers import Answer, Head, gather, off_loop, timings_fields, total, usage_fields
 from nanovllm_cli.server.openai_texts import Echo, TextFrames, TextStyle, text_choice, with_prompt_logprobs
-from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked, Usage
+from nanovllm_cli.server.ports import Generation, ServedModel, TextAsked, Usage
 from nanovllm_cli.server.routes_chat import check_streaming, checked_form, shown_by
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import CompletionRequest, several_texts
@@ -31,8 +32,6 @@ from nanovllm_cli.server.schemas_streams import TextChunk
 from nanovllm_cli.server.sse import DONE, while_connected
 
 MAX_ANSWERS = 4096
-MERGED_STEPS = 64
-"""Steps of several prompts that wait for a slow reader; then their generations wait, too."""
 
 
 class Begun(NamedTuple):
@@ -104,8 +103,8 @@ async def _frames(context: ServerContext, body: CompletionRequest, exchange: Exc
     async with _generations(context, body, exchange) as (style, begun):
         head = Head.new("cmpl-", "text_completion", begun[0].generation.model)
         writers: dict[int, TextFrames] = {}
-        async with contextlib.aclosing(_merged([one.generation for one in begun])) as merged:
-            async for position, events in merged:
+        async with contextlib.aclosing(merged([one.generation for one in begun])) as steps:
+            async for position, events in steps:
                 if position not in writers:
                     make = partial(_writer, head, style, begun[position], position * style.params.n)
                     writers[position] = await off_loop(style.params, make)
@@ -116,39 +115,6 @@ async def _frames(context: ServerContext, body: CompletionRequest, exchange: Exc
 
 def _writer(head: Head, style: TextStyle, begun: Begun, base: int) -> TextFrames:
     return TextFrames(head, begun.generation, style, Echo.of(begun.prompt, begun.generation, style), base)
-
-
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The steps of all, as they come, with the position of whose they are."""
-    if len(generations) == 1:
-        async for events in generations[0]:
-            yield 0, events
-        return
-    steps: asyncio.Queue[tuple[int, list[Event]] | Exception | None] = asyncio.Queue(MERGED_STEPS)
-
-    async def read(position: int) -> None:
-        try:
-            async for events in generations[position]:
-                await steps.put((position, events))
-            await steps.put(None)
-        except Exception as error:
-            await steps.put(error)
-
-    readers = [asyncio.create_task(read(position)) for position in range(len(generations))]
-    try:
-        unfinished = len(readers)
-        while unfinished:
-            step = await steps.get()
-            if isinstance(step, Exception):
-                raise step
-            if step is None:
-                unfinished -= 1
-            else:
-                yield step
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

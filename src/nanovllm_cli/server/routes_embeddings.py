@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /v1/rerank: texts as vectors, and documents in the order of their nearness to a query.
+"""POST /v1/embeddings, /embeddings and /v1/rerank: texts as vectors, and documents in the order of their nearness to a query.
 
 Ranking is by the cosine of embeddings, as embedding models mean it; no model here reads query and document together.
 """
@@ -18,14 +18,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import Pooling
-from nanovllm_cli.server.api_error import invalid_value
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.generation import unit
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import EmbeddingRequest, RerankRequest, several_texts
-from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, RerankAnswer
+from nanovllm_cli.server.schemas_openai import EmbeddingRequest, NativeEmbeddingRequest, RerankRequest, several_texts
+from nanovllm_cli.server.schemas_openai_answers import EmbeddingAnswer, NativeEmbeddings, RerankAnswer
 from nanovllm_cli.server.sse import while_connected
 
 DEFAULT_POOLING: Pooling = "mean"
@@ -38,6 +38,12 @@ def router(context: ServerContext) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request, exchange: CurrentExchange) -> Response:
         """A vector for each text."""
         return await while_connected(request, _embed(context, body, exchange))
+
+    @routes.post("/embedding", include_in_schema=False)
+    @routes.post("/embeddings", responses=answers(NativeEmbeddings))
+    async def native_embeddings(body: NativeEmbeddingRequest, request: Request, exchange: CurrentExchange) -> Response:
+        """The same as llama-server has it."""
+        return await while_connected(request, _embed_natively(context, body, exchange))
 
     @routes.post("/v1/reranking", include_in_schema=False)
     @routes.post("/reranking", include_in_schema=False)
@@ -77,6 +83,36 @@ def _data(vectors: Sequence[Sequence[float]], body: EmbeddingRequest) -> list[ms
         embedding = _base64(shown) if body.encoding_format == "base64" else list(shown)
         data.append(msgspec.Raw(msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding})))
     return data
+
+
+async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, exchange: Exchange) -> Response:
+    given = [name for name in ("content", "input") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "give one of content and input", param=given[1] if given else "content")
+    texts, norm = several_texts(getattr(body, given[0])), 2 if body.embd_normalize is None else body.embd_normalize
+    async with context.models.use(body.model) as model:
+        vectors, num_tokens = await context.generates.embed(
+            body.model, texts, body.pooling or DEFAULT_POOLING, priority=body.priority or 0, normalize=norm == 2
+        )
+        exchange.count(model.id, num_tokens)
+        return JsonResponse(await asyncio.to_thread(_native_data, vectors, norm))
+
+
+def _native_data(vectors: Sequence[Sequence[float]], norm: int) -> list[msgspec.Raw]:
+    told = ({"index": index, "embedding": [_normalized(vector, norm)]} for index, vector in enumerate(vectors))
+    return [msgspec.Raw(msgspec.json.encode(each)) for each in told]
+
+
+def _normalized(vector: Sequence[float], norm: int) -> list[float]:
+    """norm: embd_normalize. Vectors of length 1 have come so."""
+    if norm in (-1, 2):
+        return list(vector)
+    largest = max(map(abs, vector))
+    if largest == 0:
+        return list(vector)
+    scaled = [number / largest for number in vector]  # or powers of them would overflow
+    size = 1 / 32760 if norm == 0 else math.fsum(abs(number) ** norm for number in scaled) ** (1 / norm)
+    return [number / size for number in scaled]
 
 
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:

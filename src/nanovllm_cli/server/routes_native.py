@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,18 +15,27 @@ from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.api_error import ApiError, invalid_value
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.logprobs import TextTokens, native_form
+from nanovllm_cli.server.merging import merged
 from nanovllm_cli.server.openai_answers import off_loop, timings_fields
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
+from nanovllm_cli.server.routes_completions import MAX_ANSWERS
 from nanovllm_cli.server.routing import answers, api_router
-from nanovllm_cli.server.schemas_openai import ContinueRequest, InfillRequest, NativeRequest
-from nanovllm_cli.server.schemas_openai_answers import NativeAnswer
+from nanovllm_cli.server.schemas_openai import (
+    MAX_PROMPTS,
+    ContinueRequest,
+    InfillRequest,
+    NativePrompt,
+    NativeRequest,
+    several_prompts,
+)
+from nanovllm_cli.server.schemas_openai_answers import NativeAnswer, NativeAnswers
 from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.server.sse import data_frame, while_connected
 
@@ -33,23 +43,27 @@ from nanovllm_cli.server.sse import data_frame, while_connected
 def router(context: ServerContext) -> APIRouter:
     routes = api_router()
 
-    @routes.post("/infill", responses=answers(NativeAnswer, streams=NativeAnswer))
+    @routes.post("/infill", responses=answers(NativeAnswers, streams=NativeAnswer))
     async def infill(body: InfillRequest, request: Request, exchange: CurrentExchange) -> Response:
         """What lies between two texts."""
         return await _answer(context, body, request, exchange)
 
     @routes.post("/completions", include_in_schema=False)
-    @routes.post("/completion", responses=answers(NativeAnswer, streams=NativeAnswer))
+    @routes.post("/completion", responses=answers(NativeAnswers, streams=NativeAnswer))
     async def completion(body: ContinueRequest, request: Request, exchange: CurrentExchange) -> Response:
-        """What follows a text. /v1/completions is OpenAI's form of it."""
+        """What follows a text, or several. /v1/completions is OpenAI's form of it."""
         return await _answer(context, body, request, exchange)
 
     return routes
 
 
 async def _answer(context: ServerContext, body: NativeRequest, request: Request, exchange: Exchange) -> Response:
-    if (body.n or 1) != 1:
-        raise ApiError(400, "there is one answer; /v1/completions gives several", code="unsupported", param="n")
+    num_prompts = len(several_prompts(body.prompt)) if isinstance(body, ContinueRequest) else 1
+    if num_prompts > MAX_PROMPTS:
+        raise invalid_value(f"{num_prompts} prompts are more than one request may bring, {MAX_PROMPTS}", "prompt")
+    num_answers = num_prompts * _num_answers(body)
+    if num_answers > MAX_ANSWERS:
+        raise invalid_value(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n_cmpl")
     if body.prompt_logprobs is not None:
         raise ApiError(400, "/v1/completions gives log-probabilities", code="unsupported", param="prompt_logprobs")
     if body.stream:
@@ -58,66 +72,120 @@ async def _answer(context: ServerContext, body: NativeRequest, request: Request,
 
 
 async def _whole(context: ServerContext, body: NativeRequest, exchange: Exchange) -> Response:
-    async with _generation(context, body, exchange) as (generation, progress):
-        async for event in _until_late(generation, progress):
-            progress.take(event)
-        return JsonResponse(await off_loop(progress.params, lambda: progress.answer(generation)))
+    async with _begun(context, body, exchange) as begun:
+        await asyncio.gather(*(_drawn(one) for one in begun))
+        told = await off_loop(begun[0].params, lambda: [answer for one in begun for answer in one.answers()])
+        return JsonResponse(told[0] if len(told) == 1 else told)
+
+
+async def _drawn(begun: _Begun) -> None:
+    async with contextlib.aclosing(begun.steps()) as steps:
+        async for _ in steps:
+            pass
 
 
 async def _frames(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    async with _generation(context, body, exchange) as (generation, progress):
-        async for event in _until_late(generation, progress):
-            progress.take(event)
-            if progress.has_news:
-                yield data_frame(progress.piece(generation))
-        yield data_frame(progress.answer(generation))
+    async with _begun(context, body, exchange) as begun, contextlib.aclosing(merged([_told(one) for one in begun])) as frames:
+        async for _, frame in frames:
+            yield frame
+
+
+async def _told(begun: _Begun) -> AsyncGenerator[bytes, None]:
+    """The frames of one prompt."""
+    async with contextlib.aclosing(begun.steps()) as steps:
+        async for _ in steps:
+            for progress in begun.progress:
+                if progress.has_news:
+                    yield data_frame(progress.piece(begun.generation))
+    for answer in await asyncio.to_thread(begun.answers):
+        yield data_frame(answer)
 
 
 @contextlib.asynccontextmanager
-async def _generation(
-    context: ServerContext, body: NativeRequest, exchange: Exchange
-) -> AsyncIterator[tuple[Generation, _Progress]]:
-    async with context.models.use(body.model) as model:
-        params = body.sampling(model, max_tokens=1 if _limit(body) == 0 else _limit(body), logprobs=body.n_probs or None)
-        prompt = await _prompt(model, body)
+async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange) -> AsyncIterator[list[_Begun]]:
+    """All prompts of a request, under way."""
+    async with contextlib.AsyncExitStack() as stack:
+        model = await stack.enter_async_context(context.models.use(body.model))
+        limit, count = _limit(body), _num_answers(body)
+        params = body.sampling(model, max_tokens=1 if limit == 0 else limit, logprobs=body.n_probs or None)
+        params = replace(params, n=count)
         form = await checked_form(body, context)
-        asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
-        generation = await context.generates.complete(body.model, asked, exchange.caller)
-        async with contextlib.aclosing(generation):
+        begun: list[_Begun] = []
+        for prompt in await asyncio.to_thread(_prompts, model, body):
+            asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt)
+            generation = await context.generates.complete(body.model, asked, exchange.caller)
+            await stack.enter_async_context(contextlib.aclosing(generation))
             exchange.follow(generation)
-            yield generation, _Progress(body, params, TextTokens(model.tokenizer, params))
+            base = len(begun) * count
+            progress = [_Progress(body, params, TextTokens(model.tokenizer, params), base + index) for index in range(count)]
+            begun.append(_Begun(params, generation, progress))
+        yield begun
 
 
-async def _prompt(model: ServedModel, body: NativeRequest) -> str | Sequence[int]:
+def _num_answers(body: NativeRequest) -> int:
+    return first_given(body.n_cmpl, body.n) or 1
+
+
+def _prompts(model: ServedModel, body: NativeRequest) -> list[str | list[int]]:
     if isinstance(body, ContinueRequest):
-        return body.prompt
+        return [_prompt(model, prompt) for prompt in several_prompts(body.prompt)]
     assert isinstance(body, InfillRequest)
     files = [(extra["filename"], extra["text"]) for extra in body.input_extra or ()]
-    return await asyncio.to_thread(
-        fill_in_the_middle, model.tokenizer, body.input_prefix, body.input_suffix, files, body.prompt or ""
-    )
+    return [fill_in_the_middle(model.tokenizer, body.input_prefix, body.input_suffix, files, body.prompt or "")]
 
 
-async def _until_late(generation: Generation, progress: _Progress) -> AsyncIterator[Event]:
-    async for events in generation:
-        for event in events:
-            yield event
-        if progress.is_late:
-            return
+def _prompt(model: ServedModel, prompt: NativePrompt) -> str | list[int]:
+    """Texts among ids become ids; only one at the beginning is begun as the model begins texts."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, dict):
+        return prompt["prompt_string"]
+    ids: list[int] = []
+    for place, piece in enumerate(prompt):
+        if isinstance(piece, str):
+            model.tokenizer.check_fits(piece, model.facts.context_len)
+            ids += model.tokenizer.encode(piece, add_special_tokens=place == 0)
+        else:
+            ids.append(piece)
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """One prompt's answers on their way."""
+
+    params: SamplingParams
+    generation: Generation
+    progress: Sequence[_Progress]
+
+    async def steps(self) -> AsyncGenerator[None, None]:
+        """Until all have ended, or are late."""
+        async for events in self.generation:
+            for event in events:
+                self.progress[event.index].take(event)
+            yield
+            if all(each.is_over for each in self.progress):
+                break
+        await self.generation.aclose()  # others may go on
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [each.answer(self.generation) for each in self.progress]
 
 
 @dataclass(slots=True)
 class _Progress:
     """How far an answer is, and what of it has not been told. llama-server's time limit counts from the first token, and waits
-    for the end of a line. params.logprobs: None for no probabilities at all."""
+    for the end of a line. params.logprobs: None for no probabilities at all. index: among all answers of the request."""
 
     body: NativeRequest
     params: SamplingParams
     tokens: TextTokens
+    index: int
     first: float | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     entries: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
     saw_newline: bool = False
     last: Event | None = None
 
@@ -131,7 +199,9 @@ class _Progress:
         return any(self.text)
 
     @property
-    def is_late(self) -> bool:
+    def is_over(self) -> bool:
+        if self.last is not None and self.last.finish_reason is not None:
+            return True
         limit = self.body.t_max_predict_ms
         if not limit or self.first is None or not self.saw_newline:
             return False
@@ -145,6 +215,7 @@ class _Progress:
             self.first = time.monotonic()
         self.text.append(event.text)
         self.token_ids += event.token_ids
+        self.num_tokens += len(event.token_ids)
         self.saw_newline |= "\n" in event.text
         if self.params.logprobs is not None:
             self.entries += self.tokens.take(event)
@@ -156,6 +227,8 @@ class _Progress:
     def answer(self, generation: Generation) -> dict[str, Any]:
         """The end, with all that has not been told."""
         told = self._told(generation, stops=True)
+        told["prompt"] = generation.model.tokenizer.decode(generation.prompt_ids, skip_special_tokens=False)
+        told["generation_settings"] = generation_settings(generation.model, self.params, draws=self.draws)
         return told if self.body.response_fields is None else _selected(told, self.body.response_fields)
 
     def _told(self, generation: Generation, *, stops: bool) -> dict[str, Any]:
@@ -165,12 +238,12 @@ class _Progress:
         if reason == "stop" and self.draws:
             kind = "word" if isinstance(stopped_by, str) else "eos"
         told = {
-            "index": 0,
+            "index": self.index,
             "content": "".join(self.text),
             "tokens": self.token_ids if self.body.stream or self.body.return_tokens else [],
             "stop": stops,
             "model": generation.model.id,
-            "tokens_predicted": usage.completion_tokens if self.draws else 0,
+            "tokens_predicted": self.num_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
             "truncated": False,
@@ -182,6 +255,14 @@ class _Progress:
             told["completion_probabilities"] = native_form(generation.model.tokenizer, self.entries, self.params.logprobs)
         self.text, self.token_ids, self.entries = [], [], []
         return told
+
+
+def generation_settings(model: ServedModel, params: SamplingParams, *, draws: bool = True) -> dict[str, Any]:
+    """What a request is answered with, as /props says it of one that names nothing."""
+    limit = -1 if params.max_tokens is None else params.max_tokens
+    values = dataclasses.asdict(replace(params, logit_bias=None))
+    kept = {name: value for name, value in values.items() if name not in ("constraint", "reasoning", "logit_bias")}
+    return {**kept, "n_ctx": model.facts.context_len, "n_predict": limit if draws else 0, "model": model.id}
 
 
 def _limit(body: NativeRequest) -> int | None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from nanovllm_cli.server.exchange import CurrentExchange
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.ports import ChatAsked, EngineState, ModelCard, ServedModel
 from nanovllm_cli.server.reading import template_variables
+from nanovllm_cli.server.routes_native import generation_settings
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_own import (
     ApplyTemplateAnswer,
@@ -130,10 +130,9 @@ def _health(cards: Sequence[ModelCard]) -> str:
 
 
 def _props(served: ServedModel) -> dict[str, Any]:
-    params = dataclasses.asdict(dataclasses.replace(served.default_params, logit_bias=None))
-    kept = {name: value for name, value in params.items() if name not in ("constraint", "reasoning", "logit_bias")}
+    params = generation_settings(served, served.default_params)
     return {
-        "default_generation_settings": {"n_ctx": served.facts.context_len, "params": kept},
+        "default_generation_settings": {"n_ctx": served.facts.context_len, "params": params},
         "total_slots": served.facts.max_num_seqs,
         "model_alias": served.id,
         "chat_template": None if served.chat_template is None else served.chat_template.source,

@@ -79,6 +79,7 @@ def router(context: ServerContext) -> APIRouter:
             return context.stream(answering.frames(), _error_frame)
         return JsonResponse(await while_connected(request, answering.whole()))
 
+    @routes.post("/responses/input_tokens", include_in_schema=False)
     @routes.post("/v1/responses/input_tokens", responses=answers(InputTokensAnswer))
     async def count_input_tokens(
         body: InputTokensRequest, request: Request, exchange: CurrentExchange

@@ -5,12 +5,12 @@ Only shapes and bounds; what the fields mean is the routes' and `schemas_samplin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
-from nanovllm_cli.sampling_params import MAX_LOGPROBS, MAX_TOKENS
+from nanovllm_cli.sampling_params import INT_BOUNDS, MAX_LOGPROBS, MAX_TOKENS
 from nanovllm_cli.server.function_tools import NAME
 from nanovllm_cli.server.schemas_common import (
     FIRST_ERROR,
@@ -217,7 +217,9 @@ class NativeRequest(SamplingFields):
     stream: bool | None = None
     n_predict: NativeLimit | None = None
     max_tokens: NativeLimit | None = None
+    n_cmpl: int | None = Field(default=None, ge=INT_BOUNDS["n"][0], le=INT_BOUNDS["n"][1])
     n_probs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    min_keep: Literal[0] | None = None
     post_sampling_probs: Literal[False] | None = None
     t_max_predict_ms: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     return_tokens: bool | None = None
@@ -236,29 +238,68 @@ class InfillRequest(NativeRequest):
     prompt: str | None = None
 
 
-class ContinueRequest(NativeRequest):
-    """POST /completion."""
+@with_config(OPEN)
+class PromptString(TypedDict):
+    """llama-server's object, which may hold images there."""
 
-    prompt: Annotated[str | TokenIds, explained("a text, or a list of token ids")]
+    prompt_string: str
+    multimodal_data: NotRequired[Unsupported]
+
+
+MixedIds = Annotated[list[TokenId | str], Field(fail_fast=True, min_length=1, max_length=MAX_ID_LIST)]
+NativePrompt = str | PromptString | MixedIds
+
+
+class ContinueRequest(NativeRequest):
+    """POST /completion. A list with texts alone is several prompts, one with ids among them is one."""
+
+    prompt: Annotated[
+        str
+        | PromptString
+        | Annotated[list[str | PromptString | MixedIds], Field(fail_fast=True, min_length=1)]
+        | MixedIds,
+        explained(f"a text, a list of token ids and texts, or a list of at most {MAX_PROMPTS} of one of these"),
+    ]
+
+
+def several_prompts(given: Any) -> list[NativePrompt]:
+    """One prompt or several, told apart by what is inside."""
+    one = not isinstance(given, list) or any(isinstance(piece, int) for piece in given)
+    return [given] if one else list(given)
+
+
+EmbeddingInput = Annotated[
+    SomeText
+    | TokenIds
+    | Annotated[list[SomeText], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)],
+    explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
+]
 
 
 class EmbeddingRequest(StrictModel):
     """POST /v1/embeddings. pooling: of the hidden states of a text's tokens."""
 
     model: ModelName | None = None
-    input: Annotated[
-        SomeText
-        | TokenIds
-        | Annotated[list[SomeText], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)],
-        explained(f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of one of these, none of them empty"),
-    ]
+    input: EmbeddingInput
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
     pooling: Literal["mean", "last", "cls"] | None = None
     normalize: Literal[True] | None = None
     priority: Priority | None = None
     user: Tolerated = None
+
+
+class NativeEmbeddingRequest(StrictModel):
+    """POST /embeddings. One of content and input. embd_normalize: -1 leaves vectors as they are, 0 makes their largest magnitude
+    32760 (16 bits), p makes their p-norm 1."""
+
+    model: ModelName | None = None
+    content: EmbeddingInput | None = None
+    input: EmbeddingInput | None = None
+    embd_normalize: int | None = Field(default=None, ge=-1, le=64)
+    pooling: Literal["mean", "last", "cls"] | None = None
+    priority: Priority | None = None
 
 
 @with_config(OPEN)

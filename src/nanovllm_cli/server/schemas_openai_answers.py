@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 
 class CachedTokens(BaseModel):
@@ -151,6 +151,17 @@ class EmbeddingAnswer(BaseModel):
     usage: ReadUsage
 
 
+class NativeEmbedding(BaseModel):
+    """embedding: one vector, in a list, since llama-server may give one for each token."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class NativeEmbeddings(RootModel[list[NativeEmbedding]]):
+    """In the order of the texts."""
+
+
 class RankedDocument(BaseModel):
     text: str
 
@@ -183,7 +194,7 @@ class NativeProbability(NativeAlternative):
 
 class NativeAnswer(BaseModel):
     """tokens: their ids, in a stream and where they were asked for. stop_type: what ended it; none while a stream goes on.
-    completion_probabilities: with n_probs, of each token."""
+    completion_probabilities: with n_probs, of each token. prompt and generation_settings: at the end of an answer."""
 
     index: int
     content: str
@@ -198,3 +209,9 @@ class NativeAnswer(BaseModel):
     stopping_word: str
     completion_probabilities: list[NativeProbability] | None = None
     timings: Timings
+    prompt: str | None = None
+    generation_settings: dict[str, Any] | None = None
+
+
+class NativeAnswers(RootModel[NativeAnswer | list[NativeAnswer]]):
+    """A list for several prompts, or several answers."""
