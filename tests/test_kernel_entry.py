@@ -170,7 +170,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
     monkeypatch.setattr(entry, "_keeps", True)
     if reason == "no place":
         monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
-        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", caching.CacheImpl._locator_classes[:1])
+        monkeypatch.setattr(entry._Places, "_locator_classes", entry._Places._locator_classes[:2])
     else:
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
@@ -186,6 +186,44 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
     assert ("No space left on device" in said) is (reason == "full disk")
 
 
+def test_a_cache_that_may_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An image with a cache in it, on a read-only file system. What it lacks is compiled, each time, and that is said once."""
+    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def only_read(self: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", only_read)
+    assert negated("f", Kernel(negate._function)) == (1, [-1, -2, -100])
+    assert entry.keeps()
+    assert not caplog.messages
+    for _ in range(2):
+        assert negated("B", Kernel(negate._function)) == (0, [255, 254, 156])
+    assert negated("f", Kernel(negate._function)) == (1, [-1, -2, -100])
+    [said] = caplog.messages
+    assert said.startswith(f"compiled kernels can't be kept in {tmp_path}: Read-only file system; ")
+    assert not entry.keeps()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
+@pytest.mark.parametrize("kept", ["index", "data"])
+@pytest.mark.parametrize("rest", [0, 20])
+def test_half_a_file_of_the_cache_is_compiled_anew(kept: str, rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine leaves it that lost its power."""
+    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert negated("f", Kernel(negate._function))[0] == 0
+    [path] = tmp_path.rglob("*negate*.nbi" if kept == "index" else "*negate*.nbc")
+    path.write_bytes(path.read_bytes()[:rest])
+    assert [negated("f", Kernel(negate._function)) for _ in range(2)] == [(0, [-1, -2, -100]), (1, [-1, -2, -100])]
+    assert entry.keeps()
+
+
 def test_a_fault_of_the_compiler_is_none_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "_keeps", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
@@ -193,7 +231,7 @@ def test_a_fault_of_the_compiler_is_none_of_the_cache(tmp_path: Path, monkeypatc
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("of ours")
 
-    monkeypatch.setattr(entry, "cfunc", broken)
+    monkeypatch.setattr(entry, "CFunc", broken)
     with pytest.raises(RuntimeError, match="of ours"):
         negated("f", Kernel(negate._function))
     assert entry.keeps()

@@ -35,13 +35,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
-from numba.core import cgutils
+from numba import carray, njit, types
+from numba.core import caching, cgutils
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.simd import typed_pointer
@@ -117,22 +119,71 @@ _replay: list[Any] = []
 
 def compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
     """A cfunc, compiled for the signature or loaded from the cache. Where nothing can be kept (a disk that is full or only to be
-    read) that is said, and it is compiled all the same."""
+    read) that is said, and it is compiled all the same; what the cache has is read."""
+    with _alone_with(function) as ours:
+        made: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
+        if ours:
+            made._cache = _cache_of(function)
+        made.compile()
+        return made
+
+
+def _cache_of(function: Callable[..., None]) -> Any:
+    try:
+        return _Cache(function)
+    except RuntimeError as failure:
+        if "no locator available" not in str(failure):
+            raise
+        _tell_that_nothing_is_kept("")
+        return caching.NullCache()
+
+
+class _Readable(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    """The cache where it may only be read (an image that has it in it, a read-only home), for what has been kept there."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> Any:
+        found = cls(py_func, py_file)
+        index = f"*.{py_func.__qualname__}-{found.get_disambiguator()}.py*.nbi".translate({ord(each): None for each in "<>"})
+        with contextlib.suppress(OSError):
+            if any(Path(found.get_cache_path()).glob(index)):
+                return found
+        return None
+
+
+class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes: ClassVar = [caching.UserProvidedCacheLocator, _Readable, *caching.CacheImpl._locator_classes[1:]]
+
+
+class _Cache(caching.FunctionCache):  # type: ignore[misc]
+    """Numba's, which ends with an error where it can't write, or finds half a file (a machine that lost its power)."""
+
+    _impl_class = _Places
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as failure:  # a pickle that is damaged may raise anything
+            logger.debug("the compiled %s can't be read: %s", self._name, failure)
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as failure:
+            _tell_that_nothing_is_kept(f": {failure.strerror}")
+
+
+def _tell_that_nothing_is_kept(why: str) -> None:
     global _keeps
     if _keeps:
-        try:
-            with _alone_with(function) as ours:
-                return cfunc(signature, cache=ours, **options)(function)
-        except (OSError, RuntimeError) as failure:
-            if isinstance(failure, RuntimeError) and "no locator available" not in str(failure):
-                raise
-            _keeps = False
-            why = f": {failure.strerror}" if isinstance(failure, OSError) else ""
-            logger.warning(
-                "compiled kernels can't be kept in %s%s; each run compiles them anew, until NUMBA_CACHE_DIR names another place",
-                numba.config.CACHE_DIR, why,
-            )  # fmt: skip
-    return cfunc(signature, **options)(function)
+        logger.warning(
+            "compiled kernels can't be kept in %s%s; each run compiles them anew, until NUMBA_CACHE_DIR names another place",
+            numba.config.CACHE_DIR, why,
+        )  # fmt: skip
+    _keeps = False
 
 
 def keeps() -> bool:
