@@ -257,6 +257,22 @@ def test_running_ones_make_way_for_more_urgent_ones_only(seats: int, num_blocks:
     assert model.violations == []
 
 
+def test_nobody_makes_way_for_an_older_one_of_the_same_priority() -> None:
+    """One that had to give up its blocks because the younger was in that step already: they would take turns at it."""
+    engine, _ = make_engine(policy="priority", enable_prefix_caching=False, max_num_seqs=2, num_blocks=64)
+    for name in ("older", "younger"):
+        engine.add(name, [4] * 8, params(12), priority=5)
+    engine.step()
+    scheduler = engine._scheduler
+    scheduler._preempt(scheduler.running[0])
+    engine.add("urgent", [3] * 8, params(6), priority=0)  # takes its place
+    last = drain(engine)
+    assert {name: output.metrics.num_preemptions for name, output in last.items()} == {"older": 1, "younger": 0, "urgent": 0}
+    assert [output.outputs[0].token_ids for output in last.values() if output.request_id != "urgent"] == [
+        expected_tokens([4] * 8, 12)
+    ] * 2
+
+
 def test_who_has_waited_long_enough_makes_way_for_nobody() -> None:
     clock = FakeClock()
     engine, _ = make_engine(max_num_seqs=1, policy="priority", aging_seconds=5.0, clock=clock)

@@ -74,7 +74,7 @@ class LegacyCheckpoint:
     def info(self, name: str) -> TensorInfo:
         return TensorInfo(name, tuple(self.tensors[name].shape), "F32", self.tensors[name].nbytes)
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         return self.tensors[name] if rows is None else self.tensors[name][rows[0] : rows[1]]
 
     def release(self, name: str) -> None:

@@ -20,6 +20,9 @@ WORDS = [
     "\u00e9", "\u4f60", "\u2581", "\u2581i", "j\u2581k", "\u0120l",
 ]  # fmt: skip
 BYTES = [f"<0x{value:02X}>" for value in "\u4f60 !".encode()]
+ALMOST_BYTES = [
+    "<0x+1>", "<0x-1>", "<0x 1>", "<0x1 >", "<0x1_>", "<0x4a>", "<0X41>", "<0x\u0663\u0664>", "<0x041>", "<0x4>", "<0x\t7>",
+]  # fmt: skip
 
 FUSE, BYTE_FALLBACK = {"type": "Fuse"}, {"type": "ByteFallback"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -50,7 +53,7 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_of(decoder: dict[str, Any] | None, folder: Path) -> Tokenizer:
-    tokens = ["<s>", *WORDS, *BYTES]
+    tokens = ["<s>", *WORDS, *BYTES, *ALMOST_BYTES]
     state = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None, "post_processor": None,
         "added_tokens": [],
@@ -131,7 +134,7 @@ def sequences(tokenizer: Tokenizer, backend: Backend) -> list[list[int]]:
     mark of the first token and no space (SentencePiece itself: one space, whatever it is of), and leaves a first `##`."""
     draw = random.Random(5)
     ids = backend.get_vocab()
-    runs = [*([each] for each in WORDS), BYTES[:3], *([each] for each in BYTES[3:])]
+    runs = [*([each] for each in WORDS + ALMOST_BYTES), BYTES[:3], *([each] for each in BYTES[3:])]
     first = [[word] for word in WORDS if word[0] not in "#_ " and "\u2581" not in word[1:]]
     drawn = [[draw.choice(first), *draw.choices(runs, k=draw.randrange(1, 12))] for _ in range(150)]
     return [[ids[token] for run in each for token in run] for each in [[], *([each] for each in first), *drawn]]

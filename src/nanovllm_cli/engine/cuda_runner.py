@@ -98,9 +98,10 @@ class CudaRunner:
     def _decode_guesses(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         firsts = itertools.accumulate((len(share.token_ids) for share in scheduled), initial=0)
         draws = [Draw(share.seq_id, first, share.guesses) for share, first in zip(scheduled, firsts, strict=False)]
-        at_once = self._prepare_draws(draws, scheduled)
+        num_drawn = _num_drawn(scheduled)
+        at_once = self._prepare_draws(draws, num_drawn)
         logits = self.decode.run_guesses(scheduled, self.on_device)
-        drawn = self._draw_behind_guesses(draws, at_once, logits, scheduled)
+        drawn = self._draw_behind_guesses(draws, at_once, logits, num_drawn)
         return lambda: StepOutput(drawn, {})
 
     def _step(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
@@ -136,10 +137,11 @@ class CudaRunner:
         self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]
     ) -> Callable[[], StepOutput]:
         rows, draws = rows_of(draws_of(owners))
-        at_once = self._prepare_draws(draws, scheduled)
+        num_drawn = _num_drawn(scheduled)
+        at_once = self._prepare_draws(draws, num_drawn)
         hidden = self.model.run(self.model.prepare(batch), self.cache)
         prompt_logprobs, pooled = self._beside(hidden, owners)
-        drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), scheduled)
+        drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), num_drawn)
         return lambda: StepOutput(drawn, prompt_logprobs, pooled)
 
     def _beside(
@@ -153,16 +155,15 @@ class CudaRunner:
         }
         return prompt_logprobs, pooled_of(self.model, hidden, owners)
 
-    def _prepare_draws(self, draws: list[Draw], scheduled: list[Scheduled]) -> list[int]:
+    def _prepare_draws(self, draws: list[Draw], num_drawn: dict[int, int]) -> list[int]:
         """Before the model runs. Those that draw from all their rows at once."""
         self.sampler.start_masks(self._by_place([draw.seq_id for draw in draws])[2])
         num_rows = {draw.seq_id: 1 + len(draw.guesses) for draw in draws if draw.guesses}
-        return self.on_device.seat_at_once(num_rows, _num_drawn(scheduled))
+        return self.on_device.seat_at_once(num_rows, num_drawn)
 
     def _draw_behind_guesses(
-        self, draws: list[Draw], at_once: list[int], logits: torch.Tensor, scheduled: list[Scheduled]
+        self, draws: list[Draw], at_once: list[int], logits: torch.Tensor, num_drawn: dict[int, int]
     ) -> list[Drawn]:
-        num_drawn = _num_drawn(scheduled)
         rows = [draw.row + i for draw in draws if draw.seq_id in at_once for i in range(1 + len(draw.guesses))]
         drawn_at_once = self.on_device.draw_at_once(_rows(logits, rows)) if rows else {}
 

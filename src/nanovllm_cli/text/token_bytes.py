@@ -10,6 +10,7 @@ wrote.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,8 @@ import tokenizers
 from tokenizers import Regex, decoders
 
 from nanovllm_cli.errors import UnsupportedError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library takes a sign for a digit
 
 SPACE_MARK = "\u2581"  # SentencePiece's visible space
 
@@ -55,11 +58,8 @@ class ByteRule:
                 return bytes([_BYTE_OF_CHAR[char] for char in token])
             except KeyError:  # an added token that was never mapped
                 return token.encode()
-        if self.byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
+        if self.byte_fallback and (found := _BYTE.fullmatch(token)):
+            return bytes([int(found[1], 16)])
         return token.encode()
 
 

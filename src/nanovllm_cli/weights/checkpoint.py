@@ -74,12 +74,11 @@ class Checkpoint(ABC):
     def info(self, name: str) -> TensorInfo: ...
 
     @abstractmethod
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The tensor, or its rows from the first to before the second.
 
-        Without `dtype`: a read-only view of the mapped file, or float32 where the stored type is one of GGUF's block
-        types. With `dtype`: in that, converted piece by piece from block types.
-        Raises UnsupportedError where the stored type cannot be read.
+        A read-only view of the mapped file, or float32 where the stored type is one of GGUF's block types. Raises
+        UnsupportedError where the stored type cannot be read.
         """
 
     @abstractmethod
@@ -158,8 +157,8 @@ class _FilesCheckpoint(Checkpoint):
         entry = self._file(name).entries[name]
         return TensorInfo(name, entry.shape, entry.dtype_name, entry.num_bytes)
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        return self._file(name).tensor(name, dtype, rows)
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._file(name).tensor(name, rows)
 
     def raw(self, name: str) -> torch.Tensor:
         return self._file(name).raw(name)

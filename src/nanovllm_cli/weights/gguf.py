@@ -102,20 +102,19 @@ class GGUFFile:
             self.file.close()
             raise
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The tensor, or its `rows` from the first to before the second, along the first dimension.
 
-        Plain numbers are read-only views of the file, unless another `dtype` is asked for. Block types are dequantized,
-        into `dtype` or float32, some rows at a time, so that no second copy of the whole exists.
+        Plain numbers are read-only views of the file. Block types are dequantized into float32, some rows at a time, so that
+        no second copy of the whole exists.
         UnsupportedError for block types that the `gguf` package cannot dequantize.
         """
         entry = self.entries[name]
         if rows is not None:
             entry = _rows_of(entry, *rows)
         if (plain := _PLAIN.get(entry.type)) is not None:
-            view = self.file.tensor(entry.start, entry.shape, plain)
-            return view if dtype is None else view.to(dtype)
-        return self._dequantized(name, entry, dtype or torch.float32)
+            return self.file.tensor(entry.start, entry.shape, plain)
+        return self._dequantized(name, entry)
 
     def raw(self, name: str) -> torch.Tensor:
         """The stored bytes as a read-only view, uint8 of shape (rows, bytes of a row)."""
@@ -129,9 +128,9 @@ class GGUFFile:
     def close(self) -> None:
         self.file.close()
 
-    def _dequantized(self, name: str, entry: GGUFEntry, dtype: torch.dtype) -> torch.Tensor:
+    def _dequantized(self, name: str, entry: GGUFEntry) -> torch.Tensor:
         """Row by row where rows are long, many rows at once where they are short."""
-        result = torch.empty(entry.shape, dtype=dtype)
+        result = torch.empty(entry.shape, dtype=torch.float32)
         flat = result.view(-1)
         block_len, block_bytes = GGML_QUANT_SIZES[entry.type]
         blocks = self.file.array(entry.start, entry.num_bytes).reshape(-1, block_bytes)

@@ -78,16 +78,15 @@ class PickledCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.path}: no tensor {name!r} in it")
         return self._infos[name]
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         info = self.info(name)
         stored = _DTYPES[info.dtype_name]
         shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
         num_bytes = math.prod(shape) * stored.itemsize
         self._ask({"name": name, "rows": rows, "num_bytes": num_bytes})
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype or stored)
-        data = torch.frombuffer(self._read(num_bytes), dtype=torch.uint8).view(stored).reshape(shape)
-        return data if dtype is None else data.to(dtype)
+            return torch.empty(shape, dtype=stored)
+        return torch.frombuffer(self._read(num_bytes), dtype=torch.uint8).view(stored).reshape(shape)
 
     def raw(self, name: str) -> torch.Tensor:
         tensor = self.tensor(name).contiguous()

@@ -51,7 +51,7 @@ class RandomCheckpoint(Checkpoint):
         shape = self._shapes[name]
         return TensorInfo(name, shape, "BF16", math.prod(shape) * BF16_BYTES)
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         shape = self._shapes[name]
         first, last = rows or (0, shape[0])
         count = math.prod((last - first, *shape[1:]))
@@ -63,7 +63,7 @@ class RandomCheckpoint(Checkpoint):
             count -= len(parts[-1])
             begin = 0
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return values.view(last - first, *shape[1:]).to(dtype or torch.bfloat16)
+        return values.view(last - first, *shape[1:])
 
     def raw(self, name: str) -> torch.Tensor:
         values = self.tensor(name)

@@ -73,16 +73,15 @@ class SafetensorsFile:
             self.file.close()
             raise
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """A read-only view over the file, or a copy in another `dtype`, of all or of rows from the first to before the second.
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """A read-only view over the file, of all or of rows from the first to before the second.
         UnsupportedError for dtypes that are not whole bytes."""
         entry = self.entries[name]
         stored = DTYPES[entry.dtype_name][1]
         if stored is None:
             raise UnsupportedError(f"{self.path}: tensor {name!r} has the dtype {entry.dtype_name}, less than a byte")
         view = self.file.tensor(entry.start, entry.shape, stored)
-        view = view if rows is None else view[rows[0] : rows[1]]
-        return view if dtype is None else view.to(dtype)
+        return view if rows is None else view[rows[0] : rows[1]]
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor's bytes, uint8 of shape (rows, bytes of a row); a vector is one row."""
