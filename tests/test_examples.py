@@ -43,6 +43,12 @@ NOT_RUN = {
     r"nanovllm serve": "runs until it is ended; tests/test_serve_command.py has it",
     r"random-weights": "takes long; tests/test_bench_real.py has it",
 }
+BEFORE = {
+    r"nanovllm run .*--continue": "nanovllm run tiny -q Hello >said.txt",
+    r"nanovllm verify .*tiny-int8": "mv quantized tiny-int8",
+    r"nanovllm chat .*--continue": "echo Hello | nanovllm chat tiny -q >said.txt",
+}
+"""What a person had done before."""
 IN_ANOTHER_SHELL = {"completion zsh": "zsh", "completion fish": "fish"}
 
 
@@ -117,29 +123,16 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     return folder
 
 
-class Places(dict[str, Path]):
-    """By source and command a folder, with a home in it, where examples run one after the other; made when it is asked for."""
-
-    def __init__(self, material: Path, factory: pytest.TempPathFactory) -> None:
-        super().__init__()
-        self.material, self.factory = material, factory
-
-    def __missing__(self, name: str) -> Path:
-        folder = self[name] = self.factory.mktemp(name)
-        shutil.copytree(self.material, folder, dirs_exist_ok=True)
-        (folder / "home/.config/nanovllm").mkdir(parents=True, exist_ok=True)
-        (folder / "home/.config/fish/completions").mkdir(parents=True)
-        aliases = "".join(f'"{alias}" = "tiny"\n' for alias in ALIASES)
-        (folder / "home/.config/nanovllm/config.toml").write_text(f"[aliases]\n{aliases}")
-        if name.endswith("verify"):  # where an example of quantize would have put it
-            (folder / "quantized").rename(folder / "tiny-int8")
-        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-        return folder
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, material: Path) -> Places:
-    return Places(material, tmp_path_factory)
+@pytest.fixture
+def place(tmp_path: Path, material: Path) -> Path:
+    """A folder where an example runs, with a home in it."""
+    shutil.copytree(material, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    (tmp_path / "home/.config/nanovllm").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "home/.config/fish/completions").mkdir(parents=True)
+    aliases = "".join(f'"{alias}" = "tiny"\n' for alias in ALIASES)
+    (tmp_path / "home/.config/nanovllm/config.toml").write_text(f"[aliases]\n{aliases}")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    return tmp_path
 
 
 def shell(text: str, folder: Path, programs: Path, home: Path, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -158,18 +151,20 @@ def shell(text: str, folder: Path, programs: Path, home: Path, **extra: str) -> 
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.source}: {line.text}")
-def test_an_example_runs_as_it_stands(line: Line, place: Places, programs: Path, server: OpenAIServer) -> None:
+def test_an_example_runs_as_it_stands(line: Line, place: Path, programs: Path, server: OpenAIServer) -> None:
     if line.left_out:
         pytest.skip(line.left_out)
     if " jq " in line.text and shutil.which("jq") is None:
         pytest.skip("jq is not installed")
-    folder = place[f"{line.source}-{line.command.partition('.')[0] or 'run'}"]
     text = re.sub(r"http://127\.0\.0\.1:80[08]0", server.url, line.text)
+    before = [done for pattern, done in BEFORE.items() if re.search(pattern, text)]
     where = {"NANOVLLM_URL": server.url} if "bench serve" in text else {}
-    done = shell(f"set -o pipefail; {text}", folder, programs, folder / "home", **where)
+    done = shell("; ".join(["set -eo pipefail", *before, text]), place, programs, place / "home", **where)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+    if written := re.search(r"--json .*>(\S+\.json)", text):
+        assert json.loads((place / written[1]).read_text())["answers"]
 
 
 def test_every_command_has_examples_and_they_are_about_it() -> None:
@@ -193,11 +188,3 @@ def test_what_is_left_out_is_there() -> None:
     """A pattern that no example needs any more goes."""
     for pattern in NOT_RUN:
         assert any(re.search(pattern, line.text) for line in LINES), pattern
-
-
-def test_json_examples_give_json(place: Places) -> None:
-    """What an example of `run` wrote, where that has run in this process."""
-    answer = place["help-run"] / "answer.json"
-    if not answer.exists():
-        pytest.skip("the example has not run")
-    assert json.loads(answer.read_text())["answers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -194,13 +195,22 @@ def test_examples_are_command_lines(example: Any, parsed: Callable[..., Served],
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("serve") / "log.jsonl"
-    options = ("-c", "512", "-np", "4", "--log-file", str(log), "--log-json", "--temp", "0", "--drain-timeout", "0.1")
-    options += ("--device", "cpu", "--eager")
-    with live_server("tiny", *options, env={"PYTHONPATH": os.pathsep.join(sys.path)}) as server:
-        server.log_path = log  # type: ignore[attr-defined]
-        yield server
+def started() -> Iterator[tuple[contextlib.ExitStack, list[LiveServer]]]:
+    with contextlib.ExitStack() as stack:
+        yield stack, []
+
+
+@pytest.fixture
+def live(started: tuple[contextlib.ExitStack, list[LiveServer]], tmp_path: Path) -> LiveServer:
+    """The last test's, if that has not ended it."""
+    stack, servers = started
+    if not servers or servers[-1].process.poll() is not None:
+        log = tmp_path / "log.jsonl"
+        options = ("-c", "512", "-np", "4", "--log-file", str(log), "--log-json", "--temp", "0", "--drain-timeout", "0.1")
+        options += ("--device", "cpu", "--eager")
+        servers.append(stack.enter_context(live_server("tiny", *options, env={"PYTHONPATH": os.pathsep.join(sys.path)})))
+        servers[-1].log_path = log  # type: ignore[attr-defined]
+    return servers[-1]
 
 
 def test_it_says_where_it_listens_and_a_line_to_copy(live: LiveServer) -> None:
@@ -239,7 +249,7 @@ def test_a_request_is_a_line_of_the_json_log(live: LiveServer) -> None:
 
 
 def test_the_end_is_told_to_streams_and_takes_the_engine_along(live: LiveServer) -> None:
-    """The last test of the file: it ends the server, in the middle of an answer that takes longer than it waits for one."""
+    """In the middle of an answer that takes longer than the server waits for one."""
     children = subprocess.run(["pgrep", "-P", str(live.process.pid)], capture_output=True, text=True, check=True).stdout.split()
     assert children
     body = {"prompt": ["Once"] * 64, "max_tokens": 480, "ignore_eos": True, "stream": True}
