@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +16,14 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, QWEN2, QWEN3, spec_from_hf
+from nanovllm_cli.quant.format import Integer
+from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quant.statistics import InputStatistics
 from nanovllm_cli.quantization import calibration as module
+from nanovllm_cli.quantization.calibrated import by_gptq
 from nanovllm_cli.quantization.calibration import INPUTS, Calibration
+from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.walk import Walk
 
 FAMILIES = {"qwen3": (Qwen3Config, QWEN3), "qwen2": (Qwen2Config, QWEN2), "llama": (LlamaConfig, LLAMA)}
 LENGTHS = (17, 1, 33, 64, 5)
@@ -48,14 +55,14 @@ def set_weight(model: Any, i: int, name: str, value: torch.Tensor) -> None:
 
 
 def seen_by_hooks(model: Any, sequences: Sequence[list[int]]) -> dict[tuple[int, str], torch.Tensor]:
-    """Inputs [T, K] in float64 of every layer's linears, and (-1, "head") for the head's."""
+    """Inputs [T, K] in float64 of every layer's linears."""
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def hook(key: tuple[int, str]) -> Any:
         return lambda _module, args: seen.setdefault(key, []).append(args[0][0].double())
 
     modules = {(i, k): layer.get_submodule(m) for i, layer in enumerate(model.model.layers) for k, m in HOOKED.items()}
-    handles = [m.register_forward_pre_hook(hook(key)) for key, m in {**modules, (-1, "head"): model.lm_head}.items()]
+    handles = [module.register_forward_pre_hook(hook(key)) for key, module in modules.items()]
     with torch.no_grad():
         for ids in sequences:
             model(torch.tensor([ids]))
@@ -97,8 +104,6 @@ def test_layers_see_what_they_see_in_transformers(family: str, monkeypatch: pyte
         for name, statistics in found.items():
             check(statistics, expected[i, name])
         calibration.advance()
-    head = calibration.head(model.state_dict()["model.norm.weight"])
-    check(head, expected[-1, "head"])
 
 
 def test_what_was_loaded_last_is_what_the_next_layer_sees() -> None:
@@ -126,13 +131,45 @@ def test_what_was_loaded_last_is_what_the_next_layer_sees() -> None:
 
 def test_the_sample_is_spread_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_ROWS", 30)
-    monkeypatch.setattr(module, "BATCH_TOKENS", 40)
+    monkeypatch.setattr(module, "BATCH_TOKENS", 16)  # the first sequence is longer
     model, _, sequences, calibration = setting("qwen3")
     calibration.load(block_weights(model, 0))
     sample = calibration.observe(("qkv",))["qkv"].sample
     rows = seen_by_hooks(model, sequences)[0, "qkv"][::4].float()  # 120 tokens for 30 places
     assert sample.shape == rows.shape
     assert torch.allclose(sample, rows, atol=1e-3)
+
+
+def test_a_scaled_embedding_is_what_goes_through_the_layers() -> None:
+    model, spec, sequences, _ = setting("llama")
+    embedding = model.state_dict()["model.embed_tokens.weight"].clone()
+    platform = CpuPlatform(EngineConfig(threads=2, dtype="float32"), None)
+    calibration = Calibration(replace(spec, embedding_scale=7.0), sequences, embedding, platform, torch.float32)
+    calibration.load(block_weights(model, 0))
+    model.get_input_embeddings().weight.data *= 7
+    check(calibration.observe(("gate_up",))["gate_up"], seen_by_hooks(model, sequences)[0, "gate_up"])
+
+
+@pytest.mark.parametrize("kept", [(), ("k", "o", "gate", "up")])
+def test_gptq_goes_through_a_block_in_the_order_of_its_computation(kept: tuple[str, ...]) -> None:
+    """Each linear is rounded for what it sees behind the rounded ones before it; what stays as it is, is read as it is."""
+    model, _, sequences, calibration = setting("qwen2")
+    weights = block_weights(model, 0)
+    form = Integer(4, 0)
+    formats = {f"{part}.weight": None if part in kept else form for parts in INPUTS.values() for part in parts}
+    calibration.load(weights)
+    walk = SimpleNamespace(calibration=calibration)
+    found = by_gptq(cast(Walk, walk), weights, formats, cast(Original, None))
+    assert found.keys() == {slot for slot, each in formats.items() if each is not None}
+    for source, parts in INPUTS.items():  # the model's own rows, with what comes before in the computation rounded
+        rows = seen_by_hooks(model, sequences)[0, source]
+        hessian = (rows.T @ rows / len(rows)).float()
+        for slot in (f"{part}.weight" for part in parts if part not in kept):
+            expected = form.dequantize(quantize_gptq(weights[slot], hessian, form))
+            off = (form.dequantize(found[slot]) - expected).norm() / expected.norm()
+            assert off < 0.02, "a code here and there, where float32 sums part"
+        for slot in found.keys() & {f"{part}.weight" for part in parts}:
+            set_weight(model, 0, slot, form.dequantize(found[slot]))
 
 
 def test_observing_twice_gives_the_same_bits() -> None:

@@ -1,14 +1,28 @@
-"""The statistics of a quality card, against numpy in float64 on random logits."""
+"""A quality card's statistics, against numpy in float64 on random logits; what it reads and compares, against transformers."""
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import shutil
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.card import measure, windows_of
+from nanovllm_cli.quantization.logits import MeasuredModel
+from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.quality import Comparison
+from nanovllm_cli.quantization.texts import NamedText
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import TINY
 
 
 def compared(p: np.ndarray, q: np.ndarray, targets: np.ndarray, pieces: int = 1) -> Comparison:
@@ -64,3 +78,70 @@ def test_extreme_logits_give_numbers() -> None:
     assert quality.same_top == 0.0
     assert not math.isnan(quality.kl_mean)
     assert math.isfinite(quality.before.value)
+
+
+# ---- what is read and compared ----
+
+
+def windows(text: str, num_tokens: int) -> list[list[int]]:
+    with open_original("tiny", TINY) as original:
+        return windows_of(original.tokenizer(), NamedText("a.txt", text), num_tokens, original.spec.vocab_size)
+
+
+def test_a_text_is_read_up_to_its_number_of_tokens() -> None:
+    """Of more than one window; a single token that would be left has no next one to be compared at."""
+    text = " ".join(str(i) for i in range(1000))
+    whole = [token for window in windows(text, 1 << 20) for token in window]
+    for wanted, lengths in ((600, [512, 88]), (514, [512, 2]), (513, [512]), (300, [300])):
+        found = windows(text, wanted)
+        assert list(map(len, found)) == lengths
+        assert [token for window in found for token in window] == whole[: sum(lengths)]
+
+
+def test_two_tokens_are_too_few_for_a_card_and_three_are_not() -> None:
+    assert list(map(len, windows("one two three four", 3))) == [3]
+    with pytest.raises(UsageError, match="too short for a quality card"):
+        windows("one two three four", 2)
+
+
+def test_a_card_compares_what_transformers_computes(tmp_path: Path) -> None:
+    """Row by row, the next token of each but the last: in float32, the original's type, whatever the other's weights have. The
+    windows are longer than the rows whose logits are made at once, and shorter."""
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    tensors = {name: tensor.float() for name, tensor in load_file(TINY / "model.safetensors").items()}
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(0, 4000, (n,), generator=generator).tolist() for n in (66, 2, 130)]
+
+    with open_checkpoint(source) as original, open_checkpoint(TINY) as quantized:
+        quality = measure(original, quantized, texts, NullProgress())
+
+    logs = []
+    for path in (source, TINY):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            logs.append([torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1) for ids in texts])
+    p, q = (torch.cat(each) for each in logs)
+    targets = torch.tensor([token for ids in texts for token in ids[1:]])
+    assert quality.tokens == 65 + 1 + 129
+    assert quality.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    for perplexity, log in ((quality.before, p), (quality.after, q)):
+        assert perplexity.value == pytest.approx(float((-log.gather(-1, targets[:, None])).mean().exp()), rel=1e-4)
+
+
+def test_of_a_model_whose_layers_are_forgotten_the_head_alone_stays() -> None:
+    with open_checkpoint(TINY) as checkpoint:
+        model = MeasuredModel(checkpoint, 4)
+        rows = model.hidden([5, 6, 7])
+        before = model.logits(rows)
+        gone = [weakref.ref(model.model.blocks[0]), weakref.ref(model.model.embedding), weakref.ref(model._cache)]
+        model.forget_layers()
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+        assert torch.equal(model.logits(rows), before)

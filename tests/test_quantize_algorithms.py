@@ -14,6 +14,8 @@ from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.pipeline import Method, plan_with_target
 from nanovllm_cli.quantization.plan import Choices, make_plan
 from nanovllm_cli.quantization.texts import NamedText, bundled_text, windows
+from nanovllm_cli.quantization.verify import compare, trace
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from quantizing import TINY, digest_of, plan_of, quantize
 from test_quantize_model import IDS, StopAt
 
@@ -46,6 +48,31 @@ def test_awq_writes_the_norms_that_it_changed(tmp_path: Path) -> None:
     norms = [name for name in before if name.endswith("layernorm.weight")]
     assert all(after[name].dtype == before[name].dtype for name in norms)
     assert any(not torch.equal(after[name], before[name]) for name in norms)
+
+
+def test_a_head_beside_calibrated_layers_is_rounded_to_nearest_and_resumed(tmp_path: Path) -> None:
+    layers = ((r"layers\.1\.self_attn\.o", "int4:group=32"), (r"layers", "keep"))
+    stop = StopAt("writing", 0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int4", tmp_path / "m", algorithm="gptq", tensor_types=layers, head="int8", num_samples=1, progress=stop)
+    quantize("int4", tmp_path / "m", algorithm="gptq", tensor_types=layers, head="int8", num_samples=1)
+    written = load_file(tmp_path / "m" / "model.safetensors")
+    head = load_file(TINY / "model.safetensors")["model.embed_tokens.weight"].float()
+    scales = written["lm_head.weight_scale"].float()
+    assert float((written["lm_head.weight"].float() - head / scales).abs().max()) <= 0.5 + 1e-3
+    assert torch.allclose(scales, head.abs().amax(1, keepdim=True) / 127, rtol=2**-7)
+
+
+def test_awq_writes_its_norms_into_a_gguf_file_too(tmp_path: Path) -> None:
+    """Without them the layer would see inputs that its columns were not scaled for."""
+    layer = ((r"blk\.1\.(ffn_up|ffn_gate)", "q8_0"), (".", "keep"))
+    quantize("q8_0", tmp_path / "m.gguf", algorithm="awq", tensor_types=layer, num_samples=1)
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    with open_checkpoint(tmp_path / "m.gguf") as written:
+        after = written.tensor("blk.1.ffn_norm.weight").float()
+    assert not torch.allclose(after, load_file(TINY / "model.safetensors")[norm].float(), rtol=0.01)
+    found = compare(*(trace(path, IDS, "float32", NullProgress()) for path in (tmp_path / "m.gguf", TINY)), [], tolerance=0.03)
+    assert found.first_layer is None, found.first_layer
 
 
 def test_gptq_has_no_grid_for_block_types(tmp_path: Path) -> None:

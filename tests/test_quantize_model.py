@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from safetensors.torch import load_file, save_file
 import forked
 from engines import SMALL, random_model, save
 from kill_points import NUM_POINTS
-from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
+from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.format_names import parse_format
-from nanovllm_cli.quantization.original import open_original
+from nanovllm_cli.quantization.original import Original, open_original
+from nanovllm_cli.quantization.pipeline import Method, check_apart, quantize_model
+from nanovllm_cli.quantization.plan import Choices, Plan, make_plan
+from nanovllm_cli.quantization.texts import bundled_text
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from quantizing import TINY, digest_of, plan_of, quantize
 
@@ -66,9 +71,26 @@ def test_the_first_tensor_type_that_fits_counts() -> None:
     assert plan.notes == ("vLLM keeps q, k, v of a layer as one weight, and won't load them in several formats",)
 
 
+def test_a_weight_of_one_layer_that_differs_from_what_is_fused_with_it_is_noted() -> None:
+    notes = plan_of("int4:group=32", tensor_types=((r"layers\.2\.mlp\.up", "int8"),)).notes
+    assert notes == ("vLLM keeps gate, up of a layer as one weight, and won't load them in several formats",)
+    assert plan_of("int4:group=32", tensor_types=(("mlp", "int8"),)).notes == ()
+
+
+def test_the_rows_of_the_closing_table_count_numbers_and_bytes() -> None:
+    """Of four layers with 256 hidden columns, q and o of 256 rows, k and v of 128, gate and up of 640, in bfloat16."""
+    plan = plan_of("int8", tensor_types=(("_proj", "int8"),), head="keep")
+    rows = {row.format: row for row in plan.rows()}
+    assert list(rows) == ["as they are", "int8"]
+    numbers = 4 * 256 * (256 + 128 + 128 + 256 + 3 * 640)
+    assert rows["as they are"][1:] == (1, 4096 * 256, 2 * 4096 * 256, 2 * 4096 * 256)
+    scales = 4 * 2 * (256 + 128 + 128 + 256 + 640 + 640 + 256)
+    assert rows["int8"][1:] == (28, numbers, 2 * numbers, numbers + scales)
+    assert rows["as they are"].bits == 16
+    assert rows["int8"].bits == pytest.approx(8 + 8 * scales / numbers)
+
+
 def test_q4_k_m_gives_layers_the_types_that_llama_cpp_does() -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    del llama_cpp
     plan = plan_of("q4_k_m")
     formats = {item.weight.output: item.format for item in plan.items}
     assert formats["token_embd.weight"] == Blocks("Q6_K")
@@ -100,6 +122,12 @@ def test_q4_k_m_gives_layers_the_types_that_llama_cpp_does() -> None:
 def test_choices_that_mean_nothing_are_told(choices: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         plan_of(**choices)
+
+
+def test_a_mix_that_is_almost_right_is_suggested() -> None:
+    with pytest.raises(UsageError) as refused:
+        plan_of("q4_k_mm")
+    assert str(refused.value.hint).startswith("did you mean q4_k_m? ")
 
 
 # ---- folders ----
@@ -230,6 +258,7 @@ def test_a_quantized_folder_can_become_another(tmp_path: Path, first: str) -> No
 
 
 def test_the_card_is_kept_beside_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "m.quality.json").write_text("of another file, which had this name")
     card = quantize("q8_0", tmp_path / "m.gguf", verify_tokens=600)
     assert card is not None
     assert card.quality.kl_mean < 0.002
@@ -237,6 +266,28 @@ def test_the_card_is_kept_beside_the_weights(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "m.quality.json").read_text())
     assert kept["quality"]["kl_mean"] == card.quality.kl_mean
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "m.quality.json"}
+
+
+def test_a_folder_has_its_card_twice_behind_what_its_readme_begins_with(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    (source / "README.md").write_text("---\nlicense: mit\n---\n\n# Tiny\n\nabove\n---\nbelow\n")
+    card = quantize("int8", tmp_path / "out", source, verify_tokens=50)
+    assert card is not None
+    assert json.loads((tmp_path / "out" / "quality.json").read_text())["quality"]["kl_mean"] == card.quality.kl_mean
+    front, section, rest = (tmp_path / "out" / "README.md").read_text().partition(card.as_markdown())
+    assert (front, rest) == ("---\nlicense: mit\n---\n\n", "\n# Tiny\n\nabove\n---\nbelow\n")
+    assert f"| same most likely token | {card.quality.same_top:.2%} |" in section
+
+
+@pytest.mark.parametrize("readme", ["# Tiny\n\nabove\n---\nbelow\n", "---\nno end of it\n", ""])
+def test_a_readme_without_settings_comes_behind_the_card(tmp_path: Path, readme: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    (source / "README.md").write_text(readme)
+    quantize("int8", tmp_path / "out", source, tensor_types=(("1.mlp.down", "int8"), (".", "keep")))
+    written = (tmp_path / "out" / "README.md").read_text()
+    assert written == f"## Quantized with nanovllm\n\ntiny in int8; not measured.\n\n{readme}"
 
 
 def test_the_card_of_unchanged_weights_is_clean(tmp_path: Path) -> None:
@@ -263,6 +314,58 @@ def test_a_resumed_run_gives_the_same_bytes(tmp_path: Path) -> None:
     quantize("int4:group=32", resumed)
     assert digest_of(resumed) == digest_of(whole)
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "resumed"}
+
+
+class Notes(StopAt):
+    def __init__(self) -> None:
+        super().__init__("", 1 << 60, KeyboardInterrupt())
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def test_a_run_says_what_an_earlier_one_has_finished(tmp_path: Path) -> None:
+    first, second = Notes(), Notes()
+    first.name, first.left = "quantizing", 1_000_000  # a block has 1.4 MB
+    with pytest.raises(KeyboardInterrupt):
+        quantize("int8", tmp_path / "out", progress=first)
+    assert first.notes == []
+    part = tmp_path / ".out.quantizing" / "blocks.0.safetensors"
+    quantize("int8", tmp_path / "out", progress=second)
+    assert second.notes == ["an earlier run has finished 1 of 4 parts: going on from there"]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("changed", [{"num_samples": 3}, {"text": "calibration"}])
+def test_parts_are_of_their_calibration(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Where it has one: rounding to nearest goes on whatever these say."""
+    layer = ((r"layers\.0\.self_attn\.q", "int4:group=32"), (".", "keep"))
+
+    def run(algorithm: Any, stop: bool = False, text: str = "verification", num_samples: int = 2) -> Notes:
+        progress = Notes()
+        progress.name, progress.left = ("writing", 0) if stop else ("", 1 << 60)
+        with open_original("tiny", TINY) as original:
+            plan = make_plan(original, Choices("int4", layer))
+            method = Method(algorithm, bundled_text(text), num_samples)  # type: ignore[arg-type]
+            with pytest.raises(KeyboardInterrupt) if stop else contextlib.nullcontext():
+                quantize_model(original, plan, method, tmp_path / algorithm, None, progress)
+        return progress
+
+    for algorithm, going_on in (("gptq", 0), ("rtn", 1)):
+        run(algorithm, stop=True)
+        assert len(run(algorithm, stop=True).notes) == 1, "the same work goes on"
+        assert len(run(algorithm, **changed).notes) == going_on
+
+
+def test_a_disk_without_room_for_parts_and_output_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output has 4.2 MB, and the parts have a byte for each of 2.75 million weights."""
+    for free, fits in ((6_000_000, False), (8_000_000, True)):
+        usage = shutil._ntuple_diskusage(10**9, 10**9, free)  # type: ignore[attr-defined]
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        with contextlib.nullcontext() if fits else pytest.raises(DoesNotFitError, match="MB left"):
+            quantize("int8", tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == (["out"] if fits else [])
 
 
 def test_finished_parts_are_not_taken_for_other_work(tmp_path: Path) -> None:
@@ -318,6 +421,16 @@ def test_the_input_is_never_the_output(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="where the model itself is"):
         quantize("q4_0", tmp_path / "m.gguf", tmp_path / "m.gguf", replace=True, requantize=True)
     assert digest_of(source) == before
+
+
+def test_a_part_of_a_split_input_is_no_output(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00003.gguf"
+    original = cast(Original, SimpleNamespace(checkpoint=SimpleNamespace(path=path), folder=tmp_path))
+    plan = cast(Plan, SimpleNamespace(kind="gguf"))
+    for name in ("m-00001-of-00003.gguf", "m-00003-of-00003.gguf"):
+        with pytest.raises(UsageError, match="where the model itself is"):
+            check_apart(original, plan, tmp_path / name)
+    check_apart(original, plan, tmp_path / "m-00004-of-00004.gguf")
 
 
 def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:

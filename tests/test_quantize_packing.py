@@ -73,6 +73,45 @@ def test_nibbles_are_packed_from_the_lowest_bits_up() -> None:
     assert shape.tolist() == [3, 16]
 
 
+def test_int8_is_stored_around_zero() -> None:
+    from nanovllm_cli.quant.rows import IntegerRows
+
+    rows = IntegerRows(torch.tensor([[0, 1, 127, 128, 255]], dtype=torch.uint8), torch.ones(1, 1, dtype=torch.bfloat16))
+    assert encode(parse_format("int8"), rows)[0].tolist() == [[-128, -127, -1, 0, 127]]
+
+
+TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True, "num_bits": 8, "group_size": None}
+GROUP = {"strategy": "group", "dynamic": True, "symmetric": True, "num_bits": 8, "group_size": 128, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "weights", "activations"),
+    [
+        ("int8", "int-quantized", ("int", 8, True, "channel", None), TOKEN | {"type": "int"}),
+        ("int8-weight-only", "pack-quantized", ("int", 8, True, "channel", None), None),
+        ("int8:group=32", "pack-quantized", ("int", 8, True, "group", 32), None),
+        ("int8:zeros", "pack-quantized", ("int", 8, False, "channel", None), None),
+        ("int4:group=32", "pack-quantized", ("int", 4, True, "group", 32), None),
+        ("int4:group=64:zeros", "pack-quantized", ("int", 4, False, "group", 64), None),
+        ("fp8", "float-quantized", ("float", 8, True, "channel", None), TOKEN | {"type": "float"}),
+        ("fp8-weight-only", "naive-quantized", ("float", 8, True, "channel", None), None),
+        ("fp8:block=128", "float-quantized", ("float", 8, True, "block", None), GROUP),
+    ],
+)
+def test_config_says_what_the_numbers_are_in_the_packages_words(
+    spec: str, kind: str, weights: tuple[Any, ...], activations: dict[str, Any] | None
+) -> None:
+    """As `compressed-tensors` documents its fields, with which vLLM chooses a kernel."""
+    (group,) = quantization_config({"a": parse_format(spec)})["config_groups"].values()
+    fields = ("type", "num_bits", "symmetric", "strategy", "group_size")
+    assert tuple(group["weights"][field] for field in fields) == weights
+    assert (group["format"], group["input_activations"], group["output_activations"]) == (kind, activations, None)
+    assert group["weights"].get("block_structure") == ([128, 128] if spec == "fp8:block=128" else None)
+    names = [out.name for out in tensors_of(parse_format(spec), "a.weight", (256, 256))]
+    packed = ["a.weight_packed", "a.weight_scale", "a.weight_shape"] + ["a.weight_zero_point"] * (not weights[2])
+    assert names == (packed if kind == "pack-quantized" else ["a.weight", "a.weight_scale"])
+
+
 @pytest.mark.parametrize("spec", ["nf4", "int2", "int3", "q4_0", "q4_k"])
 def test_formats_without_a_place_are_refused_by_name(spec: str) -> None:
     with pytest.raises(UnsupportedError, match=spec):

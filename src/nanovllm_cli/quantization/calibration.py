@@ -9,7 +9,6 @@ type. A block is the engine's own, with storages that look at what they multiply
         seen = calibration.observe()                 "qkv", "o", "gate_up", "down" -> InputStatistics
         calibration.load(quantized_weights)          so that the next block sees what quantized ones give it
         calibration.advance()
-    head = calibration.head(norm_weight)
 
 A run that is resumed loads what it has already quantized, and advances without observing.
 Not covered: reading weights and texts, choosing numbers (quant/gptq.py, quant/awq.py).
@@ -101,15 +100,6 @@ class Calibration:
         self.layer += 1
         if self.layer < self.spec.num_layers:
             self._block = self._build()
-
-    def head(self, norm: torch.Tensor) -> InputStatistics:
-        """What the head sees after the last block, through the last norm [hidden]."""
-        assert self.layer == self.spec.num_layers, "there are blocks ahead"
-        self._platform.enter()
-        watch = _Watch(self.num_tokens)
-        for residual in self._residuals:
-            watch.add(self._platform.ops.rms_norm(residual, norm.to(self._dtype), self.spec.norm.eps, self.spec.norm.offset))
-        return watch.statistics()
 
     def _build(self) -> _Block:
         return _Block(replace(self.spec, blocks=(self.spec.blocks[self.layer],)), self._platform, self._dtype, self._num_blocks)

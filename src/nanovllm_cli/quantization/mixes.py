@@ -47,7 +47,7 @@ def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
     wanted = _BASES[mix]
     part = ours.split(".")[-2]
     if part == "head" or (part == "embedding" and spec.tied_head):
-        wanted = "Q8_0" if wanted == "Q8_0" or not _fits(wanted, width) else "Q6_K"
+        wanted = "Q8_0" if wanted == "Q8_0" else "Q6_K"
     elif ours.startswith("blocks."):
         wanted = _in_block(mix, part, int(ours.split(".")[1]), spec) or wanted
     if not _fits(wanted, width):

@@ -162,7 +162,7 @@ def check_apart(original: Original, plan: Plan, output: Path) -> None:
     source, target = Path(os.path.realpath(original.checkpoint.path)), Path(os.path.realpath(output))
     inputs = {Path(os.path.realpath(source.with_name(name))) for name in split_parts(source.name)}
     nested = plan.kind == "hf" and (original.folder.resolve() in (target, *target.parents) or target in source.parents)
-    if source == target or target in inputs or nested:
+    if target in inputs or nested:
         raise UsageError(f"{output}: the output would be where the model itself is", "-o names another output")
 
 
