@@ -183,6 +183,14 @@ def prepare(modules: Sequence[str]) -> None:
         cpu_target.target_context.refresh()
 
 
+def unfork() -> None:
+    """Behind a fork and its environment: threads are what they would be in a process of its own. Nothing has started any here."""
+    if "numba" in sys.modules:
+        import numba
+
+        numba.config.THREADING_LAYER = os.environ.get("NUMBA_THREADING_LAYER", "default")
+
+
 def _become(fds: list[int], folder: str, environment: dict[str, str], terminal: bool) -> None:
     if terminal:
         os.setsid()
@@ -194,6 +202,7 @@ def _become(fds: list[int], folder: str, environment: dict[str, str], terminal: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    unfork()
     random.seed()
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

@@ -263,6 +263,38 @@ def test_threads_that_start_kernels_at_once_take_turns(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("workqueue -1.0 -1.0\n", 0), done.stderr
 
 
+FORKS = """
+import faulthandler, os, sys
+import numba, torch
+numba.config.CACHE_DIR = sys.argv[1]
+from nanovllm_cli.errors import UsageError
+from test_kernel_entry import negated
+torch.set_num_threads(2)
+torch.randn(1 << 20).exp_()  # has OpenMP's threads from here on
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(60, exit=True)
+        try:
+            print(negated("f")[1], flush=True)
+        except UsageError as error:
+            print(error, flush=True)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+    negated("f")
+"""
+
+
+def test_a_forked_process_computes_or_is_refused_and_never_waits_for_threads_that_it_lacks(tmp_path: Path) -> None:
+    """A worker of multiprocessing's whose parent had used torch, or a model: OpenMP would wait for ever, or end the process."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_THREADING_LAYER"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)]
+    environment["NUMBA_NUM_THREADS"] = "2"
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    refused = "this process was forked from one that has loaded a model, whose threads it lacks"
+    assert done.stdout.splitlines() == ["[-1.0, -2.0, -100.0]", "0", refused, "0"], done.stderr
+
+
 def test_what_another_thread_computes_meanwhile_is_not_recorded() -> None:
     """Two models in one process: one records a step while the other takes one."""
     found = []

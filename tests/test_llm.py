@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import pickle
@@ -526,3 +527,11 @@ def test_other_doors_refuse_by_name_too_and_leave_nothing(llm: LLM) -> None:
         llm.embed("text", "max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="params is a SamplingParams"):
         list(llm.generate_iter([("a", [1], greedy(1)), ("b", [1], None)]))  # type: ignore[list-item]
+
+
+def test_outputs_go_to_other_processes_and_a_model_does_not(llm: LLM) -> None:
+    [output] = llm.generate("Hello", SamplingParams(max_tokens=3, temperature=0, logprobs=1))
+    assert pickle.loads(pickle.dumps(output)) == output
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="load it in each process"):
+            copied(llm)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forked import HEAVY, prepare
+from forked import HEAVY, prepare, unfork
 
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -93,6 +93,7 @@ def run(arguments: list[str], folder: str, environment: dict[str, str], fds: lis
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    unfork()
     sys.stdin, sys.stdout, sys.stderr = (open(i, "r" if i == 0 else "w", closefd=False) for i in (0, 1, 2))  # noqa: SIM115
     sys.argv = ["nanovllm", *arguments]
     from nanovllm_cli.cli.app import main

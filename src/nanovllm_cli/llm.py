@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -312,6 +312,9 @@ class LLM:
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)
             return 0
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("an LLM can't be pickled or copied: load it in each process, and send prompts and outputs")
 
     def close(self) -> None:
         """Lets go of model and cache."""

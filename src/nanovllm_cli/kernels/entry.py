@@ -46,6 +46,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
+from nanovllm_cli.errors import UsageError
 from nanovllm_cli.kernels.simd import typed_pointer
 
 TAG_TYPES = {"H": types.uint16, "f": types.float32, "b": types.int8, "B": types.uint8}
@@ -112,9 +113,25 @@ def replay(steps: int, count: int) -> None:
         _replay[0](steps, count, _replay[1])
 
 
+def _refuse(*_: int) -> None:
+    hint = 'load models in the process that uses them; the start method of multiprocessing has to be "spawn"'
+    raise UsageError("this process was forked from one that has loaded a model, whose threads it lacks", hint)
+
+
+def _in_a_forked_child() -> None:
+    """OpenMP would end it, with a line of its own; or never return, where only torch has used it."""
+    global _turn
+    _turn = threading.Lock()  # another thread may have had it
+    if _replay:
+        _replay[0] = _refuse
+    elif "NUMBA_THREADING_LAYER" not in os.environ:
+        numba.config.THREADING_LAYER = "workqueue"  # numba's own
+
+
 _keeps = True
 _turn = threading.Lock()
 _replay: list[Any] = []
+os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 def compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:
