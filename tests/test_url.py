@@ -432,6 +432,17 @@ def test_the_last_run_is_continued(tmp_path: Path) -> None:
     assert bodies[4]["prompt"] == "textone"
 
 
+def test_who_goes_on_without_the_server_is_told_whose_the_model_was(tmp_path: Path) -> None:
+    with OpenAIServer(pieces("one"), models=("missing",)) as server:
+        run(tmp_path, server, "-q", "first")
+        nanovllm(tmp_path, "chat", "--url", server.url, "-q", stdin="hi\n")
+    for words in (("run", "-q", "--continue", "-p", "second"), ("chat", "-q", "--continue")):
+        told = nanovllm(tmp_path, *words)
+        assert (told.code, told.err.split("\n")[0]) == (3, "error: no model named missing")
+        assert "if it was a server's, say --url" in told.err
+    assert "--url" not in nanovllm(tmp_path, "run", "-q", "--continue", "-m", "missing", "-p", "second").err
+
+
 def test_no_torch_is_needed(tmp_path: Path) -> None:
     code = (
         "import os, sys; import nanovllm_cli.cli.app as app\n"

@@ -186,8 +186,11 @@ def _converse(
         try:
             chat.model.open(source.name(chat.resumed_model))
         except ModelNotFoundError as error:
-            if resumed is not None and isinstance(source, _Local) and source.named and not source.options.model:
-                error.hint = "without MODEL the session's own is taken; a message to it stands behind -p"
+            if resumed is not None and isinstance(source, _Local) and not source.options.model:
+                if source.named:
+                    error.hint = "without MODEL the session's own is taken; a message to it stands behind -p"
+                else:
+                    error.hint = "the session was with it: if it was a server's, say --url; or else, name another with -m"
             raise
         for note in sampling_notes(ctx, *chat.model.settled(given)):
             screen.say(note, "dim")

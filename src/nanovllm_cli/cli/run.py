@@ -98,6 +98,8 @@ def run(
                 if last is not None and name == model_word:
                     words = shlex.quote(" ".join([name, *spoken]))
                     error.hint = f"without MODEL the prompt stands behind -p: nanovllm run --continue -p {words}"
+                elif last is not None and name == last.model and not model.model:
+                    error.hint = "the last run was with it: if it was a server's, say --url; or else, name another with -m"
                 raise
 
     def opened() -> Answerer:
