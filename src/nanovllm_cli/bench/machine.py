@@ -5,6 +5,7 @@ Everything is read from the system or is empty; nothing is guessed. torch is ask
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -69,13 +70,23 @@ def this_machine(arguments: Sequence[str] | None = None) -> Machine:
     )
 
 
-def _cpu() -> str:
+def _cpu(cpuinfo: Path = Path("/proc/cpuinfo"), board: Path = Path("/sys/firmware/devicetree/base/model")) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return names[0] if names else _cpu_by_number(board)
+
+
+def _cpu_by_number(board: Path) -> str:
+    """Those of ARM say numbers, to which LLVM knows names; where they stand on a board with a name, that too."""
+    from llvmlite.binding import get_host_cpu_name
+
+    name = str(get_host_cpu_name())
+    with contextlib.suppress(OSError):
+        name += f" ({board.read_text(errors='replace').rstrip(chr(0))})"
+    return name
 
 
 def _gpu() -> str:
