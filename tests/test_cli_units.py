@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pwd
 import stat
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from nanovllm_cli.cli import history, parsers
+from nanovllm_cli import folders
+from nanovllm_cli.cli import history, parsers, settings_view
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.extract import first_code_block
 from nanovllm_cli.cli.files import WholeFile, stem_of
@@ -31,9 +33,10 @@ from nanovllm_cli.cli.settings import (
     user_file,
 )
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import AccessRefusedError, OutputError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, OutputError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.control_filter import ControlFilter
+from nanovllm_cli.weights import hub, shapes
 
 # ---- sizes, biases, escapes, names ----
 
@@ -200,6 +203,27 @@ def test_what_outputs_are_named_after(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stem_of(".") == stem_of("../model-1.5/") == "model-1.5"
     assert stem_of("..") == tmp_path.name
     assert stem_of("../some-0.5b-00001-of-00003.gguf") == "some-0.5b"
+
+
+def test_a_user_without_a_home_gets_no_folder_called_like_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user by number alone, where HOME is not set: what Python makes of `~/.cache` is relative."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    assert folders.cache_folder() == Path("/nonexistent/.cache/nanovllm")
+    assert folders.state_folder() == Path("/nonexistent/.local/state/nanovllm")
+    assert hub.cache_folder() == Path("/nonexistent/.cache/huggingface/hub")
+    assert settings_view.short(tmp_path / "x") == "x"
+    assert settings_view.short(Path("/etc/x")) == "/etc/x"
+    with pytest.raises(ModelNotFoundError, match="~/mine"):
+        shapes.shape_config("~/mine")
+    monkeypatch.setenv("HF_HOME", "~/hf")
+    assert hub.cache_folder() == Path("/nonexistent/hf/hub")
 
 
 def test_a_run_that_cannot_be_kept_leaves_none_before_it_to_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

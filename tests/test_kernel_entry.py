@@ -156,7 +156,7 @@ with entry._alone_with(test_kernel_entry.negate._function) as ours:
     assert time.monotonic() - began < entry.LOCK_SECONDS / 4
 
 
-def test_without_a_folder_numba_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
     with entry._alone_with(negate._function) as ours:
         assert ours
@@ -170,7 +170,6 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same_and_said_once(
     monkeypatch.setattr(entry, "_keeps", True)
     if reason == "no place":
         monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
-        monkeypatch.setattr(entry._Places, "_locator_classes", entry._Places._locator_classes[:2])
     else:
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 

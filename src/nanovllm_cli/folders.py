@@ -16,7 +16,14 @@ def cache_folder() -> Path:
     return _base("XDG_CACHE_HOME", "~/.cache") / "nanovllm"
 
 
+def in_home(path: str) -> Path:
+    """`~/...` of this user; somewhere that does not exist where nobody knows a home (a container's user by number alone, without
+    HOME): Python would leave a relative path, and a folder called ~ in the working folder."""
+    found = os.path.expanduser(path)
+    return Path(found if found.startswith("/") else "/nonexistent" + path.removeprefix("~"))
+
+
 def _base(variable: str, default: str) -> Path:
     """Relative paths in these variables are to be ignored, says the specification."""
     home = os.environ.get(variable, "")
-    return Path(home) if home.startswith("/") else Path(os.path.expanduser(default))
+    return Path(home) if home.startswith("/") else in_home(default)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.cli.command_tree import ENVIRONMENT_PREFIX, Page, Parameter
 from nanovllm_cli.cli.settings import Origin, Settings, nearest, user_file
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.folders import in_home
 
 _NO_OPTION = {"NANOVLLM_DEBUG"}  # read before there are options
 
@@ -147,7 +148,7 @@ def place(origin: Origin | str | None) -> str:
 
 def short(file: Path) -> str:
     """With ~ for the home folder, and as seen from here."""
-    for start, before in ((Path.cwd(), ""), (Path.home(), "~/")):
+    for start, before in ((Path.cwd(), ""), (in_home("~"), "~/")):
         if file.is_relative_to(start):
             return before + str(file.relative_to(start))
     return str(file)

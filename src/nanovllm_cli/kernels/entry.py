@@ -169,7 +169,9 @@ class _Readable(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes: ClassVar = [caching.UserProvidedCacheLocator, _Readable, *caching.CacheImpl._locator_classes[1:]]
+    """Numba's other places are not named by all sources: they would give last month's kernels to this month's."""
+
+    _locator_classes: ClassVar = [caching.UserProvidedCacheLocator, _Readable]
 
 
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
@@ -216,7 +218,7 @@ def _alone_with(function: Callable[..., None]) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{function.__module__}.{function.__qualname__}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # nothing can be kept there: numba looks for another place
+    except OSError:  # nothing can be kept there
         yield True
         return
     try:

@@ -33,6 +33,7 @@ from nanovllm_cli.errors import (
     ModelNotFoundError,
     NanovllmError,
 )
+from nanovllm_cli.folders import in_home
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import stays_inside
 
@@ -69,7 +70,7 @@ def cache_folder() -> Path:
         os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "huggingface"
     )
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(folder)))
+    return Path(os.path.expandvars(in_home(folder) if folder.startswith("~/") else os.path.expanduser(folder)))
 
 
 def repo_folder(repo: str) -> Path:

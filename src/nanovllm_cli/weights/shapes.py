@@ -6,6 +6,7 @@ Only what decides how large a model is and how it computes is kept. Sources: con
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def shape_config(shape: str) -> dict[str, Any]:
     made-up weights are plain. Raises ModelNotFoundError, CheckpointError."""
     if shape.lower() in SHAPES:
         return dict(SHAPES[shape.lower()])
-    path = Path(shape).expanduser()
+    path = Path(os.path.expanduser(shape))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
