@@ -1,34 +1,42 @@
-"""The kernels' path for processors without AVX-512, compiled and run on this one."""
+"""The kernels' ways for processors with fewer instructions than this one's, compiled and run on this one."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import pytest
 
+import other_processor
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for an older x86-64")
-def test_matmul_on_a_processor_without_avx512(tmp_path: Path) -> None:
-    settings = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("generic_cpu.py")
-    done = subprocess.run([sys.executable, str(script)], env=os.environ | settings, capture_output=True, text=True, check=False)
+# Name: LLVM's name for a processor, and what it has of which the kernels know.
+PROCESSORS = {
+    "avx2": ("haswell", "avx2,fma,f16c"),
+    "avx-vnni": ("alderlake", "avx2,fma,f16c,avxvnni"),
+    "avx512": ("skylake-avx512", "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for another x86-64")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_kernels_of_another_processor(tmp_path: Path, name: str) -> None:
+    processor, features = PROCESSORS[name]
+    if not all(llvm.get_host_cpu_features().get(feature) for feature in features.split(",")):
+        pytest.skip("this processor has no such instructions")
+    settings = {
+        "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(",")),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    command = [sys.executable, str(Path(other_processor.__file__))]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-6
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for an older x86-64")
-def test_integer_matmul_on_a_processor_without_avx512_gives_the_same_bits(tmp_path: Path) -> None:
-    settings = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
-    script = str(Path(__file__).with_name("generic_cpu_integer.py"))
-    digests = []
-    for arguments, environment in ((["generic"], os.environ | settings), ([], dict(os.environ))):
-        done = subprocess.run(
-            [sys.executable, script, *arguments], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        digests.append(done.stdout)
-    assert digests[0] == digests[1]
+    found = json.loads(done.stdout)
+    assert (found["bf16 dot"], found["wide"], found["byte dot"]) == (False, name == "avx512", name == "avx-vnni")
+    assert found["integers"] == other_processor.integers()
+    assert found["floats"] < 1e-6
+    assert found["attention"] < 4e-3

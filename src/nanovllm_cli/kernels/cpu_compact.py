@@ -15,8 +15,16 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_matmul import put_row
 from nanovllm_cli.kernels.cpu_numbers import floats_at, keep, scratch
 from nanovllm_cli.kernels.entry import fields, kernel, share
-from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
-from nanovllm_cli.kernels.simd_compact import ENTRY_BYTES, FEW_ROWS, STEP_BYTES, TABLE_BYTES, few_rows, unpack_steps
+from nanovllm_cli.kernels.simd import ASKING_PASSES, MAX_ROWS, TILE_COLUMNS, dot64_bf16_ahead, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd_compact import (
+    DIRECT_ROWS,
+    ENTRY_BYTES,
+    FEW_ROWS,
+    STEP_BYTES,
+    TABLE_BYTES,
+    few_rows,
+    unpack_steps,
+)
 
 SMALL_PANEL_ROWS, SMALL_PANEL_STEPS, LARGE_PANEL_STEPS = 24, 64, 512
 """Pairs of k that are unpacked at a time: 16 KiB, which stay in the first cache while the next are asked for, or, where many rows
@@ -153,7 +161,7 @@ def compact_matmul(arguments, thread, team):
         prefetch(listed + (most + 1) * ENTRY_BYTES)
         if whole_at[tile] != 0:
             _add_products(at, end - begin, x_stride, whole_at[tile], steps, sums_at, 0, 0)
-        elif num_rows <= 2 * FEW_ROWS:
+        elif num_rows <= DIRECT_ROWS:
             half = num_rows if num_rows <= FEW_ROWS else (num_rows + 1) // 2
             for row in range(0, num_rows, half):
                 rows, to = min(half, num_rows - row), sums_at + row * TILE_COLUMNS * 4
@@ -187,14 +195,14 @@ def _by_panels(x, num_rows, x_stride, record, steps, listed, sums, panel):
 
 @njit(nogil=True, error_model="numpy")
 def _add_products(x, num_rows, x_stride, w, steps, sums, accumulate, ahead):
-    """ahead: address of what will come from memory next, as many lines as three passes have steps, or 0. Asked for evenly: a
-    processor has a few dozen requests under way, and waits with more."""
-    passes = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-    most = (num_rows + max(passes, 3) - 1) // max(passes, 3) if ahead != 0 else MAX_ROWS
+    """ahead: address of what will come from memory next, three lines for a step, or 0. Asked for evenly: a processor has a few
+    dozen requests under way, and waits with more."""
+    passes = max((num_rows + MAX_ROWS - 1) // MAX_ROWS, ASKING_PASSES)
+    most = (num_rows + passes - 1) // passes if ahead != 0 else MAX_ROWS
     for row in range(0, num_rows, most):
         rows, number = min(most, num_rows - row), row // most
         target = sums + row * TILE_COLUMNS * 4
-        asked = ahead + number * steps * 64 if ahead != 0 and number < 3 else w
+        asked = ahead + number * steps * 64 if ahead != 0 and number < ASKING_PASSES else w
         dot64_bf16_ahead(
             rows, x + row * x_stride, x_stride, w, w + 64, w + 128, w + 192, 256, steps, target, 4 * TILE_COLUMNS, accumulate,
             asked,

@@ -33,7 +33,7 @@ from nanovllm_cli.kernels.record_kinds import (
     UE4M3,
     ZERO,
 )
-from nanovllm_cli.kernels.simd import typed_pointer
+from nanovllm_cli.kernels.simd import WIDE, typed_pointer
 from nanovllm_cli.kernels.simd_codebook import call_unpacker
 from nanovllm_cli.kernels.simd_int import (
     FEW_ROWS,
@@ -45,6 +45,7 @@ from nanovllm_cli.kernels.simd_int import (
     one_row_low,
 )
 from nanovllm_cli.kernels.simd_ir import STEP_UNITS, UNIT_BYTES
+from nanovllm_cli.kernels.simd_products import MOST_SMALL
 from nanovllm_cli.kernels.simd_unpack import (
     PREFETCH_BYTES,
     look_up,
@@ -221,6 +222,16 @@ def unpack_panel(step_bytes, unpacker, table, codes, width, panel, ahead):
             look_up(panel, width * TILE, table)
 
 
+@njit(nogil=True, error_model="numpy")
+def _largest_code(bits, table):
+    if table == 0:
+        return (1 << bits) - 1
+    most = 0
+    for code in carray(typed_pointer(table, np.uint8(0)), (16,)):
+        most = max(most, np.int64(code))
+    return most
+
+
 @kernel()
 def integer_matmul(arguments, thread, team):
     """out [num_rows, n], out_stride bytes apart, = x @ weight.T (+ bias): one rounding to the output's type.
@@ -235,6 +246,7 @@ def integer_matmul(arguments, thread, team):
     ) = fields(arguments)  # fmt: skip
     bits = step_bytes // UNIT_BYTES
     padded, num_chunks, full, tile_bytes = records_of(width, step_bytes, group, scale, low)
+    small = unpacker == 0 and _largest_code(bits, table) <= MOST_SMALL
     num_tiles = (n + TILE - 1) // TILE
     num_parts = (num_rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     added = carray(typed_pointer(bias, out_tag), (n,))
@@ -276,7 +288,7 @@ def integer_matmul(arguments, thread, team):
                 # the products of more rows have time to ask for what comes next, evenly
                 unpack_panel(step_bytes, unpacker, table, codes, k, panel, ahead if end - begin <= FEW_ROWS else codes)
                 codes = panel
-            if bits != 8 or asking > 1:  # the next record, a part of it in each pass over this one
+            if bits != 8 or asking > 1 or not WIDE:  # the next record, a part of it in each pass over this one
                 ahead, ahead_step = record + record_bytes(k, step_bytes, group, scale, low), full // (k // 4 * asking)
             for row in range(begin, end, TILE_ROWS):
                 rows = min(TILE_ROWS, end - row)
@@ -284,13 +296,13 @@ def integer_matmul(arguments, thread, team):
                 target = sums_at + (row - begin) * TILE * 4
                 if low == NO_LOW:
                     dot_panel(
-                        rows, codes, scales_at, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4, chunk,
-                        ahead, ahead_step,
+                        small, rows, codes, scales_at, 0, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
+                        chunk, ahead, ahead_step,
                     )  # fmt: skip
                 else:
                     dot_panel_low(
-                        rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target, TILE * 4,
-                        chunk, ahead, ahead_step,
+                        small, rows, codes, scales_at, lows_at, k // 4, group // 4, offset, at, x_stride, groups, target,
+                        TILE * 4, chunk, ahead, ahead_step,
                     )  # fmt: skip
                 ahead += full // asking
         first, columns = tile * TILE, min(TILE, n - tile * TILE)

@@ -9,10 +9,11 @@ tile, nor on how the rows were split over calls. That is what makes results inde
 Three kinds of element, by what one step s holds:
 
     bf16 pairs, AVX512-BF16   two k's a step, vdpbf16ps                                  (Zen 4, Sapphire Rapids and newer)
-    bf16 pairs, elsewhere     two k's a step, widened to fp32 by shifts, two FMAs        (any processor LLVM knows)
+    bf16 pairs, elsewhere     two k's a step, w widened to fp32 by shifts, two FMAs      (any processor LLVM knows)
     fp32                      one k a step, one FMA
 
-Pairs mean that w holds [.., k / 2, 16, 2] bf16 and x holds bf16 rows, read 32 bits at a time.
+Pairs mean that w holds [.., k / 2, 16, 2] bf16 and x holds bf16 rows, read 32 bits at a time. Elsewhere rows of x are widened to
+fp32 first, a few hundred at a time, so that their numbers come from memory into all lanes by one load.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from nanovllm_cli.kernels.simd_ir import (
+    F32,
     I32,
     I64,
     LANES,
@@ -62,8 +66,15 @@ class _BFloatVector(ir.Type):  # type: ignore[misc]
 
 
 HAS_BF16_DOT = host_has("avx512bf16")
-# With 32 wide registers, 6 rows x 4 vectors of sums fit; with 16 narrower ones, one vector at a time does.
-TILE_VECTORS = VECTORS if host_has("avx512f") else 1
+WIDE = host_has("avx512f")
+"""32 registers of 16 floats; elsewhere 16 of 8, or 32 of 4."""
+_VECTORS_OF_ROWS = {rows: VECTORS if WIDE else vectors for rows, vectors in ((1, 4), (2, 2), (3, 1), (4, 1), (5, 1), (6, 1))}
+"""Whose sums fit the registers, and are many: a sum waits for its last product."""
+ASKING_PASSES = 3 if WIDE else 1
+"""Passes over a panel, all rows in the first of them at best, that ask for as many lines of what comes next as they have steps;
+those with fewer registers ask for four times as many."""
+_WIDENED_STEPS = 128
+"""Pairs whose x are widened at a time: 6 KiB."""
 
 
 def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
@@ -75,22 +86,44 @@ def _pair_dot(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
 
 def _pair_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     """The same by widening: a bf16 is the upper half of an fp32."""
-    sixteen = ir.Constant(VI, [16] * LANES)
-    upper = ir.Constant(VI, [0xFFFF0000] * LANES)
-    for half in (lambda v: builder.shl(v, sixteen), lambda v: builder.and_(v, upper)):
-        acc = fma(builder, builder.bitcast(half(w), VF), builder.bitcast(half(x), VF), acc)
+    for half in (_lower_half, _upper_half):
+        acc = _float_fma(builder, acc, half(builder, w), half(builder, x))
     return acc
+
+
+def _lower_half(builder: ir.IRBuilder, w: Any) -> Any:
+    return builder.shl(w, ir.Constant(VI, [16] * LANES))
+
+
+def _upper_half(builder: ir.IRBuilder, w: Any) -> Any:
+    return builder.and_(w, ir.Constant(VI, [0xFFFF0000] * LANES))
+
+
+def _whole(builder: ir.IRBuilder, w: Any) -> Any:
+    return w
 
 
 def _float_fma(builder: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
     return fma(builder, builder.bitcast(w, VF), builder.bitcast(x, VF), acc)
 
 
-def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: bool, paged: bool) -> Any:
+def _lines_asked(vectors: int) -> int:
+    """By a step of a tile, of what is read later."""
+    return 1 if WIDE else vectors
+
+
+_Products = tuple[tuple[Callable[[ir.IRBuilder, Any], Any], _MultiplyAdd], ...]
+"""Of a step, one for each word of x: what is multiplied with it of a word of w, and how."""
+_PAIRS: _Products = ((_whole, _pair_dot),)
+_WIDENED: _Products = ((_lower_half, _float_fma), (_upper_half, _float_fma))
+_FLOATS: _Products = ((_whole, _float_fma),)
+
+
+def _make_tile(rows: int, vectors: int, products: _Products, fetches: bool, paged: bool) -> Any:
     """An intrinsic over addresses and byte strides:
     tile(x, x_row_stride, w0, w1, w2, w3, w_step, steps, out, out_row_stride, accumulate, ahead).
 
-    fetches: each step asks for a cache line that will be read later, from the address `ahead` on.
+    fetches: each step asks for cache lines that will be read later (`_lines_asked`), from the address `ahead` on.
     paged: the weight lies in pages of 2**w1 steps, whose addresses stand at w0 one after another, its vectors side by side; w2 is
     where in a page they begin, w3 nothing.
     """
@@ -123,16 +156,18 @@ def _make_tile(rows: int, vectors: int, multiply_add: _MultiplyAdd, fetches: boo
             in_page = b.sub(step, b.shl(page, page_bits))
             start = b.add(b.load(at_address(b, table, multiple(b, page, 8), I64), align=8), begin)
             bases = [b.add(start, I64(4 * LANES * v)) for v in range(vectors)]
-        w_offset, x_offset = b.mul(in_page, w_step), multiple(b, step, 4)
-        if fetches:
-            ask_for(b, b.add(ahead, multiple(b, step, 64)))
+        w_offset, x_offset = b.mul(in_page, w_step), multiple(b, step, 4 * len(products))
+        for line in range(_lines_asked(vectors) if fetches else 0):
+            ask_for(b, b.add(ahead, b.add(multiple(b, step, 64 * _lines_asked(vectors)), I64(64 * line))))
         w = [b.load(at_address(b, bases[v], w_offset, VI), align=4) for v in range(vectors)]
-        new = {}
-        for r in range(rows):
-            word = b.load(at_address(b, x, b.add(multiple(b, x_stride, r), x_offset), I32), align=4)
-            spread = splat(b, word, VI)
-            for v in range(vectors):
-                new[r, v] = multiply_add(b, sums[r, v], w[v], spread)
+        new: dict[tuple[int, int], Any] = dict(sums)
+        for word, (part, multiply_add) in enumerate(products):
+            parts = [part(b, of_vector) for of_vector in w]
+            for r in range(rows):
+                place = b.add(multiple(b, x_stride, r), b.add(x_offset, I64(4 * word)))
+                spread = splat(b, b.load(at_address(b, x, place, I32), align=4), VI)
+                for v in range(vectors):
+                    new[r, v] = multiply_add(b, new[r, v], parts[v], spread)
         following = b.add(step, I64(1))
         step.add_incoming(following, loop)
         for cell, phi in sums.items():
@@ -180,9 +215,46 @@ def by_type(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return declare
 
 
-def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool = False, paged: bool = False) -> Any:
-    """One compiled function that picks the tile for 1 to MAX_ROWS rows."""
-    t1, t2, t3, t4, t5, t6 = (_make_tile(rows, vectors, multiply_add, fetches, paged) for rows in range(1, MAX_ROWS + 1))
+def _make_columns(name: str, rows: int, products: _Products, fetches: bool) -> Any:
+    """Tiles of so many rows side by side, until they have all 64 columns."""
+    vectors = _VECTORS_OF_ROWS[rows]
+    tile = _make_tile(rows, vectors, products, fetches, False)
+    asked = 64 * _lines_asked(vectors)
+
+    @njit(nogil=True, error_model="numpy")
+    @named(f"{name}_{rows}")
+    def columns(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
+        if vectors == 4:
+            tile(x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead)
+        elif vectors == 2:
+            tile(x, xs, w0, w1, w0, w1, step, steps, out, os, add, ahead)
+            tile(x, xs, w2, w3, w2, w3, step, steps, out + 128, os, add, ahead + asked * steps)
+        else:
+            tile(x, xs, w0, w0, w0, w0, step, steps, out, os, add, ahead)
+            tile(x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add, ahead + asked * steps)
+            tile(x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add, ahead + 2 * asked * steps)
+            tile(x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add, ahead + 3 * asked * steps)
+
+    return columns
+
+
+def _make_paged_columns(name: str, rows: int, num_vectors: int, products: _Products) -> Any:
+    """The same of a weight in pages, for 16 or 64 columns."""
+    vectors = min(num_vectors, _VECTORS_OF_ROWS[rows])
+    tile, width, step_bytes = _make_tile(rows, vectors, products, False, True), 4 * LANES * num_vectors, 4 * LANES * vectors
+
+    @njit(nogil=True, error_model="numpy")
+    @named(f"{name}_{rows}")
+    def columns(x, xs, table, page_bits, begin, w3, step, steps, out, os, add, ahead):
+        for first in range(0, width, step_bytes):
+            tile(x, xs, table, page_bits, begin + first, w3, step, steps, out + first, os, add, ahead)
+
+    return columns
+
+
+def _make_dot(name: str, make_columns: Callable[[int], Any]) -> Any:
+    """One compiled function for 1 to MAX_ROWS rows."""
+    t1, t2, t3, t4, t5, t6 = (make_columns(rows) for rows in range(1, MAX_ROWS + 1))
 
     @njit(nogil=True, error_model="numpy")
     @named(name)
@@ -203,50 +275,75 @@ def _make_dot(name: str, vectors: int, multiply_add: _MultiplyAdd, fetches: bool
     return dot
 
 
-def _make_wide_dot(element: str, multiply_add: _MultiplyAdd) -> Any:
-    """The dot over 4 vectors, 64 columns, for one kind of element."""
-    if TILE_VECTORS == VECTORS:
-        return _make_dot(f"dot64_{element}", VECTORS, multiply_add)
-    narrow = _make_dot(f"dot16_{element}", 1, multiply_add)
+@intrinsic
+def _room_for_widened(typing: Any) -> Any:
+    """The address of fp32 [MAX_ROWS][2 * _WIDENED_STEPS] on the stack."""
+    room = ir.ArrayType(F32, MAX_ROWS * 2 * _WIDENED_STEPS)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        memory = cgutils.alloca_once(builder, room)
+        memory.align = 64
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(), code
+
+
+@njit(nogil=True, error_model="numpy")
+def _widen(rows, x, xs, steps, target):
+    """Pairs of bf16 of some rows as fp32, 2 * _WIDENED_STEPS of them a row."""
+    for r in range(rows):
+        pairs = carray(typed_pointer(x + r * xs, np.uint16(0)), (2 * steps,))
+        words = carray(typed_pointer(target + r * 8 * _WIDENED_STEPS, np.uint32(0)), (2 * steps,))
+        for i in range(2 * steps):
+            words[i] = np.uint32(pairs[i]) << np.uint32(16)
+
+
+def _make_wide_dot(name: str, products: _Products, fetches: bool = False) -> Any:
+    """The dot over 4 vectors, 64 columns."""
+    if products is not _WIDENED:
+        return _make_dot(name, lambda rows: _make_columns(name, rows, products, fetches))
+    widened = _make_dot(f"{name}_widened", lambda rows: _make_columns(f"{name}_widened", rows, products, fetches))
 
     @njit(nogil=True, error_model="numpy")
-    @named(f"dot64_{element}")
-    def wide(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
-        narrow(rows, x, xs, w0, w0, w0, w0, step, steps, out, os, add, ahead)
-        narrow(rows, x, xs, w1, w1, w1, w1, step, steps, out + 64, os, add, ahead)
-        narrow(rows, x, xs, w2, w2, w2, w2, step, steps, out + 128, os, add, ahead)
-        narrow(rows, x, xs, w3, w3, w3, w3, step, steps, out + 192, os, add, ahead)
+    @named(name)
+    def dot(rows, x, xs, w0, w1, w2, w3, step, steps, out, os, add, ahead):
+        memory = _room_for_widened()
+        for first in range(0, steps, _WIDENED_STEPS):
+            some, at = min(_WIDENED_STEPS, steps - first), first * step
+            _widen(rows, x + 4 * first, xs, some, memory)
+            widened(
+                rows, memory, 8 * _WIDENED_STEPS, w0 + at, w1 + at, w2 + at, w3 + at, step, some, out, os, add + first,
+                ahead + 4 * 64 * first,
+            )  # fmt: skip
 
-    return wide
+    return dot
 
 
-def _make_paged_dot(element: str, multiply_add: _MultiplyAdd) -> tuple[Any, Any]:
-    """(dot over 64 columns, dot over 16) of a weight in pages, added to `out`: see `_make_tile`."""
-    one = _make_dot(f"paged16_{element}", 1, multiply_add, paged=True)
-    four = _make_dot(f"paged64_{element}", TILE_VECTORS, multiply_add, paged=True)
+def _make_paged_dot(name: str, vectors: int, products: _Products) -> Any:
+    """The dot over 16 or 64 columns of a weight in pages, of _WIDENED_STEPS steps at most, added to `out`: see `_make_tile`."""
+    inner = _make_dot(f"{name}_onto", lambda rows: _make_paged_columns(f"{name}_onto", rows, vectors, products))
+    widens = products is _WIDENED
 
     @njit(nogil=True, error_model="numpy")
-    @named(f"paged16_{element}_onto")
-    def narrow(rows, x, xs, table, page_bits, begin, step, steps, out, os):
-        one(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
+    @named(name)
+    def dot(rows, x, xs, table, page_bits, begin, step, steps, out, os):
+        if widens:
+            memory = _room_for_widened()
+            _widen(rows, x, xs, steps, memory)
+            x, xs = memory, 8 * _WIDENED_STEPS
+        inner(rows, x, xs, table, page_bits, begin, 0, step, steps, out, os, 1, 0)
 
-    @njit(nogil=True, error_model="numpy")
-    @named(f"paged64_{element}_onto")
-    def wide(rows, x, xs, table, page_bits, begin, step, steps, out, os):
-        for first in range(0, 4 * TILE_COLUMNS, 4 * LANES * TILE_VECTORS):
-            four(rows, x, xs, table, page_bits, begin + first, 0, step, steps, out + first, os, 1, 0)
-
-    return wide, narrow
+    return dot
 
 
 pair_multiply_add = _pair_dot if HAS_BF16_DOT else _pair_fma
 """acc + the two products of bf16 in each lane of two vectors of pairs."""
-dot64_bf16 = _make_wide_dot("bf16", pair_multiply_add)
-dot64_bf16_ahead = _make_dot("dot64_bf16_ahead", TILE_VECTORS, pair_multiply_add, fetches=True)
+_BF16 = _PAIRS if HAS_BF16_DOT else _WIDENED
+dot64_bf16, dot64_f32 = _make_wide_dot("dot64_bf16", _BF16), _make_wide_dot("dot64_f32", _FLOATS)
+dot64_bf16_ahead = _make_wide_dot("dot64_bf16_ahead", _BF16, fetches=True)
 """The same for weights whose neighbours are still in memory."""
-dot64_f32 = _make_wide_dot("f32", _float_fma)
-paged64_bf16, paged16_bf16 = _make_paged_dot("bf16", pair_multiply_add)
-paged64_f32, paged16_f32 = _make_paged_dot("f32", _float_fma)
+paged64_bf16, paged16_bf16 = (_make_paged_dot(f"paged{LANES * vectors}_bf16", vectors, _BF16) for vectors in (VECTORS, 1))
+paged64_f32, paged16_f32 = (_make_paged_dot(f"paged{LANES * vectors}_f32", vectors, _FLOATS) for vectors in (VECTORS, 1))
 
 
 @intrinsic

@@ -10,7 +10,8 @@ Two k's of 64 outputs are 4 vectors of 32 words, of which 3 are kept (s sign, m 
     word 1   s(b) | c(d) c(c) | m(b)
     word 2   s(c) | s(d) m(d) | m(c)         1, 1 + 7, 7
 
-A table is 32 words, the 16 exponents twice, as `vpermw` looks at five bits: the fifth belongs to a neighbour.
+A table is 32 words, the 16 exponents twice, as `vpermw` looks at five bits: the fifth belongs to a neighbour. Without AVX512-BW
+the exponents' bytes are looked up by `vpshufb`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import TILE_COLUMNS, VECTORS, pair_multiply_add
+from nanovllm_cli.kernels.simd import TILE_COLUMNS, VECTORS, WIDE, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
+    BYTES,
+    CAN_LOOK_UP,
     I32,
     I64,
     LANES,
@@ -34,20 +37,24 @@ from nanovllm_cli.kernels.simd_ir import (
     counted,
     host_has,
     known_function,
+    look_up_bytes,
     multiple,
     splat,
 )  # fmt: skip
 
-AVAILABLE = host_has("avx512bw")
-"""Whether this processor can look 32 words up at once."""
+_BY_WORDS = host_has("avx512bw")
+AVAILABLE = CAN_LOOK_UP
+"""Whether this processor can look many numbers up at once."""
 TABLE_BYTES = 64
 STEP_BYTES = 3 * 64
 """Of two k's and 64 outputs."""
 ENTRY_BYTES = 8
 """Of a listed pair."""
 PREFETCH_BYTES = 4096
-FEW_ROWS = 4
+FEW_ROWS = 4 if WIDE else 1
 """Rows whose sums fit the registers beside what unpacking needs."""
+DIRECT_ROWS = 8 if WIDE else 1
+"""Rows, in two passes, that are multiplied without a panel."""
 _SIGN, _OWN = 0x8000, 0x807F
 
 
@@ -55,9 +62,22 @@ def _words(value: int) -> ir.Constant:
     return ir.Constant(SHORTS, [value] * (2 * LANES))
 
 
-def _lookup(b: ir.IRBuilder, table: Any, places: Any) -> Any:
-    permute = known_function(b, "llvm.x86.avx512.permvar.hi.512", SHORTS, SHORTS, SHORTS)
-    return b.call(permute, [table, places])
+def _load_table(b: ir.IRBuilder, table: Any) -> Any:
+    """What `_look_up` takes, of the table at an address."""
+    words = b.load(b.inttoptr(table, SHORTS.as_pointer()), align=4)
+    if _BY_WORDS:
+        return words
+    exponents = b.bitcast(b.lshr(words, _words(7)), BYTES)
+    return b.shuffle_vector(exponents, exponents, ir.Constant(ir.VectorType(I32, 4 * LANES), list(range(0, 32, 2)) * 4))
+
+
+def _look_up(b: ir.IRBuilder, table: Any, codes: Any) -> Any:
+    """Exponents in place; the codes are in the lowest bits of words, under others."""
+    if _BY_WORDS:
+        permute = known_function(b, "llvm.x86.avx512.permvar.hi.512", SHORTS, SHORTS, SHORTS)
+        return b.call(permute, [table, codes])
+    places = b.or_(b.and_(codes, _words(15)), _words(0x8000))
+    return b.shl(b.bitcast(look_up_bytes(b, table, b.bitcast(places, BYTES)), SHORTS), _words(7))
 
 
 def _unpacked(b: ir.IRBuilder, read: Any, table: Any) -> list[Any]:
@@ -68,7 +88,7 @@ def _unpacked(b: ir.IRBuilder, read: Any, table: Any) -> list[Any]:
     )
     codes = [b.lshr(kept, _words(shift)) for kept in (one, two) for shift in (7, 11)]
     return [
-        b.bitcast(b.or_(b.and_(own, _words(_OWN)), _lookup(b, table, code)), VI)
+        b.bitcast(b.or_(b.and_(own, _words(_OWN)), _look_up(b, table, code)), VI)
         for own, code in zip((one, two, three, fourth), codes, strict=True)
     ]
 
@@ -79,7 +99,7 @@ def unpack_steps(typing: Any, codes, table, steps, panel):  # type: ignore[no-un
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, table, steps, panel = args
-        exponents = b.load(b.inttoptr(table, SHORTS.as_pointer()), align=4)
+        exponents = _load_table(b, table)
         with counted(b, steps) as step:
             offset = multiple(b, step, STEP_BYTES)
             write = b.add(panel, multiple(b, step, 4 * LANES * VECTORS))
@@ -101,7 +121,7 @@ def _make_rows(rows: int) -> Any:
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, x_stride, codes, table, steps, listed, out = args
-        exponents = b.load(b.inttoptr(table, SHORTS.as_pointer()), align=4)
+        exponents = _load_table(b, table)
         x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
         entry = b.block
         until, plain, stop, patch, replace, replaced, end = (
@@ -189,7 +209,8 @@ def _make_rows(rows: int) -> Any:
 
 def _make_few() -> Any:
     """One compiled function for 1 to FEW_ROWS rows."""
-    t1, t2, t3, t4 = (_make_rows(rows) for rows in range(1, FEW_ROWS + 1))
+    made = [_make_rows(rows) for rows in range(1, FEW_ROWS + 1)]
+    t1, t2, t3, t4 = made + made[-1:] * (4 - FEW_ROWS)
 
     @njit(nogil=True, error_model="numpy")
     def few(rows, x, xs, codes, table, steps, listed, out):

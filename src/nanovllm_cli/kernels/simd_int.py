@@ -7,8 +7,8 @@ x is s8, codes are u8; xs is the scale of x and xl that scale times the sum of x
 its scale, or a min) costs one multiply-add a group. A group's whole numbers stay in registers beside the fp32 sums. Groups come
 in ascending order, whatever the number of rows, so a row's bits depend on that row and the weights alone.
 
-Codes lie as [k / 4][64 columns][4]: what `vpdpbusd` multiplies at once, for AVX512-VNNI. Elsewhere two `pmaddwd` do, or
-whatever LLVM finds on another processor; the whole numbers are the same.
+Codes lie as [k / 4][64 columns][4]: what `vpdpbusd` multiplies at once. simd_products.py has what others do instead; the whole
+numbers are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, named
+from nanovllm_cli.kernels.simd import MAX_ROWS, VECTORS, WIDE, named
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     F32,
@@ -32,32 +32,35 @@ from nanovllm_cli.kernels.simd_ir import (
     VI,
     ask_for,
     at_address,
-    byte_dot,
     code_bytes,
     fma,
-    host_has,
     keep_order,
     multiple,
     splat,
 )  # fmt: skip
+from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
 
-# Whole numbers and fp32 sums of 6 x 2 vectors fit 32 wide registers, those of 2 x 1 fit 16 registers half as wide.
-WIDE = host_has("avx512f")
-TILE_ROWS = MAX_ROWS if WIDE else 2
-FEW_ROWS = 3
-"""Rows that take all columns at once, and have no time to ask for what comes next."""
+_WIDE_TILES, _NARROW_TILES = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2}, {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+_PAIRED_TILES = {1: 4, 2: 1, 3: 1, 4: 1}
+_VECTORS_OF_ROWS = _WIDE_TILES if WIDE else (_NARROW_TILES if HAS_BYTE_DOT else _PAIRED_TILES)
+"""Vectors of columns whose whole numbers fit the registers, and fp32 sums too, where there are 32 registers of 16 floats."""
+TILE_ROWS = max(_VECTORS_OF_ROWS)
+FEW_ROWS = 3 if WIDE else 0
+"""Rows that take all columns at once, in the order in which they lie, so that nothing need be asked for."""
+_ONE_PASS = WIDE or HAS_BYTE_DOT
 ROW_PREFETCH_BYTES = 4096
 """How long before its use a line of codes is asked for by a single row, which leaves it after that."""
 
 
-def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
+def _make_tile(rows: int, vectors: int, with_low: bool, small: bool) -> Any:
     """An intrinsic over addresses and byte strides, for `rows` x `16 * vectors` of one panel:
     tile(codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate, ahead, ahead_step).
 
-    codes [units][256]; scales, lows fp32 [groups][64]; x: a row's xs, xl and sums of codes ([groups] each), then its codes.
-    With each unit two lines are asked for that will be read later, ahead_step bytes further each time; not by tiles of all
-    columns, which few rows take: they have no time to spare.
+    small: as in `products_of`. codes [units][256]; scales, lows fp32 [groups][64]; x: a row's xs, xl and sums of codes ([groups]
+    each), then its codes. With each unit the tiles that read it ask for four lines that will be read later, ahead_step bytes
+    further each time, unless rows are few.
     """
+    products = products_of(small)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, scales, lows, units, group_units, offset, x, x_stride, groups, out, out_stride, accumulate = args[:12]
@@ -66,7 +69,7 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         out_at = {(r, v): at_address(b, out, b.add(multiple(b, out_stride, r), I64(64 * v)), VF) for r, v in cells}
         x_rows = [b.add(x, multiple(b, x_stride, r)) for r in range(rows)]
         x_codes = [b.add(row, multiple(b, groups, 12)) for row in x_rows]
-        negative = b.neg(b.trunc(offset, I32))
+        negative = b.sub(I32(products.bias), b.trunc(offset, I32))
 
         entry, function = b.block, b.function
         load, group, loop, fold, end = (
@@ -99,20 +102,22 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
         b.position_at_end(loop)
         unit = b.phi(I64)
         unit.add_incoming(first, group)
-        dots = {cell: b.phi(VI) for cell in cells}
+        dots: dict[tuple[int, int], Any] = {cell: b.phi(VI) for cell in cells}
         for (r, _), phi in dots.items():
             phi.add_incoming(starts[r], group)
         w_offset, x_offset = multiple(b, unit, UNIT_BYTES), multiple(b, unit, 4)
-        if vectors < VECTORS:
-            for line in (0, 128):
-                ask_for(b, b.add(b.add(ahead, b.mul(unit, ahead_step)), I64(line)))
-        w = [b.load(at_address(b, codes, b.add(w_offset, I64(64 * v)), VI), align=4) for v in range(vectors)]
-        new = {}
-        for r in range(rows):
-            spread = splat(b, b.load(at_address(b, x_codes[r], x_offset, I32), align=4), VI)
-            for v in range(vectors):
-                new[r, v] = byte_dot(b, dots[r, v], w[v], spread)
-        following = b.add(unit, I64(1))
+        for i in range(products.together if rows > FEW_ROWS else 0):
+            for line in range(0, UNIT_BYTES, UNIT_BYTES // vectors):
+                ask_for(b, b.add(b.add(ahead, b.mul(b.add(unit, I64(i)), ahead_step)), I64(line)))
+
+        def codes_at(i: int, v: int) -> Any:
+            return b.load(at_address(b, codes, b.add(w_offset, I64(UNIT_BYTES * i + 64 * v)), VI), align=4)
+
+        def spread_at(i: int, r: int) -> Any:
+            return splat(b, b.load(at_address(b, x_codes[r], b.add(x_offset, I64(4 * i)), I32), align=4), VI)
+
+        new = products.add(b, dots, 0, codes_at, spread_at)
+        following = b.add(unit, I64(products.together))
         unit.add_incoming(following, loop)
         for cell, phi in dots.items():
             phi.add_incoming(new[cell], loop)
@@ -149,31 +154,32 @@ def _make_tile(rows: int, vectors: int, with_low: bool) -> Any:
     return tile
 
 
-def _make_rows(rows: int, with_low: bool) -> Any:
+def _make_rows(rows: int, with_low: bool, small: bool) -> Any:
     """Tiles of so many rows side by side, until they have all 64 columns."""
-    vectors = (VECTORS if rows <= FEW_ROWS else 2) if WIDE else 1
-    tile = _make_tile(rows, vectors, with_low)
+    vectors = _VECTORS_OF_ROWS[rows]
+    tile = _make_tile(rows, vectors, with_low, small)
     parts, step = VECTORS // vectors, 64 * vectors
 
     @njit(nogil=True, error_model="numpy")
-    @named(f"columns_{rows}{'_low' if with_low else ''}")
+    @named(f"columns_{rows}{'_low' if with_low else ''}{'_small' if small else ''}")
     def columns(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, ahead_step):
         for part in range(parts):
             at = part * step
             tile(
                 codes + at, scales + at, lows + at, units, group_units, offset, x, xs, groups, out + at, os, add,
-                ahead + 64 * (1 - part % 2), ahead_step,
+                ahead + 64 * (parts - 1 - part), ahead_step,
             )  # fmt: skip
 
     return columns
 
 
-def _make_dot(with_low: bool) -> Any:
+def _make_dot(with_low: bool, small: bool) -> Any:
     """One compiled function for any number of rows up to TILE_ROWS."""
-    c1, c2, c3, c4, c5, c6 = (_make_rows(min(rows, TILE_ROWS), with_low) for rows in range(1, MAX_ROWS + 1))
+    made = [_make_rows(rows, with_low, small) for rows in range(1, TILE_ROWS + 1)]
+    c1, c2, c3, c4, c5, c6 = made + made[-1:] * (MAX_ROWS - TILE_ROWS)
 
     @njit(nogil=True, error_model="numpy")
-    @named("dot_panel_low" if with_low else "dot_panel")
+    @named(f"dot_panel{'_low' if with_low else ''}{'_small' if small else ''}")
     def dot(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
         if rows == 6:
             c6(codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
@@ -191,7 +197,26 @@ def _make_dot(with_low: bool) -> Any:
     return dot
 
 
-dot_panel, dot_panel_low = _make_dot(False), _make_dot(True)
+def _make_choice(with_low: bool) -> Any:
+    """The same for small codes and for any. Where one way serves both, it is compiled once."""
+    of_any = _make_dot(with_low, False)
+    if products_of(True) == products_of(False):
+        of_small = of_any
+    else:
+        of_small = _make_dot(with_low, True)
+
+    @njit(nogil=True, error_model="numpy")
+    @named("dot_codes_low" if with_low else "dot_codes")
+    def dot(small, rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step):
+        if small:
+            of_small(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
+        else:
+            of_any(rows, codes, scales, lows, units, group_units, offset, x, xs, groups, out, os, add, ahead, step)
+
+    return dot
+
+
+dot_panel, dot_panel_low = _make_choice(False), _make_choice(True)
 
 
 def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
@@ -202,11 +227,12 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
     that is what processors fetch ahead by themselves, at twice the pace of requests by instruction.
     """
     fold_units = STEP_UNITS // 2 if pairs else STEP_UNITS
+    way = products_of(True)
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, scales, lows, steps, group_steps, offset, x, groups, out, accumulate = args
         lanes = range(VECTORS)
-        negative, x_codes = b.neg(b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
+        negative, x_codes = b.sub(I32(way.bias), b.trunc(offset, I32)), b.add(x, multiple(b, groups, 12))
         out_at = [at_address(b, out, I64(64 * v), VF) for v in lanes]
 
         def number(g: Any, part: int, kind: ir.Type) -> Any:
@@ -219,22 +245,26 @@ def _make_row(planes: tuple[int, ...], pairs: bool, with_low: bool) -> Any:
             """dots + the products of these units of a step."""
             read = b.add(codes, multiple(b, step, UNIT_BYTES * sum(planes)))
             packed: dict[tuple[int, int], Any] = {}
-            for unit in units:
+
+            def spread_at(unit: int, _row: int) -> Any:
                 at = b.add(multiple(b, step, 4 * STEP_UNITS), I64(4 * unit))
-                spread = splat(b, b.load(at_address(b, x_codes, at, I32), align=4), VI)
-                for v in lanes:
+                return splat(b, b.load(at_address(b, x_codes, at, I32), align=4), VI)
 
-                    def in_order(row: int, v: int = v) -> Any:
-                        if (row, v) not in packed:
-                            line = b.add(read, I64(row * UNIT_BYTES + 64 * v))
-                            ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), again=False)
-                            packed[row, v] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
-                            keep_order(b)
-                        return packed[row, v]
+            def codes_at(unit: int, v: int) -> Any:
+                def in_order(row: int) -> Any:
+                    if (row, v) not in packed:
+                        line = b.add(read, I64(row * UNIT_BYTES + 64 * v))
+                        ask_for(b, b.add(line, I64(ROW_PREFETCH_BYTES)), again=False)
+                        packed[row, v] = b.load(b.inttoptr(line, BYTES.as_pointer()), align=4)
+                        keep_order(b)
+                    return packed[row, v]
 
-                    whole = code_bytes(b, planes, unit, in_order)
-                    dots[v] = byte_dot(b, dots[v], b.bitcast(whole, VI), spread)
-            return dots
+                return b.bitcast(code_bytes(b, planes, unit, in_order), VI)
+
+            cells = {(0, v): dots[v] for v in lanes}
+            for unit in units[:: way.together]:
+                cells = way.add(b, cells, unit, codes_at, spread_at)
+            return list(cells.values())
 
         def fold(g: Any, dots: list[Any], sums: list[Any]) -> list[Any]:
             xs = splat(b, number(g, 0, F32), VF)
@@ -339,5 +369,5 @@ one_row, one_row_low = _make_one_row(False), _make_one_row(True)
 
 @njit(inline="always")
 def in_one_pass(bits, group):
-    """True where `one_row` has this kind; it needs 32 wide registers."""
-    return WIDE and (bits <= 5 if group >= 32 else (bits <= 3 or bits == 6))
+    """True where `one_row` has this kind, and is quicker than a panel."""
+    return _ONE_PASS and (bits <= 5 if group >= 32 else (bits <= 3 or (bits == 6 and WIDE)))

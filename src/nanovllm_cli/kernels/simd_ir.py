@@ -1,4 +1,4 @@
-"""What kernels written as LLVM vectors are made of: types, addresses, loops, requests to memory, products of bytes."""
+"""What kernels written as LLVM vectors are made of: types, addresses, loops, requests to memory, look-ups of bytes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 
 
 def host_has(feature: str) -> bool:
-    """True if LLVM says that this processor has the feature, by LLVM's name for it ("avx512bf16")."""
+    """True if kernels may use this feature, by LLVM's name for it ("avx512bf16"): if this processor has it, or, where
+    NUMBA_CPU_FEATURES says what to compile for, if that has it."""
+    asked = numba.config.CPU_FEATURES
+    if asked is not None:
+        return f"+{feature}" in asked.split(",")
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
 LANES = 16
-HAS_BYTE_DOT = host_has("avx512vnni")
 UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
 STEP_UNITS = 8
@@ -76,23 +80,31 @@ def splat(b: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
     return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(VI, [0] * LANES))
 
 
-def byte_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
-    """acc + the four products of u8 and s8 in each lane."""
-    if HAS_BYTE_DOT:
-        return b.call(known_function(b, "llvm.x86.avx512.vpdpbusd.512", VI, VI, VI, VI), [acc, w, x])
-    eight = ir.Constant(SHORTS, [8] * (2 * LANES))
-    w, x = b.bitcast(w, SHORTS), b.bitcast(x, SHORTS)
-    acc = _pair_dot(b, acc, b.and_(w, ir.Constant(SHORTS, [255] * (2 * LANES))), b.ashr(b.shl(x, eight), eight))
-    return _pair_dot(b, acc, b.lshr(w, eight), b.ashr(x, eight))
+def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
+    """table[place & 15] for 64 bytes, 0 where a place's highest bit is set. table: 16 bytes, four times. By a byte shuffle:
+    `CAN_LOOK_UP` says where there is one."""
+    if host_has("avx512bw"):
+        return b.call(known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES), [table, places])
+    half = ir.VectorType(I8, 2 * LANES)
+    shuffle = known_function(b, "llvm.x86.avx2.pshuf.b", half, half, half)
+    return joined(b, [b.call(shuffle, list(both)) for both in zip(halves_of(b, table), halves_of(b, places), strict=True)])
 
 
-def _pair_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
-    """acc + the two products of 16-bit numbers in each lane, in the form that LLVM knows as `pmaddwd`."""
-    products = b.mul(*(b.sext(v, ir.VectorType(I32, 2 * LANES)) for v in (w, x)), flags=("nsw",))
-    halves = [
-        b.shuffle_vector(products, products, ir.Constant(VI, list(range(first, 2 * LANES, 2)))) for first in (0, 1)
+CAN_LOOK_UP = host_has("avx2")
+
+
+def halves_of(b: ir.IRBuilder, vector: Any) -> list[Any]:
+    """The first and the second half of a vector's elements."""
+    count = vector.type.count
+    return [
+        b.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, count // 2), list(range(first, first + count // 2))))
+        for first in (0, count // 2)
     ]
-    return b.add(acc, b.add(*halves))
+
+
+def joined(b: ir.IRBuilder, halves: list[Any]) -> Any:
+    count = 2 * halves[0].type.count
+    return b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, count), list(range(count))))
 
 
 def code_bytes(b: ir.IRBuilder, planes: tuple[int, ...], unit: int, load: Callable[[int], Any]) -> Any:

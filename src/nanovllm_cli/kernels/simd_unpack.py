@@ -13,6 +13,7 @@ from nanovllm_cli.kernels.record_kinds import TILE
 from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
+    CAN_LOOK_UP,
     I8,
     I32,
     I64,
@@ -26,7 +27,7 @@ from nanovllm_cli.kernels.simd_ir import (
     code_bytes,
     counted,
     host_has,
-    known_function,
+    look_up_bytes,
     multiple,
     splat,
 )  # fmt: skip
@@ -163,7 +164,7 @@ unpack_halves = _halves_vectors if host_has("f16c") else _halves_numbers
 
 @intrinsic
 def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyped-def]
-    """codes[i] = table[codes[i]] in place, for 64 bytes at a time, by AVX512-BW's byte shuffle."""
+    """codes[i] = table[codes[i]] in place, for 64 bytes at a time; codes are below 16."""
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         codes, count, table = args
@@ -171,21 +172,20 @@ def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyp
         quarter = b.load(b.inttoptr(table, words.as_pointer()), align=1)
         spread = ir.Constant(VI, list(range(4)) * 4)
         entries = b.bitcast(b.shuffle_vector(quarter, quarter, spread), BYTES)
-        shuffle = known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES)
         with counted(b, count, 4 * LANES) as at:
             place = at_address(b, codes, at, BYTES)
-            b.store(b.call(shuffle, [entries, b.load(place, align=4)]), place, align=4)
+            b.store(look_up_bytes(b, entries, b.load(place, align=4)), place, align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), code
 
 
 @njit(nogil=True, error_model="numpy")
-def _look_up_bytes(codes, count, table):
+def _look_up_one_by_one(codes, count, table):
     values, places = carray(typed_pointer(table, np.uint8(0)), (16,)), carray(typed_pointer(codes, np.uint8(0)), (count,))
     for i in range(count):
         places[i] = values[places[i]]
 
 
-look_up = _look_up_vectors if host_has("avx512bw") else _look_up_bytes
+look_up = _look_up_vectors if CAN_LOOK_UP else _look_up_one_by_one
 """look_up(codes, count, table): codes[i] = table[codes[i]] in place; table has 16 bytes, count is a multiple of 64."""
