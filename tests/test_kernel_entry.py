@@ -210,6 +210,16 @@ def test_a_cache_that_may_only_be_read_is_read(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
+def test_without_a_folder_nothing_is_read_from_where_somebody_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is code. Numba's name for a function's files is known, and the working folder may be anybody's."""
+    monkeypatch.setattr(entry, "_keeps", True)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert negated("f", Kernel(negate._function))[0] == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    assert negated("f", Kernel(negate._function)) == (0, [-1, -2, -100])
+
+
 @pytest.mark.parametrize("kept", ["index", "data"])
 @pytest.mark.parametrize("rest", [0, 20])
 def test_half_a_file_of_the_cache_is_compiled_anew(kept: str, rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

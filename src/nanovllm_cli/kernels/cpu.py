@@ -32,7 +32,7 @@ def _use_own_cache_folder() -> None:
     numba.config.CACHE_DIR = str(cache_folder() / "kernels" / digest.hexdigest()[:16])
 
 
-if "NUMBA_CACHE_DIR" not in os.environ:
+if not os.environ.get("NUMBA_CACHE_DIR"):
     _use_own_cache_folder()
 from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
 from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402

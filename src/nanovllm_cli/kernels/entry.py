@@ -160,6 +160,8 @@ class _Readable(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> Any:
+        if not numba.config.CACHE_DIR:
+            return None
         found = cls(py_func, py_file)
         index = f"*.{py_func.__qualname__}-{found.get_disambiguator()}.py*.nbi".translate({ord(each): None for each in "<>"})
         with contextlib.suppress(OSError):
