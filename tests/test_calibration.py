@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,18 +12,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from engines import SMALL, random_model
+from engines import SMALL, random_model, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, QWEN2, QWEN3, spec_from_hf
+from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quant.statistics import InputStatistics
 from nanovllm_cli.quantization import calibration as module
 from nanovllm_cli.quantization.calibrated import by_gptq
 from nanovllm_cli.quantization.calibration import INPUTS, Calibration
-from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.quantization.original import Original, open_original
 from nanovllm_cli.quantization.walk import Walk
 
 FAMILIES = {"qwen3": (Qwen3Config, QWEN3), "qwen2": (Qwen2Config, QWEN2), "llama": (LlamaConfig, LLAMA)}
@@ -148,6 +150,20 @@ def test_a_scaled_embedding_is_what_goes_through_the_layers() -> None:
     calibration.load(block_weights(model, 0))
     model.get_input_embeddings().weight.data *= 7
     check(calibration.observe(("gate_up",))["gate_up"], seen_by_hooks(model, sequences)[0, "gate_up"])
+
+
+def test_a_walk_passes_blocks_as_they_are_or_as_they_were_changed(tmp_path: Path) -> None:
+    model, _, sequences, _ = setting("qwen2")
+    with open_original("m", save(model, tmp_path)) as original:
+        walk = Walk(original, sequences, NullProgress())
+        weights = walk.enter(1)  # nobody entered block 0
+        assert weights.keys() == block_weights(model, 1).keys()
+        check(walk.calibration.observe(("down",))["down"], seen_by_hooks(model, sequences)[1, "down"])
+        changed = weights["down.weight"] * -2
+        walk.leave({"down.weight": changed})
+        walk.enter(2)
+        set_weight(model, 1, "down.weight", changed)
+        check(walk.calibration.observe(("down",))["down"], seen_by_hooks(model, sequences)[2, "down"])
 
 
 @pytest.mark.parametrize("kept", [(), ("k", "o", "gate", "up")])

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config
 
+from engines import SMALL, random_model, save
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
+from nanovllm_cli.quantization.allocation import with_target
 from nanovllm_cli.quantization.original import open_original
 from nanovllm_cli.quantization.pipeline import Method, plan_with_target
 from nanovllm_cli.quantization.plan import Choices, make_plan
-from nanovllm_cli.quantization.texts import NamedText, bundled_text, windows
+from nanovllm_cli.quantization.texts import MAX_LINE_CHARS, NamedText, bundled_text, windows
 from nanovllm_cli.quantization.verify import compare, trace
+from nanovllm_cli.quantization.walk import Walk
+from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from quantizing import TINY, digest_of, plan_of, quantize
 from test_quantize_model import IDS, StopAt
@@ -149,11 +155,65 @@ def test_lines_of_json_may_hold_text_prompt_or_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "3", '{"text": 3}', '{"messages": []}', '{"messages": [3]}', '{"other": "x"}', "[" * 100_000]
-)
+    "line", ["{", "[]", "3", '{"text": 3}', '{"messages": []}', '{"messages": [3]}', '{"other": "x"}', "[" * 100_000,
+     '{"messages": 3}', '{"messages": [{"role": "user", "content": "a"}, 3]}', " " * MAX_LINE_CHARS + "{}"],
+    ids=lambda line: line[:40],
+)  # fmt: skip
 def test_a_line_that_means_nothing_is_named(line: str) -> None:
     with pytest.raises(UsageError, match="line 2"):
         pieces("a.jsonl", '{"text": "fine"}\n' + line + "\n")
+
+
+class Letters:
+    """A tokenizer of a token a letter, behind one of its own."""
+
+    chat_templates: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, prefix: list[int]) -> None:
+        self.prefix = prefix
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.prefix * add_special_tokens + [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "length", "lengths"),
+    [([], 512, [512]), ([], 513, [512]), ([], 514, [512, 2]), ([7], 512, [512, 2]), ([7], 511, [512]), ([], 1, []), ([7], 0, [])],
+)
+def test_each_window_begins_as_a_text_does_and_is_no_longer(prefix: list[int], length: int, lengths: list[int]) -> None:
+    """What is one token long has no next one."""
+    text = ("abcdefg" * 100)[:length]
+    found = list(windows(cast(Tokenizer, Letters(prefix)), NamedText("a.txt", text), 128))
+    assert list(map(len, found)) == lengths
+    assert all(piece[: len(prefix)] == prefix for piece in found)
+    assert text.startswith("".join(chr(token) for piece in found for token in piece[len(prefix) :]))
+
+
+def test_tokens_that_the_model_has_no_row_for_are_left_out() -> None:
+    assert list(windows(cast(Tokenizer, Letters([])), NamedText("a.txt", "abzba"), 122)) == [[97, 98, 98, 97]]
+
+
+def test_messages_need_a_chat_template() -> None:
+    text = NamedText("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}')
+    with pytest.raises(UsageError, match="line 1: messages, and the model has no chat template"):
+        list(windows(cast(Tokenizer, Letters([])), text, 128))
+
+
+# ---- formats under an average size ----
+
+
+def test_where_every_layer_is_fixed_a_target_has_nothing_to_choose() -> None:
+    plan = plan_of("int8", tensor_types=((".", "int8"),), head="keep")
+    with pytest.raises(UsageError, match="nothing to choose"):
+        with_target(plan, 5.0, cast(Walk, None), NullProgress())
+
+
+def test_rows_that_no_type_of_gguf_has_are_told(tmp_path: Path) -> None:
+    source = save(random_model(Qwen3Config(**SMALL | {"intermediate_size": 96, "num_hidden_layers": 1})), tmp_path)
+    with open_original("m", source) as original:
+        plan = make_plan(original, Choices("q4_k_m"))
+        with pytest.raises(UnsupportedError, match="no format of --target-bpw has rows of 48"):
+            with_target(plan, 5.0, Walk(original, [[1, 2, 3]], NullProgress()), NullProgress())
 
 
 def test_a_plan_names_its_sizes() -> None:

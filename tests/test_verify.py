@@ -17,7 +17,7 @@ from forked import run
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.verify import Trace, compare, trace, trace_transformers
-from nanovllm_cli.quantization.verify_text import OurWords, TransformersWords, differences
+from nanovllm_cli.quantization.verify_text import PROBES, OurWords, TransformersWords, differences
 from quantizing import TINY, quantize
 
 IDS = [4087, 11, 250, 3000, 17, 900, 12, 45, 77, 1200, 5, 9, 31, 33, 35, 2, 4]
@@ -153,6 +153,45 @@ def test_a_changed_tokenizer_or_template_is_found(tmp_path: Path) -> None:
     lines = differences(OurWords(TINY), OurWords(other))
     assert any(line.startswith("the text") for line in lines)
     assert any(line.startswith("the template") for line in lines)
+
+
+class Side:
+    """Words as one of two sides has them: a token a character, from `first` on."""
+
+    def __init__(self, first: int = 0, ends: Any = None, controls: Any = None, prompt: str | None = "<u>") -> None:
+        self.first, self.ends, self.controls, self.prompt = first, ends, controls, prompt
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) + (self.first if i > 1 else 0) for i, letter in enumerate(text)]
+
+    def render(self, messages: Any) -> str | None:
+        return self.prompt
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (Side(ends={1, 2}), Side(ends={2, 3}), "tokens that end an answer: [1, 2] and [2, 3]"),
+        (Side(ends={1}), Side(ends=None), None),
+        (Side(controls={"<a>": 1, "<b>": 2, "<c>": 4}), Side(controls={"<a>": 1, "<b>": 3}), "control tokens: <b>, <c>"),
+        (Side(controls=None), Side(controls={"<a>": 1}), None),
+        (Side(controls={"<a>": 1}), Side(controls=None), None),
+        (Side(prompt="<u>hi"), Side(prompt="<u>ho"), "the template, for 'Hello': character 4, 'i' and 'o'"),
+        (Side(prompt="<u>"), Side(prompt="<u>\n"), "the template, for 'Hello': character 3, '' and '\\n'"),
+        (Side(prompt=None), Side(), "the template, for 'Hello': nothing and a prompt"),
+        (Side(), Side(prompt=None), "the template, for 'Hello': a prompt and nothing"),
+        (Side(prompt=None), Side(prompt=None), None),
+    ],
+)
+def test_what_differs_is_said_once_and_where(one: Side, other: Side, says: str | None) -> None:
+    assert differences(one, other) == ([] if says is None else [says])
+
+
+def test_the_first_text_with_other_tokens_is_told_with_those_around_the_first() -> None:
+    (line,) = differences(Side(), Side(first=1000))
+    text = next(text for text in PROBES if len(text) > 2)
+    codes = [ord(letter) for letter in text[2:5]]
+    assert line == f"the text {text[:40]!r}: token 2 of {codes} … and {[code + 1000 for code in codes]} …"
 
 
 # ---- the command ----
