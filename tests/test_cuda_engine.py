@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.kernels.prefill_attention import prefill_tiles
+from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -263,6 +265,21 @@ def test_a_constraint_that_cannot_be_met_says_so(folder: Path) -> None:
     found = answers_under_constraints(engine_on(folder, EmulatedDevice()), asked)
     assert found == answers_under_constraints(engine_on(folder, None), asked)
     assert found[0][1] == "error"
+
+
+@pytest.mark.parametrize("device", [EmulatedDevice, lambda: None], ids=["gpu", "cpu"])
+def test_that_no_token_is_left_is_what_was_asked_for_and_that_numbers_are_none_is_not(
+    device: Callable[[], EmulatedDevice | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(folder, device())
+    (unmeetable,) = run(engine, [(PROMPTS[0], greedy(5, constraint=FORM, allowed_token_ids=(200, 201)))])
+    logits = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda model, hidden: logits(model, hidden).fill_(float("nan")))
+    (broken,) = run(engine, [(PROMPTS[0], greedy(5))])
+    errors = [(output.outputs[0].error, output.outputs[0].unmeetable) for output in (unmeetable, broken)]
+    assert [unmeetable for _, unmeetable in errors] == [True, False]
+    assert "no token is left" in str(errors[0][0])
+    assert "not finite" in str(errors[1][0])
 
 
 def test_guided_answers_outlive_preemption_and_want_more_seats_than_there_are(folder: Path) -> None:
