@@ -110,16 +110,21 @@ def test_every_product_through_a_fold_stays(order: str, offset: float, kv_heads:
     assert not torch.equal(after["q.weight"], weights["q.weight"])
 
 
-@pytest.mark.parametrize("form", [Integer(4, 32), Integer(4, 32, zeros=True), Nf4(), Integer(8), Fp8()], ids=lambda f: f.name)
-def test_outputs_of_loud_columns_are_nearer(form: Format) -> None:
-    spec, weights, seen = block()
-    after = scale_and_clip(weights, seen, spec, 0.0, formats(form))
-    scales = {
+def column_scales(weights: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By which the columns of what reads an input were multiplied: what its source was divided by."""
+    return {
         "qkv": weights["attention_norm.weight"] / after["attention_norm.weight"],
         "gate_up": weights["mlp_norm.weight"] / after["mlp_norm.weight"],
         "down": weights["up.bias"] / after["up.bias"],
         "o": (weights["v.bias"] / after["v.bias"]).view(2, 1, HEAD).expand(2, 2, HEAD).flatten(),
     }
+
+
+@pytest.mark.parametrize("form", [Integer(4, 32), Integer(4, 32, zeros=True), Nf4(), Integer(8), Fp8()], ids=lambda f: f.name)
+def test_outputs_of_loud_columns_are_nearer(form: Format) -> None:
+    spec, weights, seen = block()
+    after = scale_and_clip(weights, seen, spec, 0.0, formats(form))
+    scales = column_scales(weights, after)
     rows = {"v": weights["v.bias"] / after["v.bias"], "up": weights["up.bias"] / after["up.bias"]}
     found = nearest = 0.0
     for name, parts in INPUTS.items():
@@ -129,6 +134,33 @@ def test_outputs_of_loud_columns_are_nearer(form: Format) -> None:
             back = form.dequantize(form.quantize(changed)) / scales[name] * rows.get(part, torch.ones(1))[:, None]
             found += loss(back - weight, seen[name])
     assert found < (1.01 if isinstance(form, Fp8) else 0.5) * nearest
+
+
+def test_clipping_makes_no_matrix_worse_for_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once columns are scaled, it sees inputs that were divided by as much."""
+    spec, weights, seen = block()
+    form = Integer(2, 16)
+    clipped = scale_and_clip(weights, seen, spec, 0.0, formats(form))
+    monkeypatch.setattr(awq, "_clip", lambda weight, *_: weight)
+    scaled = scale_and_clip(weights, seen, spec, 0.0, formats(form))
+    scales = column_scales(weights, scaled)
+    for name, parts in INPUTS.items():
+        for slot in (f"{part}.weight" for part in parts):
+            off = [(form.dequantize(form.quantize(each[slot])) - scaled[slot]) / scales[name] for each in (clipped, scaled)]
+            assert loss(off[0], seen[name]) < 0.999 * loss(off[1], seen[name]), slot
+
+    def errors(weight: torch.Tensor) -> torch.Tensor:
+        """Of each row of "o"."""
+        off = ((form.dequantize(form.quantize(weight)) - scaled["o.weight"]) / scales["o"]).double()
+        return ((off @ seen["o"].hessian.double()) * off).sum(-1)
+
+    ours = errors(clipped["o.weight"])
+    for first in range(0, 64, 16):
+        whole = scaled["o.weight"][:, first : first + 16]
+        for share in (1.0, 0.9, 0.8, 0.7, 0.6):
+            other, largest = clipped["o.weight"].clone(), whole.abs().amax(1, keepdim=True) * share
+            other[:, first : first + 16] = whole.clamp(-largest, largest)
+            assert float((ours <= errors(other) * 1.0001).float().mean()) > 0.9, (first, share)
 
 
 def test_what_keeps_its_format_is_left_alone() -> None:

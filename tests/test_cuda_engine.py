@@ -299,14 +299,18 @@ def test_guided_answers_outlive_preemption_and_want_more_seats_than_there_are(fo
 def test_logprobs_are_those_of_the_cpu(folder: Path) -> None:
     params = SamplingParams(temperature=0.0, logprobs=3, max_tokens=5)
     ours, theirs = (
-        run(engine_on(folder, device), [(PROMPTS[2], params)])[0].outputs[0].logprobs for device in (EmulatedDevice(), None)
+        run(engine_on(folder, device), [(PROMPTS[2], params), (PROMPTS[0], greedy(5))]) for device in (EmulatedDevice(), None)
     )
+    assert [found[1].outputs[0].logprobs for found in (ours, theirs)] == [None, None], "nobody asked for them"
+    ours, theirs = (found[0].outputs[0].logprobs for found in (ours, theirs))
     assert ours is not None
     assert theirs is not None
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.token_id, mine.rank) == (other.token_id, other.rank)
         assert mine.logprob == pytest.approx(other.logprob, abs=0.05), "bf16 steps apart"
         assert mine.top[0][0] == other.top[0][0]
+        tops = [[logprob for _, logprob in each.top] for each in (mine, other)]
+        assert tops[0] == pytest.approx(tops[1], abs=0.05)
 
 
 def test_several_answers_to_a_prompt_and_preemption(folder: Path) -> None:

@@ -60,6 +60,17 @@ def test_tensors_are_as_they_were_announced(spec: str, shape: tuple[int, int]) -
     assert [(out.shape, out.dtype) for out in outs] == [(tuple(t.shape), t.dtype) for t in encoded]
 
 
+@pytest.mark.parametrize(
+    ("spec", "num_bytes"),
+    [("int8", 256 * (384 + 2)), ("fp8", 256 * (384 + 4)), ("fp8:block=128", 256 * 384 + 4 * 2 * 3), ("int4:group=32", 256 * 216)],
+)
+def test_a_weight_takes_the_bytes_that_are_planned(spec: str, num_bytes: int) -> None:
+    """Codes of 256 rows of 384 columns and their scales: of bfloat16, but for fp8's."""
+    form = parse_format(spec)
+    written = [out for out in tensors_of(form, "a.weight", (256, 384)) if not out.name.endswith("_shape")]
+    assert sum(out.num_bytes for out in written) == 256 * form.row_bytes(384) == num_bytes
+
+
 def test_nibbles_are_packed_from_the_lowest_bits_up() -> None:
     from nanovllm_cli.quant.format import Integer
     from nanovllm_cli.quant.rows import IntegerRows

@@ -69,6 +69,15 @@ def test_equal_weights_are_taken_in_order_whatever_order_they_come_in() -> None:
     assert len(set(first.values())) == 2
 
 
+def test_a_small_step_does_not_hide_the_large_one_behind_it() -> None:
+    """By hand: 20 bits more for "a" are worth 1.0, 0.05 a bit, though the first 10 are worth 0.01 a bit; 15 for "b", 0.033."""
+    a = [Candidate(FORMS[i], bits, error) for i, (bits, error) in enumerate(((10.0, 1.0), (20.0, 0.9), (30.0, 0.0)))]
+    b = [Candidate(FORMS[i], bits, error) for i, (bits, error) in enumerate(((10.0, 1.0), (25.0, 0.5)))]
+    wanted = {54.9: (2, 0), 40.0: (2, 0), 39.9: (0, 1), 35.0: (0, 1), 34.9: (0, 0), 55.0: (2, 1)}
+    for room, (for_a, for_b) in wanted.items():
+        assert allocate({"a": a, "b": b}, room) == {"a": FORMS[for_a], "b": FORMS[for_b]}, room
+
+
 def test_a_format_that_is_larger_and_worse_is_never_chosen() -> None:
     good, bad = Candidate(FORMS[2], 400.0, 0.1), Candidate(FORMS[3], 800.0, 0.2)
     assert allocate({"w": [bad, good]}, 1e9) == {"w": good.form}
