@@ -115,6 +115,16 @@ def test_rows_are_alone_in_their_bits() -> None:
             assert torch.equal(alone, among[first:last])
 
 
+@pytest.mark.parametrize(("width", "rows"), [(4096, 5), (13248, 1), (13249, None), (1 << 20, None)])
+def test_a_row_that_does_not_fit_shared_memory_beside_its_gains_is_refused(width: int, rows: int | None) -> None:
+    """Of Turing's 64 KiB a block the kernel has 52; elements have 2 bytes, and a row is padded to 64 of them and 32 more."""
+    if rows is None:
+        with pytest.raises(UnsupportedError, match="does not fit this GPU's shared memory"):
+            module.rows_at_once(module.padded(width), 75)
+    else:
+        assert module.rows_at_once(module.padded(width), 75) == rows
+
+
 def test_rows_that_do_not_fit_shared_memory_take_several_launches() -> None:
     hidden, x = normed(8, 4096, FP16)
     weight = weights(9, 4096, FP16)

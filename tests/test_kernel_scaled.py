@@ -188,3 +188,11 @@ def test_bugs_planted_among_few_rows_are_seen(bug: str) -> None:
         return True
 
     assert not all(right(order) for order in ORDERS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "one_scale", "scales_by_row"),
+    [(80, False, False), (86, False, False), (89, True, False), (90, True, True), (100, True, False), (120, True, False)],
+)
+def test_e4m3_begins_with_ada_and_scales_by_row_are_hoppers(capability: int, one_scale: bool, scales_by_row: bool) -> None:
+    assert [has_e4m3(capability, groups) for groups in (1, 2)] == [one_scale, scales_by_row]
