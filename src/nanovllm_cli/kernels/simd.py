@@ -30,15 +30,16 @@ from numba.extending import intrinsic, overload
 
 from nanovllm_cli.kernels.simd_ir import (
     F32,
-    I32,
     I64,
     LANES,
+    NEON,
     VF,
     VI,
     ask_for,
     at_address,
     fma,
     host_has,
+    keep_order,
     known_function,
     multiple,
     splat,
@@ -162,10 +163,13 @@ def _make_tile(rows: int, vectors: int, products: _Products, fetches: bool, page
         w = [b.load(at_address(b, bases[v], w_offset, VI), align=4) for v in range(vectors)]
         new: dict[tuple[int, int], Any] = dict(sums)
         for word, (part, multiply_add) in enumerate(products):
+            if word and NEON:  # loaded again: beside the sums there are no registers to keep them in
+                keep_order(b)
+                w = [b.load(at_address(b, bases[v], w_offset, VI), align=4) for v in range(vectors)]
             parts = [part(b, of_vector) for of_vector in w]
             for r in range(rows):
                 place = b.add(multiple(b, x_stride, r), b.add(x_offset, I64(4 * word)))
-                spread = splat(b, b.load(at_address(b, x, place, I32), align=4), VI)
+                spread = splat(b, b.load(at_address(b, x, place, F32), align=4), VF)
                 for v in range(vectors):
                     new[r, v] = multiply_add(b, new[r, v], parts[v], spread)
         following = b.add(step, I64(1))

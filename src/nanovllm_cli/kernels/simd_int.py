@@ -26,6 +26,7 @@ from nanovllm_cli.kernels.simd_ir import (
     I32,
     I64,
     LANES,
+    NEON,
     STEP_UNITS,
     UNIT_BYTES,
     VF,
@@ -40,9 +41,16 @@ from nanovllm_cli.kernels.simd_ir import (
 )  # fmt: skip
 from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
 
-_WIDE_TILES, _NARROW_TILES = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2}, {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
-_PAIRED_TILES = {1: 4, 2: 1, 3: 1, 4: 1}
-_VECTORS_OF_ROWS = _WIDE_TILES if WIDE else (_NARROW_TILES if HAS_BYTE_DOT else _PAIRED_TILES)
+
+def _tiles() -> dict[int, int]:
+    if WIDE:
+        return {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2}
+    if NEON:
+        return {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1} if HAS_BYTE_DOT else {1: 4, 2: 2, 3: 1}
+    return {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1} if HAS_BYTE_DOT else {1: 4, 2: 1, 3: 1, 4: 1}
+
+
+_VECTORS_OF_ROWS = _tiles()
 """Vectors of columns whose whole numbers fit the registers, and fp32 sums too, where there are 32 registers of 16 floats."""
 TILE_ROWS = max(_VECTORS_OF_ROWS)
 FEW_ROWS = 3 if WIDE else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
+
+from nanovllm_cli.kernels import arm_features
+
+if platform.machine() == "aarch64" and numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
+    numba.config.CPU_FEATURES = arm_features.of_this_processor()  # before its first function: it asks once
 
 
 def host_has(feature: str) -> bool:
@@ -20,6 +26,8 @@ def host_has(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
+NEON = host_has("neon")
+"""64-bit ARM: 32 registers of 16 bytes."""
 LANES = 16
 UNIT_BYTES = 256
 """Four codes of each of 64 columns."""
@@ -76,8 +84,17 @@ def multiple(b: ir.IRBuilder, value: Any, n: int) -> Any:
 
 
 def splat(b: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
-    first = b.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(VI, [0] * LANES))
+    source = ir.VectorType(kind.element, 4) if NEON else kind
+    first = b.insert_element(ir.Constant(source, ir.Undefined), value, I32(0))
+    if NEON:
+        first = opaque(b, first)
+    return b.shuffle_vector(first, ir.Constant(source, ir.Undefined), ir.Constant(VI, [0] * LANES))
+
+
+def opaque(b: ir.IRBuilder, register: Any) -> Any:
+    """The same register, of which LLVM forgets where it came from. ARM multiplies with one lane of a register as with all; but
+    LLVM loads a lane that comes from memory into all of them, which takes a multiplier's time."""
+    return b.asm(ir.FunctionType(register.type, [register.type]), "", "=w,0", [register], False)
 
 
 def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
@@ -85,12 +102,16 @@ def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     `CAN_LOOK_UP` says where there is one."""
     if host_has("avx512bw"):
         return b.call(known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES), [table, places])
+    if NEON:
+        quarter = ir.VectorType(I8, LANES)
+        tbl = known_function(b, "llvm.aarch64.neon.tbl1.v16i8", quarter, quarter, quarter)
+        return by_quarters(b, lambda entries, some: b.call(tbl, [entries, some]), table, places)
     half = ir.VectorType(I8, 2 * LANES)
     shuffle = known_function(b, "llvm.x86.avx2.pshuf.b", half, half, half)
     return joined(b, [b.call(shuffle, list(both)) for both in zip(halves_of(b, table), halves_of(b, places), strict=True)])
 
 
-CAN_LOOK_UP = host_has("avx2")
+CAN_LOOK_UP = host_has("avx2") or NEON
 
 
 def halves_of(b: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -105,6 +126,13 @@ def halves_of(b: ir.IRBuilder, vector: Any) -> list[Any]:
 def joined(b: ir.IRBuilder, halves: list[Any]) -> Any:
     count = 2 * halves[0].type.count
     return b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, count), list(range(count))))
+
+
+def by_quarters(b: ir.IRBuilder, function: Callable[..., Any], *vectors: Any) -> Any:
+    """What a function of a quarter of the width makes of each quarter."""
+    quarters = zip(*([part for half in halves_of(b, v) for part in halves_of(b, half)] for v in vectors), strict=True)
+    parts = [function(*some) for some in quarters]
+    return joined(b, [joined(b, parts[:2]), joined(b, parts[2:])])
 
 
 def code_bytes(b: ir.IRBuilder, planes: tuple[int, ...], unit: int, load: Callable[[int], Any]) -> Any:

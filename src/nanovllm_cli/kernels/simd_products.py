@@ -3,6 +3,8 @@
     AVX512-VNNI, AVX-VNNI    vpdpbusd: all four at once
     AVX2, codes up to 64     vpmaddubsw adds two in 16 bits, where two of these sums have room; vpmaddwd adds pairs of them
     AVX2, any codes          the same with codes - 128, whose sign goes to the activation, one sum of two at a time
+    ARM, dotprod             sdot: all four at once, of s8: codes above MOST_SMALL as code - 128; with i8mm usdot takes u8
+    ARM, else                smull, and pairs of products added in 16 bits
     elsewhere                products of 16 bits, as LLVM finds them
 
 Whole numbers, exact: which way is taken changes no bit.
@@ -18,10 +20,14 @@ from llvmlite import ir
 
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
+    I8,
+    I16,
     I32,
     LANES,
+    NEON,
     SHORTS,
     VI,
+    by_quarters,
     halves_of,
     host_has,
     joined,
@@ -29,7 +35,8 @@ from nanovllm_cli.kernels.simd_ir import (
 )  # fmt: skip
 
 _WIDE_DOT, _NARROW_DOT = host_has("avx512vnni"), host_has("avxvnni")
-HAS_BYTE_DOT = _WIDE_DOT or _NARROW_DOT
+_ARM_DOT, _ARM_MIXED_DOT = host_has("dotprod"), host_has("i8mm")
+HAS_BYTE_DOT = _WIDE_DOT or _NARROW_DOT or _ARM_DOT
 _WIDE_PAIRS, _NARROW_PAIRS = host_has("avx512bw"), host_has("avx2")
 MOST_SMALL = 64
 """The largest code of which four products with s8 are a whole number of 16 bits, whatever their signs: 4 * 64 * 127."""
@@ -52,6 +59,10 @@ class Products(NamedTuple):
 
 def products_of(small: bool) -> Products:
     """small: no code is above MOST_SMALL."""
+    if NEON:
+        if small or _ARM_MIXED_DOT:
+            return Products(1, 0, _one_by_one(_arm_dot))
+        return Products(1, 128, _one_by_one(_arm_dot_of_any))
     if HAS_BYTE_DOT:
         return Products(1, 0, _one_by_one(_byte_dot))
     if small and (_WIDE_PAIRS or _NARROW_PAIRS):
@@ -114,6 +125,26 @@ def _by_halves(b: ir.IRBuilder, name: str, result: ir.VectorType, *vectors: Any)
     half = ir.VectorType(result.element, result.count // 2)
     function = known_function(b, name, half, *(v.type for v in both[0]))
     return joined(b, [b.call(function, list(part)) for part in both])
+
+
+def _arm_dot_of_any(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    """Of codes - 128."""
+    return _arm_dot(b, acc, b.xor(w, ir.Constant(VI, [0x80808080] * LANES)), x)
+
+
+def _arm_dot(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    return by_quarters(b, lambda *some: _arm_quarter(b, *some), acc, b.bitcast(w, BYTES), b.bitcast(x, BYTES))
+
+
+def _arm_quarter(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:
+    if _ARM_DOT:
+        name = f"llvm.aarch64.neon.{'usdot' if _ARM_MIXED_DOT else 'sdot'}.v4i32.v16i8"
+        return b.call(known_function(b, name, acc.type, acc.type, w.type, w.type), [acc, w, x])
+    shorts, eight = ir.VectorType(I16, 8), ir.VectorType(I8, 8)
+    multiply = known_function(b, "llvm.aarch64.neon.smull.v8i16", shorts, eight, eight)
+    products = [b.call(multiply, list(both)) for both in zip(halves_of(b, w), halves_of(b, x), strict=True)]
+    pairs = b.call(known_function(b, "llvm.aarch64.neon.addp.v8i16", shorts, shorts, shorts), products)
+    return b.add(acc, b.call(known_function(b, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, shorts), [pairs]))
 
 
 def _dot_of_shorts(b: ir.IRBuilder, acc: Any, w: Any, x: Any) -> Any:

@@ -18,6 +18,7 @@ from nanovllm_cli.kernels.simd_ir import (
     I32,
     I64,
     LANES,
+    NEON,
     STEP_UNITS,
     UNIT_BYTES,
     VF,
@@ -131,7 +132,7 @@ minus_u8, minus_upper = _make_times("-u8"), _make_times("-upper")
 
 @intrinsic
 def _halves_vectors(typing: Any, source, count, factor, target):  # type: ignore[no-untyped-def]
-    """target fp32 [count] = f16 at `source`, times the float32 factor; count is a multiple of 64. By F16C or AVX512."""
+    """target fp32 [count] = f16 at `source`, times the float32 factor; count is a multiple of 64. By F16C, AVX512 or NEON."""
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, count, factor, target = args
@@ -158,7 +159,7 @@ def _halves_numbers(source, count, factor, target):
         out[i] = np.uint32(np.float32(magnitude).view(np.uint32) | sign).view(np.float32) * factor
 
 
-unpack_halves = _halves_vectors if host_has("f16c") else _halves_numbers
+unpack_halves = _halves_vectors if NEON or host_has("f16c") else _halves_numbers
 """unpack_halves(source, count, factor, target)."""
 
 
