@@ -4,8 +4,8 @@ shape of codebook, compiled when a weight first needs it and called by its addre
 With AVX512-VBMI nothing is looked up one by one. A point's codes lie in one or two bytes, so a codebook is one or two tables of
 bytes. `vpermi2b` looks 64 bytes up in 128 at once; larger tables are several of these, and bits of the index choose. A byte
 becomes four codes of 2 bits, or two of 4, by `vpmultishiftqb`, which leaves other bits on top of them, and a code becomes its
-number by `vpermb` in a table of 64, in which those other bits make no difference. Elsewhere four codes at a time are read from
-memory.
+number by `vpermb` in a table of 64, in which those other bits make no difference. Elsewhere a point's codes, a byte each, are read
+from memory, column by column, and become numbers by `look_up_bytes`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from nanovllm_cli.kernels.simd_ir import (
     counted,
     host_has,
     known_function,
+    look_up_bytes,
     multiple,
 )  # fmt: skip
 
@@ -56,12 +57,11 @@ def tables(codebook: Codebook) -> torch.Tensor:
     numbers = np.zeros((2, 16), np.uint8)
     for own, given in zip(numbers, codebook.numbers, strict=True):
         own[: len(given)] = given
-    data = numbers[:, points].reshape(-1)
     if _BY_VECTORS:
         each = 8 // codebook.code_bits
         shifts = np.arange(each, dtype=np.uint8) * codebook.code_bits
-        planes = np.bitwise_or.reduce(points.reshape(len(points), -1, each) << shifts, 2).T
-        data = np.concatenate([planes.reshape(-1), numbers.reshape(-1)])
+        points = np.bitwise_or.reduce(points.reshape(len(points), -1, each) << shifts, 2).T
+    data = np.concatenate([points.reshape(-1), numbers.reshape(-1)])
     memory = torch.empty(data.size + _LINE, dtype=torch.uint8)
     aligned = memory[-memory.data_ptr() % _LINE :][: data.size]
     return aligned.copy_(torch.from_numpy(data))
@@ -81,9 +81,12 @@ def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  
 
 @cache
 def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
-    @named(f"unpack_points_{index_bits}_{length}_{code_bits}_{signs}")
+    shape = f"{index_bits}_{length}_{code_bits}_{signs}"
+    unpack = _unpack_vectors if _BY_VECTORS else _make_unpack_columns(shape, index_bits, length, signs)
+
+    @named(f"unpack_points_{shape}")
     def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
-        _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
+        unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
 
     return compile_once(unpack_points, _SIGNATURE, error_model="numpy")
 
@@ -165,9 +168,14 @@ def _bytes(value: int) -> ir.Constant:
 
 def _numbers(b: ir.IRBuilder, address: Any, code_bits: int) -> Any:
     """64 bytes, of which the lowest bits of their place choose among the 16 (or the first 4) at an address."""
-    four = b.load(address, align=1)
-    sixteen = b.bitcast(b.shuffle_vector(four, four, ir.Constant(VI, list(range(4)) * 4)), BYTES)
+    sixteen = _spread_numbers(b, address)
     return b.shuffle_vector(sixteen, sixteen, ir.Constant(_PLACES, [i % (1 << code_bits) for i in range(TILE)]))
+
+
+def _spread_numbers(b: ir.IRBuilder, address: Any) -> Any:
+    """16 bytes at an address, four times."""
+    four = b.load(address, align=1)
+    return b.bitcast(b.shuffle_vector(four, four, ir.Constant(VI, list(range(4)) * 4)), BYTES)
 
 
 def _look_up(b: ir.IRBuilder, table: Any, low: Any, choices: list[Any]) -> Any:
@@ -204,49 +212,77 @@ def _of_columns(b: ir.IRBuilder, bits: Any, v: int) -> Any:
     return b.icmp_signed("<", b.bitcast(b.sext(own, VI), BYTES), _bytes(0))
 
 
-# ---- elsewhere ----
+# ---- column by column ----
 
 
-@njit(nogil=True, error_model="numpy")
-def _unpack_words(index_bits, length, code_bits, signs, source, steps, target, ahead, table):
-    rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs)
+def _make_unpack_columns(shape: str, index_bits: int, length: int, signs: int) -> Any:
     units = length // 4
-    words = carray(typed_pointer(table, np.uint32(0)), (2, units << index_bits))
-    plain, turned = words[0], words[1]
-    index, masks = np.empty(TILE, np.int64), np.zeros(TILE, np.uint32)
-    for step in range(steps):
-        read = source + step * num_bytes
-        for line in range(0, num_bytes, _LINE):
-            prefetch(ahead + step * num_bytes + line)
-        low = carray(typed_pointer(read, np.uint8(0)), (low_rows, TILE))
-        high = carray(typed_pointer(read + high_at, np.uint64(0)), (rows, high_bits))
-        bits = carray(typed_pointer(read + signs_at, np.uint64(0)), (4 * STEP_UNITS,))
-        out = carray(typed_pointer(target + step * STEP_UNITS * UNIT_BYTES, np.uint32(0)), (STEP_UNITS, TILE))
-        for row in range(rows):
-            if row < low_rows:
-                for c in range(TILE):
-                    index[c] = np.int64(low[row, c]) & ((1 << index_bits) - 1)
-            else:
-                for c in range(TILE):
-                    index[c] = 0
-                for bit in range(low_rows):
+    words_type = np.uint64 if units == 2 else np.uint32
+    numbers_at = length << index_bits
+
+    @njit(nogil=True, error_model="numpy")
+    @named(f"unpack_columns_{shape}")
+    def unpack(index_bits, length, code_bits, signs_of, source, steps, target, ahead, table):
+        rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs_of)
+        points = carray(typed_pointer(table, words_type(0)), (1 << index_bits,))
+        index, found = np.empty(TILE, np.uint32), np.empty(TILE, words_type)
+        for step in range(steps):
+            read = source + step * num_bytes
+            for line in range(0, num_bytes, _LINE):
+                prefetch(ahead + step * num_bytes + line)
+            low = carray(typed_pointer(read, np.uint8(0)), (low_rows, TILE))
+            high = carray(typed_pointer(read + high_at, np.uint64(0)), (rows, high_bits))
+            for row in range(rows):
+                if row < low_rows:
                     for c in range(TILE):
-                        index[c] |= (np.int64(low[bit, c]) >> 7) << bit
-            for bit in range(high_bits):
-                for c in range(TILE):
-                    index[c] |= np.int64((high[row, bit] >> np.uint64(c)) & np.uint64(1)) << (8 + bit)
-            if signs > SIGN_A_CODE:
-                for c in range(TILE):
-                    masks[c] = np.uint32((bits[row] >> np.uint64(c)) & np.uint64(1)) * np.uint32(0xFFFFFFFF)
-            for unit in range(units):
-                place = row * units + unit
-                if signs == SIGN_A_CODE:
+                        index[c] = np.uint32(low[row, c]) & np.uint32((1 << index_bits) - 1)
+                else:
                     for c in range(TILE):
-                        four = np.uint32(bits[4 * place + c // LANES] >> np.uint64(4 * (c % LANES))) & np.uint32(15)
-                        masks[c] = ((four * np.uint32(0x204081)) & np.uint32(0x01010101)) * np.uint32(255)
+                        index[c] = 0
+                    for bit in range(low_rows):
+                        for c in range(TILE):
+                            index[c] |= (np.uint32(low[bit, c]) >> np.uint32(7)) << np.uint32(bit)
+                for bit in range(high_bits):
+                    for half in range(2):
+                        word = np.uint32(high[row, bit] >> np.uint64(32 * half))
+                        for c in range(TILE // 2):
+                            index[32 * half + c] |= ((word >> np.uint32(c)) & np.uint32(1)) << np.uint32(8 + bit)
                 for c in range(TILE):
-                    at = index[c] * units + unit
-                    out[place, c] = (plain[at] & ~masks[c]) | (turned[at] & masks[c])
+                    found[c] = points[index[c]]
+                own_signs = read + signs_at + (8 * length if signs_of == SIGN_A_CODE else 8) * row
+                _numbers_of_row(
+                    units, signs, found.ctypes.data, table + numbers_at, own_signs,
+                    target + (step * STEP_UNITS + row * units) * UNIT_BYTES,
+                )  # fmt: skip
+
+    return unpack
 
 
-_unpack = _unpack_vectors if _BY_VECTORS else _unpack_words
+@intrinsic(prefer_literal=True)
+def _numbers_of_row(typing, units, signs, found, numbers, own_signs, target):
+    """The numbers of points of `units` words each, codes at `found`, [64 columns], into [units][64 columns][4] at `target`."""
+    if not isinstance(units, types.IntegerLiteral):
+        return None
+    num_units, kind = units.literal_value, signs.literal_value
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _, _, found, numbers, own_signs, target = args
+        sides = [_spread_numbers(b, at_address(b, numbers, I64(16 * side), ir.VectorType(I32, 4))) for side in range(2)]
+        turned = b.load(at_address(b, own_signs, I64(0), I64), align=1) if kind > SIGN_A_CODE else None
+        for v in range(VECTORS):
+            words = [
+                b.load(at_address(b, found, I64(64 * (num_units * v + part)), VI), align=4) for part in range(num_units)
+            ]
+            if num_units == 2:
+                words = [b.shuffle_vector(*words, ir.Constant(VI, list(range(unit, 32, 2)))) for unit in range(2)]
+            for unit, codes in enumerate(words):
+                plain, other = (look_up_bytes(b, side, b.bitcast(codes, BYTES)) for side in sides)
+                if kind == SIGN_A_CODE:
+                    mask = b.load(at_address(b, own_signs, I64(32 * unit + 8 * v), I64), align=1)
+                    plain = b.select(b.bitcast(mask, _BITS), other, plain)
+                elif turned is not None:
+                    plain = b.select(_of_columns(b, turned, v), other, plain)
+                b.store(plain, at_address(b, target, I64(UNIT_BYTES * unit + 64 * v), BYTES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(units, signs, *[types.int64] * 4), code
