@@ -4,8 +4,8 @@ shape of codebook, compiled when a weight first needs it and called by its addre
 With AVX512-VBMI nothing is looked up one by one. A point's codes lie in one or two bytes, so a codebook is one or two tables of
 bytes. `vpermi2b` looks 64 bytes up in 128 at once; larger tables are several of these, and bits of the index choose. A byte
 becomes four codes of 2 bits, or two of 4, by `vpmultishiftqb`, which leaves other bits on top of them, and a code becomes its
-number by `vpermb` in a table of 64, in which those other bits make no difference. Elsewhere a point's codes, a byte each, are read
-from memory, column by column, and become numbers by `look_up_bytes`.
+number by `vpermb` in a table of 64, in which those other bits make no difference. Elsewhere a point's codes, a byte each, are
+read from memory, column by column, and become numbers by `look_up_bytes`.
 """
 
 from __future__ import annotations

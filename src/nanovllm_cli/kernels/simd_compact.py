@@ -25,10 +25,10 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.simd import TILE_COLUMNS, VECTORS, WIDE, pair_multiply_add
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
-    CAN_LOOK_UP,
     I32,
     I64,
     LANES,
+    NEON,
     SHORTS,
     VF,
     VI,
@@ -43,7 +43,7 @@ from nanovllm_cli.kernels.simd_ir import (
 )  # fmt: skip
 
 _BY_WORDS = host_has("avx512bw")
-AVAILABLE = CAN_LOOK_UP
+AVAILABLE = host_has("avx2") or NEON
 """Whether this processor can look many numbers up at once."""
 TABLE_BYTES = 64
 STEP_BYTES = 3 * 64

@@ -98,20 +98,19 @@ def opaque(b: ir.IRBuilder, register: Any) -> Any:
 
 
 def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
-    """table[place & 15] for 64 bytes, 0 where a place's highest bit is set. table: 16 bytes, four times. By a byte shuffle:
-    `CAN_LOOK_UP` says where there is one."""
+    """table[place & 15] for 64 bytes, 0 where a place's highest bit is set; no other bit above the fourth is. table: 16 bytes,
+    four times."""
     if host_has("avx512bw"):
         return b.call(known_function(b, "llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, BYTES), [table, places])
-    if NEON:
-        quarter = ir.VectorType(I8, LANES)
-        tbl = known_function(b, "llvm.aarch64.neon.tbl1.v16i8", quarter, quarter, quarter)
-        return by_quarters(b, lambda entries, some: b.call(tbl, [entries, some]), table, places)
-    half = ir.VectorType(I8, 2 * LANES)
-    shuffle = known_function(b, "llvm.x86.avx2.pshuf.b", half, half, half)
-    return joined(b, [b.call(shuffle, list(both)) for both in zip(halves_of(b, table), halves_of(b, places), strict=True)])
-
-
-CAN_LOOK_UP = host_has("avx2") or NEON
+    if host_has("avx2"):
+        half = ir.VectorType(I8, 2 * LANES)
+        shuffle = known_function(b, "llvm.x86.avx2.pshuf.b", half, half, half)
+        return joined(b, [b.call(shuffle, list(both)) for both in zip(halves_of(b, table), halves_of(b, places), strict=True)])
+    quarter = ir.VectorType(I8, LANES)
+    # SSSE3: no processor that could run torch is without
+    name = "llvm.aarch64.neon.tbl1.v16i8" if NEON else "llvm.x86.ssse3.pshuf.b.128"
+    look = known_function(b, name, quarter, quarter, quarter)
+    return by_quarters(b, lambda entries, some: b.call(look, [entries, some]), table, places)
 
 
 def halves_of(b: ir.IRBuilder, vector: Any) -> list[Any]:

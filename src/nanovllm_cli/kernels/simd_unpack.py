@@ -13,7 +13,6 @@ from nanovllm_cli.kernels.record_kinds import TILE
 from nanovllm_cli.kernels.simd import VECTORS, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
-    CAN_LOOK_UP,
     I8,
     I32,
     I64,
@@ -164,7 +163,7 @@ unpack_halves = _halves_vectors if NEON or host_has("f16c") else _halves_numbers
 
 
 @intrinsic
-def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyped-def]
+def look_up(typing: Any, codes, count, table):  # type: ignore[no-untyped-def]
     """codes[i] = table[codes[i]] in place, for 64 bytes at a time; codes are below 16."""
 
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -179,14 +178,3 @@ def _look_up_vectors(typing: Any, codes, count, table):  # type: ignore[no-untyp
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), code
-
-
-@njit(nogil=True, error_model="numpy")
-def _look_up_one_by_one(codes, count, table):
-    values, places = carray(typed_pointer(table, np.uint8(0)), (16,)), carray(typed_pointer(codes, np.uint8(0)), (count,))
-    for i in range(count):
-        places[i] = values[places[i]]
-
-
-look_up = _look_up_vectors if CAN_LOOK_UP else _look_up_one_by_one
-"""look_up(codes, count, table): codes[i] = table[codes[i]] in place; table has 16 bytes, count is a multiple of 64."""
