@@ -7,6 +7,10 @@
 A pair says what each side loads: bf16 the same file, int8 and int4 (groups of 32) ours against its Q8_0 and Q4_0, q4_k_m the same
 file, which llama.cpp quantizes.
 
+A processor without AVX-512 is compared on one that has it by NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c
+ATEN_CPU_CAPABILITY=avx2 and a llama-cpp-python built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON
+-DGGML_F16C=ON".
+
 Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
 together (both after prompts of 32 tokens); with --depth N instead prefill of 512 tokens behind N others, and decode of one
 sequence behind those. Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm_cli.kernels import simd_codebook
 from nanovllm_cli.kernels.record_kinds import (
     BF16,
     E8M0,
@@ -123,6 +124,14 @@ def test_rows_come_back_and_can_be_packed_in_parts(
     n: int, k: int, bits: int, group: int, scale: int, low: int, offset: int
 ) -> None:
     assert_comes_back_in_parts(RecordLayout(n, k, bits, group, scale, low, offset))
+
+
+@pytest.mark.parametrize("by_vectors", [True, False] if simd_codebook._BY_VECTORS else [False])
+def test_a_codebooks_function_is_compiled_once_for_all_processes(by_vectors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_vectors:
+        monkeypatch.setattr(simd_codebook, "_unpack", simd_codebook._unpack_columns)
+    compiled = [simd_codebook._compiled.__wrapped__(8, 8, 2, SIGN_A_CODE) for _ in range(2)]
+    assert compiled[1].cache_hits == 1
 
 
 @pytest.mark.parametrize(("index_bits", "length", "signs"), CODEBOOKS)

@@ -118,8 +118,6 @@ def test_kernels_for_arm_compute_what_they_compute_here(tmp_path: Path) -> None:
 
 # ---- what LLVM makes of the inner loops ----
 
-VECTORS_OF_ROWS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
-"""As both loops have it for ARM."""
 CORTEX_A76, NEOVERSE_V1 = ("cortex-a76", "+neon,+dotprod"), ("neoverse-v1", "+neon,+dotprod,+i8mm")
 
 
@@ -127,6 +125,8 @@ CORTEX_A76, NEOVERSE_V1 = ("cortex-a76", "+neon,+dotprod"), ("neoverse-v1", "+ne
 def built_for_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (simd_ir, simd, simd_products):
         monkeypatch.setattr(module, "NEON", True)
+    monkeypatch.setattr(simd, "WIDE", False)
+    monkeypatch.setattr(simd_int, "FEW_ROWS", 0)
 
 
 @pytest.mark.usefixtures("built_for_arm")
@@ -137,7 +137,7 @@ def test_products_of_bytes_are_one_instruction_each_in_registers(
 ) -> None:
     monkeypatch.setattr(simd_products, "_ARM_DOT", True)
     monkeypatch.setattr(simd_products, "_ARM_MIXED_DOT", dot == "usdot")
-    vectors = VECTORS_OF_ROWS[rows]
+    vectors = simd_int.tiles(wide=False, neon=True, byte_dot=True)[rows]
     loop = inner_loop(simd_int._make_tile(rows, vectors, True, True), 14, *processor)
     assert Counter(line.split()[0] for line in loop)[dot] == 4 * rows * vectors
     assert not touching_the_stack(loop)
@@ -147,7 +147,7 @@ def test_products_of_bytes_are_one_instruction_each_in_registers(
 @pytest.mark.parametrize("products", [simd._WIDENED, simd._FLOATS], ids=["bf16", "f32"])
 @pytest.mark.parametrize("rows", range(1, 7))
 def test_sums_stay_in_registers_and_activations_come_from_a_lane(rows: int, products: simd._Products) -> None:
-    vectors = VECTORS_OF_ROWS[rows]
+    vectors = {1: 4, 2: 2}.get(rows, 1)
     loop = inner_loop(simd._make_tile(rows, vectors, products, False, False), 12, *CORTEX_A76)
     multiplied = [line for line in loop if line.startswith("fmla")]
     assert len(multiplied) == 4 * rows * vectors * len(products)

@@ -361,6 +361,7 @@ def test_completion_is_what_llama_server_answers(path: str) -> None:
         ("prompt", {}), ("prompt", {"prompt": []}), ("prompt", {"prompt": {"a": "b"}}),
         ("prompt", {"prompt": [[]]}), ("prompt", {"prompt": ["a", -1]}), ("prompt", {"prompt": ["a", ["b", {}]]}),
         ("multimodal_data", {"prompt": {"prompt_string": "a", "multimodal_data": ["aGk="]}}), ("prompt", {"prompt": ["a"] * 513}),
+        ("prompt", {"prompt": [1, "how " * 200_000]}), ("prompt", {"prompt": [*[7] * 40_000, "b"]}),
         ("n_cmpl", {"prompt": ["a"] * 512, "n_cmpl": 9}), ("n_cmpl", {"prompt": "a", "n_cmpl": 0}),
         ("min_keep", {"prompt": "a", "min_keep": 3}),
         ("n_predict", {"prompt": "a", "n_predict": -2}), ("n_probs", {"prompt": "a", "n_probs": -1}),

@@ -74,7 +74,8 @@ def set_num_threads(threads: int) -> None:
 def processor_name() -> str:
     """What kernels are compiled for: a processor and its instructions."""
     name = numba.config.CPU_NAME or get_host_cpu_name()
-    return f"{name} {numba.config.CPU_FEATURES or get_host_cpu_features().flatten()}"
+    features = numba.config.CPU_FEATURES
+    return f"{name} {get_host_cpu_features().flatten() if features is None else features}"
 
 
 def use_threads_for(work: float) -> None:

@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import struct
@@ -155,7 +156,15 @@ def _cache_of(function: Callable[..., None]) -> Any:
         return caching.NullCache()
 
 
-class _Readable(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+class _Kept(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    """What was compiled of a source is good while that says the same: older versions of numba look at its time, which an image's
+    layers round."""
+
+    def get_source_stamp(self) -> str:
+        return hashlib.sha256(Path(self._py_file).read_bytes()).hexdigest()
+
+
+class _Readable(_Kept):
     """The cache where it may only be read (an image that has it in it, a read-only home), for what has been kept there."""
 
     @classmethod
@@ -173,7 +182,7 @@ class _Readable(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 class _Places(caching.CompileResultCacheImpl):  # type: ignore[misc]
     """Numba's other places are not named by all sources: they would give last month's kernels to this month's."""
 
-    _locator_classes: ClassVar = [caching.UserProvidedCacheLocator, _Readable]
+    _locator_classes: ClassVar = [_Kept, _Readable]
 
 
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
@@ -184,6 +193,9 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
+        except OSError as failure:  # too many open files: what is kept is good for others
+            logger.debug("the compiled %s can't be read: %s", self._name, failure)
+            return None
         except Exception as failure:  # a pickle that is damaged may raise anything
             logger.debug("the compiled %s can't be read: %s", self._name, failure)
             with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.entry import compile_once
 from nanovllm_cli.kernels.record_kinds import NO_SIGNS, SIGN_A_CODE, STEP, TILE, Codebook
-from nanovllm_cli.kernels.simd import VECTORS, named, prefetch, typed_pointer
+from nanovllm_cli.kernels.simd import VECTORS, by_type, named, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import (
     BYTES,
     I32,
@@ -81,12 +81,10 @@ def call_unpacker(typing: Any, function, source, steps, target, ahead, table):  
 
 @cache
 def _compiled(index_bits: int, length: int, code_bits: int, signs: int) -> Any:
-    shape = f"{index_bits}_{length}_{code_bits}_{signs}"
-    unpack = _unpack_vectors if _BY_VECTORS else _make_unpack_columns(shape, index_bits, length, signs)
-
-    @named(f"unpack_points_{shape}")
+    # Closed over numbers alone: numba's cache knows a function by what it is closed over, and other functions are new each time.
+    @named(f"unpack_points_{index_bits}_{length}_{code_bits}_{signs}")
     def unpack_points(source: int, steps: int, target: int, ahead: int, table: int) -> None:
-        unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
+        _unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table)
 
     return compile_once(unpack_points, _SIGNATURE, error_model="numpy")
 
@@ -215,16 +213,17 @@ def _of_columns(b: ir.IRBuilder, bits: Any, v: int) -> Any:
 # ---- column by column ----
 
 
-def _make_unpack_columns(shape: str, index_bits: int, length: int, signs: int) -> Any:
-    units = length // 4
-    words_type = np.uint64 if units == 2 else np.uint32
-    numbers_at = length << index_bits
+@by_type(prefer_literal=True)
+def _unpack_columns(index_bits, length, code_bits, signs, source, steps, target, ahead, table):
+    if not isinstance(index_bits, types.IntegerLiteral):
+        return None
+    num_points, codes, kind = 1 << index_bits.literal_value, length.literal_value, signs.literal_value
+    units, words_type, numbers_at = codes // 4, np.uint64 if codes == 8 else np.uint32, codes * num_points
 
-    @njit(nogil=True, error_model="numpy")
-    @named(f"unpack_columns_{shape}")
-    def unpack(index_bits, length, code_bits, signs_of, source, steps, target, ahead, table):
-        rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs_of)
-        points = carray(typed_pointer(table, words_type(0)), (1 << index_bits,))
+    @named(f"unpack_columns_{index_bits.literal_value}_{codes}_{code_bits.literal_value}_{kind}")
+    def unpack(index_bits, length, code_bits, signs, source, steps, target, ahead, table):
+        rows, low_rows, high_bits, high_at, signs_at, num_bytes = places_in_step(index_bits, length, signs)
+        points = carray(typed_pointer(table, words_type(0)), (num_points,))
         index, found = np.empty(TILE, np.uint32), np.empty(TILE, words_type)
         for step in range(steps):
             read = source + step * num_bytes
@@ -249,9 +248,9 @@ def _make_unpack_columns(shape: str, index_bits: int, length: int, signs: int) -
                             index[32 * half + c] |= ((word >> np.uint32(c)) & np.uint32(1)) << np.uint32(8 + bit)
                 for c in range(TILE):
                     found[c] = points[index[c]]
-                own_signs = read + signs_at + (8 * length if signs_of == SIGN_A_CODE else 8) * row
+                own_signs = read + signs_at + (8 * length if signs == SIGN_A_CODE else 8) * row
                 _numbers_of_row(
-                    units, signs, found.ctypes.data, table + numbers_at, own_signs,
+                    units, kind, found.ctypes.data, table + numbers_at, own_signs,
                     target + (step * STEP_UNITS + row * units) * UNIT_BYTES,
                 )  # fmt: skip
 
@@ -286,3 +285,6 @@ def _numbers_of_row(typing, units, signs, found, numbers, own_signs, target):
         return context.get_dummy_value()
 
     return types.void(units, signs, *[types.int64] * 4), code
+
+
+_unpack = _unpack_vectors if _BY_VECTORS else _unpack_columns

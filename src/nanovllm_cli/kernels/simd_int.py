@@ -42,15 +42,16 @@ from nanovllm_cli.kernels.simd_ir import (
 from nanovllm_cli.kernels.simd_products import HAS_BYTE_DOT, products_of
 
 
-def _tiles() -> dict[int, int]:
-    if WIDE:
+def tiles(*, wide: bool, neon: bool, byte_dot: bool) -> dict[int, int]:
+    """Vectors of columns of a tile, by its rows."""
+    if wide:
         return {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2}
-    if NEON:
-        return {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1} if HAS_BYTE_DOT else {1: 4, 2: 2, 3: 1}
-    return {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1} if HAS_BYTE_DOT else {1: 4, 2: 1, 3: 1, 4: 1}
+    if neon:
+        return {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1} if byte_dot else {1: 4, 2: 2, 3: 1}
+    return {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1} if byte_dot else {1: 4, 2: 1, 3: 1, 4: 1}
 
 
-_VECTORS_OF_ROWS = _tiles()
+_VECTORS_OF_ROWS = tiles(wide=WIDE, neon=NEON, byte_dot=HAS_BYTE_DOT)
 """Vectors of columns whose whole numbers fit the registers, and fp32 sums too, where there are 32 registers of 16 floats."""
 TILE_ROWS = max(_VECTORS_OF_ROWS)
 FEW_ROWS = 3 if WIDE else 0

@@ -22,7 +22,7 @@ def host_has(feature: str) -> bool:
     NUMBA_CPU_FEATURES says what to compile for, if that has it."""
     asked = numba.config.CPU_FEATURES
     if asked is not None:
-        return f"+{feature}" in asked.split(",")
+        return f"+{feature}" in (each.strip() for each in asked.split(","))
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
@@ -106,11 +106,22 @@ def look_up_bytes(b: ir.IRBuilder, table: Any, places: Any) -> Any:
         half = ir.VectorType(I8, 2 * LANES)
         shuffle = known_function(b, "llvm.x86.avx2.pshuf.b", half, half, half)
         return joined(b, [b.call(shuffle, list(both)) for both in zip(halves_of(b, table), halves_of(b, places), strict=True)])
+    if not (NEON or host_has("ssse3")):
+        return _look_up_one_by_one(b, table, places)
     quarter = ir.VectorType(I8, LANES)
-    # SSSE3: no processor that could run torch is without
     name = "llvm.aarch64.neon.tbl1.v16i8" if NEON else "llvm.x86.ssse3.pshuf.b.128"
     look = known_function(b, name, quarter, quarter, quarter)
     return by_quarters(b, lambda entries, some: b.call(look, [entries, some]), table, places)
+
+
+def _look_up_one_by_one(b: ir.IRBuilder, table: Any, places: Any) -> Any:
+    lowest = b.and_(places, ir.Constant(BYTES, [15] * (4 * LANES)))
+    found = ir.Constant(BYTES, ir.Undefined)
+    for i in range(4 * LANES):
+        place = b.zext(b.extract_element(lowest, I32(i)), I32)
+        found = b.insert_element(found, b.extract_element(table, place), I32(i))
+    zeros = ir.Constant(BYTES, [0] * (4 * LANES))
+    return b.select(b.icmp_signed("<", places, zeros), zeros, found)
 
 
 def halves_of(b: ir.IRBuilder, vector: Any) -> list[Any]:

@@ -351,7 +351,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
             kwargs.setdefault(model.thinking_switch, asked.thinking)
         elif asked.thinking and (model.format is None or model.format.reasoning is None):
             raise ApiError(400, f"the model {model.id!r} does not reason aloud", code="unsupported")
-    _check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, asked.param)
+    check_length(sum(map(len, strings([*asked.messages, *asked.tools]))), model, asked.param)
     try:
         messages = template_messages(asked.messages, model.chat_template)
     except NanovllmError as error:
@@ -375,7 +375,7 @@ def chat_ids(model: ServedModel, asked: ChatAsked) -> list[int]:
 
 def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> list[int]:
     if isinstance(prompt, str):
-        _check_length(len(prompt), model, param)
+        check_length(len(prompt), model, param)
         try:
             model.tokenizer.check_fits(prompt, model.facts.context_len)
         except PromptTooLongError as error:
@@ -388,7 +388,7 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str) -> li
     return ids
 
 
-def _check_length(num_chars: int, model: ServedModel, param: str) -> None:
+def check_length(num_chars: int, model: ServedModel, param: str) -> None:
     """Refuses what could not fit whatever its characters are: rendering and tokenizing megabytes takes minutes."""
     limit = model.facts.context_len
     least = num_chars // (model.tokenizer.longest_token * _MOST_SHORTENED)

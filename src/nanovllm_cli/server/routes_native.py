@@ -14,15 +14,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm_cli.engine.plan import TokenLogprobs
+from nanovllm_cli.errors import PromptTooLongError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server.api_error import ApiError, invalid_value
+from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.fim import fill_in_the_middle
+from nanovllm_cli.server.generation import check_length
 from nanovllm_cli.server.logprobs import TextTokens, native_form
 from nanovllm_cli.server.merging import merged
-from nanovllm_cli.server.openai_answers import off_loop, timings_fields
+from nanovllm_cli.server.openai_answers import timings_fields
 from nanovllm_cli.server.ports import Event, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.routes_chat import checked_form
 from nanovllm_cli.server.routes_completions import MAX_ANSWERS
@@ -74,7 +76,7 @@ async def _answer(context: ServerContext, body: NativeRequest, request: Request,
 async def _whole(context: ServerContext, body: NativeRequest, exchange: Exchange) -> Response:
     async with _begun(context, body, exchange) as begun:
         await asyncio.gather(*(_drawn(one) for one in begun))
-        told = await off_loop(begun[0].params, lambda: [answer for one in begun for answer in one.answers()])
+        told = await asyncio.to_thread(lambda: [answer for one in begun for answer in one.answers()])
         return JsonResponse(told[0] if len(told) == 1 else told)
 
 
@@ -140,10 +142,17 @@ def _prompt(model: ServedModel, prompt: NativePrompt) -> str | list[int]:
         return prompt
     if isinstance(prompt, dict):
         return prompt["prompt_string"]
+    limit = model.facts.context_len
+    check_length(sum(len(piece) for piece in prompt if isinstance(piece, str)), model, "prompt")
     ids: list[int] = []
     for place, piece in enumerate(prompt):
+        if len(ids) >= limit:
+            raise too_long(len(ids), limit, "prompt", at_least=True)
         if isinstance(piece, str):
-            model.tokenizer.check_fits(piece, model.facts.context_len)
+            try:
+                model.tokenizer.check_fits(piece, limit)
+            except PromptTooLongError as error:
+                raise too_long(error.prompt_len, limit, "prompt", at_least=True) from error
             ids += model.tokenizer.encode(piece, add_special_tokens=place == 0)
         else:
             ids.append(piece)
@@ -169,7 +178,8 @@ class _Begun:
         await self.generation.aclose()  # others may go on
 
     def answers(self) -> list[dict[str, Any]]:
-        return [each.answer(self.generation) for each in self.progress]
+        prompt = self.generation.model.tokenizer.decode(self.generation.prompt_ids, skip_special_tokens=False)
+        return [each.answer(self.generation, prompt) for each in self.progress]
 
 
 @dataclass(slots=True)
@@ -224,10 +234,10 @@ class _Progress:
         """What is new since the last one."""
         return self._told(generation, stops=False)
 
-    def answer(self, generation: Generation) -> dict[str, Any]:
+    def answer(self, generation: Generation, prompt: str) -> dict[str, Any]:
         """The end, with all that has not been told."""
         told = self._told(generation, stops=True)
-        told["prompt"] = generation.model.tokenizer.decode(generation.prompt_ids, skip_special_tokens=False)
+        told["prompt"] = prompt
         told["generation_settings"] = generation_settings(generation.model, self.params, draws=self.draws)
         return told if self.body.response_fields is None else _selected(told, self.body.response_fields)
 
