@@ -76,9 +76,9 @@ def test_a_slice_is_the_same_however_the_rest_is_cut() -> None:
 
 def test_numbers_are_of_a_size_that_a_model_computes_with() -> None:
     checkpoint = RandomCheckpoint(small(architectures=["Qwen2ForCausalLM"]))
-    matrix = checkpoint.tensor("model.layers.1.mlp.up_proj.weight", torch.float32)
+    matrix = checkpoint.tensor("model.layers.1.mlp.up_proj.weight").float()
     assert matrix.std() == pytest.approx(0.02, rel=0.05)
-    assert not torch.equal(matrix, checkpoint.tensor("model.layers.0.mlp.up_proj.weight", torch.float32))
+    assert not torch.equal(matrix, checkpoint.tensor("model.layers.0.mlp.up_proj.weight").float())
     assert checkpoint.tensor("model.norm.weight").float().mean() == pytest.approx(1, abs=0.1)
     assert checkpoint.tensor("model.layers.0.self_attn.q_proj.bias").float().abs().max() < 0.1
     assert checkpoint.raw("model.norm.weight").shape == (1, 160)
