@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
@@ -32,6 +32,7 @@ class Family:
 
     qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for "sliding_window" to count;
     None: a window counts wherever it is given. interleaved_gguf: its GGUF files hold q and k with rotary pairs side by side.
+    hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Family:
     window_switch: str | None = None
     interleaved_gguf: bool = False
     tied_by_default: bool = False
+    hf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    gguf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
+        """Our names of slots, {i} for the layer -> those in its files."""
+        return {**HF_NAMES, **self.hf_names} if kind == "hf" else {**GGUF_NAMES, **self.gguf_names}
 
 
 LLAMA = Family("llama", interleaved_gguf=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.models.families import HF_NAMES
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.compressed_tensors import encode, quantization_config, tensors_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights.files import beside_weights
+from nanovllm_cli.weights.loader import names_of
 from nanovllm_cli.weights.weight_reader import float_slices
 from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
@@ -40,7 +40,7 @@ class _Tensors:
         self._checkpoint = original.checkpoint
         self._parts = parts
         self._items = {item.weight.output: item for item in plan.items if item.format is not None}
-        self._changed = parts.changed_floats(plan.units(), HF_NAMES)
+        self._changed = parts.changed_floats(plan.units(), names_of(original.checkpoint))
         self._of: dict[str, str] = {}
         self._encoded: dict[str, torch.Tensor] = {}
         self.outs: list[TensorOut] = []

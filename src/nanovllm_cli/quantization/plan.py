@@ -13,14 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.convert_tensors import quantized_already
-from nanovllm_cli.weights.loader import checkpoint_name, names_of
+from nanovllm_cli.weights.loader import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -227,7 +226,7 @@ def _split_weights(items: list[Planned]) -> list[str]:
 def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weight]:
     """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
-    there, output = names_of(checkpoint), HF_NAMES if kind == "hf" else GGUF_NAMES
+    there, output = names_of(checkpoint), family_of(checkpoint).names(kind)
     names = [f"blocks.{i}.{part}.weight" for i in range(spec.num_layers) for part in LINEARS]
     for ours in ("embedding.weight", *names, "head.weight"):
         source = checkpoint_name(ours, there)

@@ -14,7 +14,7 @@ import torch
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, spec_from_gguf, spec_from_hf
+from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, Family, spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
@@ -32,7 +32,7 @@ GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_l
 def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     """The ModelSpec of a checkpoint. UnsupportedError for an unknown architecture, CheckpointError for a broken config."""
     if checkpoint.format == "hf":
-        spec = spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
+        spec = spec_from_hf(checkpoint.config, family_of(checkpoint))
     else:
         spec = _gguf_spec(checkpoint)
     _check_scale(spec, checkpoint, reader)
@@ -56,7 +56,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         return tuple(checkpoint.tensor(name).flatten().tolist())
 
     vocab_size = checkpoint.info(embedding).shape[0]
-    return spec_from_gguf(checkpoint.config, gguf_family(checkpoint.config), vocab_size, names, values)
+    return spec_from_gguf(checkpoint.config, family_of(checkpoint), vocab_size, names, values)
 
 
 def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
@@ -142,8 +142,14 @@ def load_weights(
         progress.done()
 
 
+def family_of(checkpoint: Checkpoint) -> Family:
+    """UnsupportedError for one that is not known, CheckpointError where the checkpoint doesn't say."""
+    return (hf_family if checkpoint.format == "hf" else gguf_family)(checkpoint.config)
+
+
 def names_of(checkpoint: Checkpoint) -> dict[str, str]:
-    return HF_NAMES if checkpoint.format == "hf" else GGUF_NAMES
+    """Of its slots, {i} for the layer -> those in the file."""
+    return family_of(checkpoint).names(checkpoint.format)
 
 
 def checkpoint_name(ours: str, table: dict[str, str]) -> str:
