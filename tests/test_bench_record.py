@@ -11,7 +11,8 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from nanovllm_cli.bench.machine import Machine, _cpu, this_machine
+from nanovllm_cli import system
+from nanovllm_cli.bench.machine import Machine, _cpu_by_number, this_machine
 from nanovllm_cli.bench.record import LLAMA_BENCH_FIELDS, Record, Summary, read_results, write_json
 from nanovllm_cli.errors import AccessRefusedError, UsageError
 
@@ -152,12 +153,15 @@ def test_the_machine_is_this_one() -> None:
     assert len(found.lines()) in (3, 4)
 
 
-def test_a_processor_without_a_name_in_the_system_has_llvms_and_its_boards(tmp_path: Path) -> None:
-    """ARM: a Raspberry Pi 5's, shortened."""
-    cpuinfo, board = tmp_path / "cpuinfo", tmp_path / "model"
-    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0b\n")
-    assert _cpu(cpuinfo, board) == llvm.get_host_cpu_name()
+def test_a_processor_without_a_name_in_the_system_has_llvms_and_its_boards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ARM: a Raspberry Pi 5's."""
+    board = tmp_path / "model"
+    assert _cpu_by_number(board) == llvm.get_host_cpu_name()
     board.write_bytes(b"Raspberry Pi 5 Model B Rev 1.0\0")
-    assert _cpu(cpuinfo, board) == f"{llvm.get_host_cpu_name()} (Raspberry Pi 5 Model B Rev 1.0)"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD EPYC: 9\n")
-    assert _cpu(cpuinfo, board) == "AMD EPYC: 9"
+    assert _cpu_by_number(board) == f"{llvm.get_host_cpu_name()} (Raspberry Pi 5 Model B Rev 1.0)"
+    monkeypatch.setattr(system, "processor_name", lambda: "Apple M2")
+    assert this_machine().cpu == "Apple M2"
+    monkeypatch.setattr(system, "processor_name", lambda: "")
+    assert this_machine().cpu.startswith(llvm.get_host_cpu_name())

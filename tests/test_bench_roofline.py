@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanovllm_cli import system
 from nanovllm_cli.bench import roofline as module
 from nanovllm_cli.bench.roofline import Roofline, RooflineError, _best_seconds, _sum, measure_roofline, roofline
 
@@ -42,7 +43,7 @@ def test_the_reading_loop_reads_everything() -> None:
 
 def test_a_measurement_has_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MIN_BYTES", 1 << 20)
-    monkeypatch.setattr(module, "_last_cache_bytes", lambda: 0)
+    monkeypatch.setattr(system, "last_cache_bytes", lambda: 0)
     for name, size in (("_ROWS", 3), ("_WIDTH", 256), ("_OUTPUTS", 192)):
         monkeypatch.setattr(module, name, size)
     found = measure_roofline(0.01, 1)

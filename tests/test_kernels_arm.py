@@ -22,6 +22,7 @@ from llvmlite import ir
 
 import arm_intrinsics
 import other_processor
+from nanovllm_cli import system
 from nanovllm_cli.kernels import arm_features, simd, simd_int, simd_ir, simd_products
 from nanovllm_cli.kernels.simd_ir import I64, LANES, VI
 
@@ -53,8 +54,23 @@ def cpuinfo(*features: str) -> str:
     ],
 )
 def test_what_multiplies_bytes_is_read_from_the_systems_features(text: str, added: str) -> None:
-    assert arm_features.described(text, "+neon,-sve") == f"+neon,-sve{added}"
-    assert arm_features.described(text, "") == added.removeprefix(",")
+    assert arm_features.described(system.arm_features_in(text), "+neon,-sve") == f"+neon,-sve{added}"
+
+
+def test_a_mac_of_which_llvm_knows_but_the_name_has_its_features_too() -> None:
+    """M1 and M2: `llvm::sys::getHostCPUFeatures` has nothing for macOS on ARM."""
+    assert arm_features.described({"asimd", "asimddp"}, "") == "+neon,+dotprod,-i8mm"
+    assert arm_features.described({"asimd", "asimddp", "i8mm"}, "") == "+neon,+dotprod,+i8mm"
+    assert arm_features.described(None, "") == ""
+
+
+def test_llvm_need_not_know_any_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("failed to get host cpu features.")  # as llvmlite did until LLVM 20
+
+    monkeypatch.setattr(llvm, "get_host_cpu_features", fails)
+    monkeypatch.setattr(system, "arm_features", lambda: {"asimd", "asimddp"})
+    assert arm_features.of_this_processor() == "+neon,+dotprod,-i8mm"
 
 
 # ---- products, built for ARM and run on this processor ----

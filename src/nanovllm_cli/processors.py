@@ -1,10 +1,11 @@
-"""How many processors there are for us, and how many threads at most the environment wants on them."""
+"""How many processors there are for us, how many threads are best on them, and how many at most the environment wants."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
 
+from nanovllm_cli import system
 from nanovllm_cli.errors import UsageError
 
 THREADS_VARIABLE = "NUMBA_NUM_THREADS"
@@ -14,6 +15,11 @@ _MOST_THREADS = 1 << 20  # numba keeps something for each one that there can be
 def num_processors() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """One a processor, but for the frugal cores of a Mac: all threads wait for the slowest, and those are for other programs."""
+    return min(system.fast_processors() or num_processors(), num_processors())
 
 
 def check_thread_limit(environ: MutableMapping[str, str] = os.environ) -> None:

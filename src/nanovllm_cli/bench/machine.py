@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import os
 import platform
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm_cli import system
 from nanovllm_cli.processors import num_processors
 
 _SECONDS_FOR_A_PROGRAM = 10
@@ -55,11 +55,11 @@ def this_machine(arguments: Sequence[str] | None = None) -> Machine:
     words = sys.argv[1:] if arguments is None else list(arguments)
     commit, number = _commit()
     return Machine(
-        cpu=_cpu(),
+        cpu=system.processor_name() or _cpu_by_number(),
         gpu=_gpu(),
         driver=_driver(),
         processors=num_processors(),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=system.memory_bytes(),
         system=platform.platform(),
         python=platform.python_version(),
         torch=_version("torch"),
@@ -70,17 +70,8 @@ def this_machine(arguments: Sequence[str] | None = None) -> Machine:
     )
 
 
-def _cpu(cpuinfo: Path = Path("/proc/cpuinfo"), board: Path = Path("/sys/firmware/devicetree/base/model")) -> str:
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else _cpu_by_number(board)
-
-
-def _cpu_by_number(board: Path) -> str:
-    """Those of ARM say numbers, to which LLVM knows names; where they stand on a board with a name, that too."""
+def _cpu_by_number(board: Path = Path("/sys/firmware/devicetree/base/model")) -> str:
+    """Those of ARM say numbers under Linux, to which LLVM knows names; where they stand on a board with a name, that too."""
     from llvmlite.binding import get_host_cpu_name
 
     name = str(get_host_cpu_name())

@@ -24,11 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm_cli import system
 from nanovllm_cli.bench.machine import this_machine
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError
 from nanovllm_cli.folders import cache_folder
-from nanovllm_cli.processors import num_processors
+from nanovllm_cli.processors import default_threads
 from nanovllm_cli.progress import LoadProgress, NullProgress
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ def roofline(
     seconds: float = 1.0,
     progress: LoadProgress | None = None,
 ) -> Roofline:
-    """The roofline of `device` (cpu, cuda, cuda:N) with so many threads (all that this process may use). Kept in
+    """The roofline of `device` (cpu, cuda, cuda:N) with so many threads (as many as a model would use). Kept in
     $XDG_CACHE_HOME/nanovllm/roofline.json, by machine, threads and kernels. Raises RooflineError."""
     progress = progress or NullProgress()
-    threads = threads or num_processors()
+    threads = threads or default_threads()
     key = _key(device, threads)
     known = {} if fresh else _read_cache()
     if key in known:
@@ -87,7 +88,7 @@ def measure_roofline(seconds: float = 1.0, threads: int | None = None, device: s
     """Measures for about `seconds`, besides making the data. The best of several passes counts: others only disturb."""
     if device != "cpu":
         return _measure_gpu(seconds, device)
-    threads = threads or num_processors()
+    threads = threads or default_threads()
     read_gb_s = _read_bandwidth(seconds / 2, threads)
     return Roofline(read_gb_s, {kind: _multiply_rate(seconds / 6, threads, kind) for kind in CPU_KINDS})
 
@@ -122,16 +123,7 @@ def _buffer_bytes() -> int:
     """Well beyond the last cache, as far as memory allows."""
     from nanovllm_cli.engine.memory import available_bytes
 
-    return max(1 << 20, min(max(_MIN_BYTES, 4 * _last_cache_bytes()), available_bytes() // _MAX_SHARE))
-
-
-def _last_cache_bytes() -> int:
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            text = path.read_text().strip()
-            sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1:], 0))
-    return max(sizes)
+    return max(1 << 20, min(max(_MIN_BYTES, 4 * system.last_cache_bytes()), available_bytes() // _MAX_SHARE))
 
 
 def _multiply_rate(seconds: float, threads: int, kind: str) -> float:

@@ -7,7 +7,6 @@ again: a server that caches prefixes has not seen what is measured.
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm_cli import system
 from nanovllm_cli.bench.machine import Machine
 from nanovllm_cli.bench.metrics import PERCENTILES, Trace, latencies_of, summarize
 from nanovllm_cli.bench.record import Summary
@@ -24,6 +24,8 @@ from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.errors import RequestError, UsageError
 
 MAX_SAMPLES = 100_000  # numbers of one series that a result keeps
+_OTHER_FILES = 256
+"""Open files that are no connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def measure(
         len(requests), plan.request_rate, burstiness=plan.burstiness, ramp_up=plan.ramp_up, seed=plan.seed
     )
     load = Load(target, plan.max_concurrency)
-    _allow_connections(plan.max_concurrency or len(requests))
+    system.allow_open_files((plan.max_concurrency or len(requests)) + _OTHER_FILES)
     interrupted: BaseException | None = None
     try:
         asyncio.run(load.run(requests, moments, tick))
@@ -119,16 +121,6 @@ def measure(
     if interrupted is not None:
         remarks.insert(0, f"interrupted: {len(traces)} of {len(requests)} requests were done")
     return Outcome(summary, remarks, failures, interrupted)
-
-
-def _allow_connections(count: int) -> None:
-    """Raises the soft limit of open files as far as it may go: a usual one of 1,024 is fewer than a load may need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 256
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _series(traces: Sequence[Trace]) -> dict[str, list[float]]:

@@ -22,11 +22,11 @@ from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
-from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.config import BLOCK_SIZE
 from nanovllm_cli.errors import DoesNotFitError, RequestError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput

@@ -6,9 +6,9 @@ import base64
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 
+from nanovllm_cli import system
 from nanovllm_cli.errors import OutputError
 
 MAX_OSC_BYTES = 74_994
@@ -43,7 +43,7 @@ def copy(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def _program(environ: Mapping[str, str]) -> list[str] | None:
     """The clipboard of the desktop that this process is on."""
     choices: list[tuple[bool, list[str]]] = [
-        (sys.platform == "darwin", ["pbcopy"]),
+        (system.is_macos(), ["pbcopy"]),
         (bool(environ.get("WAYLAND_DISPLAY")), ["wl-copy"]),
         (bool(environ.get("DISPLAY")), ["xclip", "-selection", "clipboard"]),
         (bool(environ.get("DISPLAY")), ["xsel", "--clipboard", "--input"]),

@@ -14,8 +14,8 @@ from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.answering import Settled
 from nanovllm_cli.cli.local import LocalAnswering
 from nanovllm_cli.cli.model import Prompting
-from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message

@@ -31,6 +31,7 @@ from nanovllm_cli.cli.question import Question, checked_messages, new_question, 
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Result
@@ -166,7 +167,7 @@ class _Run:
             f"{total} lines ({kept} kept, {self.failed} failed) in {seconds:.1f} s",
             f"prompts {self.prompt_tokens} tokens",
             f"answers {self.answer_tokens} tokens{rate}",
-            f"memory {size(records.peak_memory_bytes())}",
+            f"memory {size(peak_memory_bytes())}",
         ]
         text = " | ".join(parts)
         logger.info("%s", text, extra={ON_SCREEN: shows})

@@ -111,7 +111,9 @@ class BenchEngineOptions:
         "-ctv", "--cache-type-v", help="The same for values. [auto]",
         panel=ENGINE, metavar="TYPE,…", parser=_cache_types,
     )
-    threads: list[Any] | None = _several("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)
+    threads: list[Any] | None = _several(
+        "-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE
+    )
     deterministic: Deterministic = False
 
 

@@ -181,7 +181,7 @@ class MemoryOptions:
         f"[{_default(EngineConfig, 'gpu_memory_utilization')}]",
         default=EngineConfig().gpu_memory_utilization, panel=ENGINE, metavar="SHARE",
     )
-    threads: int | None = option("-t", "--threads", help="CPU threads. [one a core]", panel=ENGINE)
+    threads: int | None = option("-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE)
 
     @parsers.by_their_flags()
     def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:

@@ -20,10 +20,10 @@ from nanovllm_cli.cli.models_show import count
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelWord, RooflineChoice, WeightsOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
-from nanovllm_cli.cli.records import peak_memory_bytes
 from nanovllm_cli.cli.table import aligned
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UsageError
+from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
     from nanovllm_cli.planning.check import Comparison

@@ -12,14 +12,13 @@ answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.progress_line import size
 from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.system import peak_memory_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -134,12 +133,6 @@ class Statistics:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def dumps(record: Record) -> str:

@@ -8,6 +8,7 @@ import resource
 import sys
 from typing import Any
 
+from nanovllm_cli import system
 from nanovllm_cli.constrain.grammar import check
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import NanovllmError
@@ -22,8 +23,7 @@ def main(cpu_seconds: int) -> None:
     whoever started it is gone."""
     check(Constraint("json_object"))  # what is made once is there before the limits
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    memory = _address_space() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    system.limit_address_space(_MEMORY_BYTES)
     _say({"message": None, "hint": None})
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -39,11 +39,6 @@ def _verdict(asked: dict[str, Any]) -> dict[str, Any]:
     except (MemoryError, RecursionError):
         return {"message": TOO_INVOLVED, "hint": None}
     return {"message": None, "hint": None}
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _say(verdict: dict[str, Any]) -> None:

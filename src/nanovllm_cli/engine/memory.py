@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
+from nanovllm_cli import system
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError
 
@@ -17,17 +17,7 @@ GROUP = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping: the system's figure, or less where a control group sets a limit."""
-    return min(_system_available(), _group_available())
-
-
-def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min(system.available_bytes(), _group_available())
 
 
 def _group_available() -> int:

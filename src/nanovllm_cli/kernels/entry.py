@@ -16,7 +16,9 @@ Its arguments are a C struct: tags, scalars whose type says an element type (cpu
 compiled, or loaded from the cache, when it is first asked for with these tags: nobody waits for what no model uses. Since all of
 them start alike, a recorded step is a list of addresses.
 
-The threads are numba's. Its `prange` takes the code of a loop, and all that it calls, through LLVM four times.
+The threads are numba's. Its `prange` takes the code of a loop, and all that it calls, through LLVM four times. On macOS they are
+those that it makes itself, not OpenMP's: what numba would find there is not the library that torch brings, and two in one process
+call each other's functions and crash (https://github.com/scverse/scanpy/issues/4026).
 
 Of processes that start together one compiles a kernel, and the others wait for it. That is not only quicker: numba counts the
 files of a kernel in its cache, so that two processes which add different tags at once may put one's code under the other's name.
@@ -47,6 +49,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
+from nanovllm_cli import system
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -125,14 +128,22 @@ def _in_a_forked_child() -> None:
     _turn = threading.Lock()  # another thread may have had it
     if _replay:
         _replay[0] = _refuse
-    elif "NUMBA_THREADING_LAYER" not in os.environ:
-        numba.config.THREADING_LAYER = "workqueue"  # numba's own
+    else:
+        _use_own_threads()
+
+
+def _use_own_threads() -> None:
+    """Those of numba, which need no OpenMP."""
+    if "NUMBA_THREADING_LAYER" not in os.environ:
+        numba.config.THREADING_LAYER = "workqueue"
 
 
 _keeps = True
 _turn = threading.Lock()
 _replay: list[Any] = []
 os.register_at_fork(after_in_child=_in_a_forked_child)
+if system.is_macos():
+    _use_own_threads()
 
 
 def compile_once(function: Callable[..., None], signature: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from nanovllm_cli.kernels import arm_features
 
-if platform.machine() == "aarch64" and numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
+if platform.machine() in ("aarch64", "arm64") and numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
     numba.config.CPU_FEATURES = arm_features.of_this_processor()  # before its first function: it asks once
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from nanovllm_cli import system
 from nanovllm_cli.server.app import build_routes
 from nanovllm_cli.server.gate import Gate
 from nanovllm_cli.server.listen import BACKLOG, Listener, tls_context
@@ -30,6 +30,7 @@ from nanovllm_cli.server.settings import ServeSettings
 
 _BREAK_OFF_SECONDS = 1
 _MOST_FILES = 65536
+"""Each connection is one; the usual limit of 1024 is for programs of long ago."""
 _SWITCH_SECONDS = 0.001
 
 
@@ -68,7 +69,7 @@ def serve(
 
     Raises what loading raises, and Interrupted.
     """
-    _allow_many_connections()
+    system.allow_open_files(_MOST_FILES)
     sys.setswitchinterval(_SWITCH_SECONDS)  # how long a thread that tokenizes keeps the event loop waiting
     config = http_config(app, settings)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is news is told here
@@ -199,12 +200,3 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _allow_many_connections() -> None:
-    """Each connection is an open file; the usual limit of 1024 is for programs of long ago."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanovllm_cli import system
+
 MEMORY_BYTES = (
     8 << 30
 )  # of address space, beside three times the files: mapped, and copied where a file is of the old format
@@ -23,13 +25,11 @@ MAX_REPEATS = 4  # bytes of all tensors for one of the files; tied weights come 
 def limit(files: list[Path]) -> None:
     """No file may grow, no core is dumped, memory and time end somewhere; and it ends with its parent."""
     size = sum(file.stat().st_size for file in files if file.is_file())
-    for what, most in (
-        (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, MEMORY_BYTES + 3 * size), (resource.RLIMIT_CPU, CPU_SECONDS),
-    ):  # fmt: skip
+    for what, most in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, CPU_SECONDS)):
         _, hard = resource.getrlimit(what)
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (bound, bound))
+    system.limit_address_space(MEMORY_BYTES + 3 * size)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
 
 
