@@ -26,6 +26,7 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32)
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
+    config._experts_implementation = "eager"  # of its others one wants rows of 16 bytes
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

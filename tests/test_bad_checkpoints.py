@@ -123,14 +123,52 @@ def test_the_undamaged_models_load(good_folder: Path, good_gguf: Path) -> None:
 
 
 QWEN3_WINDOWS = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+QWEN3_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
         Expected(UnsupportedError, ("unknown architecture 'MambaForCausalLM'", "LlamaForCausalLM, Mistral", "Qwen3For")),
     ),
-    "experts": (
-        {"architectures": ["Qwen3MoeForCausalLM"]},
-        Expected(UnsupportedError, ("unknown architecture 'Qwen3MoeForCausalLM'", "nearest: Qwen3ForCausalLM")),
+    "another model of a name": (
+        {"architectures": ["Qwen3VLForCausalLM"]},
+        Expected(UnsupportedError, ("unknown architecture 'Qwen3VLForCausalLM'", "nearest: Qwen3ForCausalLM")),
+    ),
+    "more experts a token than there are": (
+        QWEN3_EXPERTS | {"num_experts_per_tok": 5}, Expected(CheckpointError, ("can't take 5 of 4 experts",)),
+    ),
+    "no experts a token": (
+        QWEN3_EXPERTS | {"num_experts_per_tok": 0}, Expected(CheckpointError, ("'num_experts_per_tok' must be",)),
+    ),
+    "experts a token not said": (
+        QWEN3_EXPERTS | {"num_experts_per_tok": MISSING}, Expected(CheckpointError, ("no 'num_experts_per_tok'",)),
+    ),
+    "minus one experts": (QWEN3_EXPERTS | {"num_experts": -1}, Expected(CheckpointError, ("'num_experts' must be",))),
+    "a billion experts": (QWEN3_EXPERTS | {"num_experts": 10**9}, Expected(CheckpointError, ("1000000000 experts",))),
+    "experts of a billion": (
+        QWEN3_EXPERTS | {"moe_intermediate_size": 10**9}, Expected(CheckpointError, ("describes a model of",)),
+    ),
+    "as many experts as are believed, of nothing": (
+        QWEN3_EXPERTS | {"num_experts": 1024, "moe_intermediate_size": 1, "num_hidden_layers": 1000, "head_dim": 2,
+                         "num_attention_heads": 2},
+        Expected(CheckpointError, ("describes a model of",)),
+    ),
+    "experts of no size": (
+        QWEN3_EXPERTS | {"moe_intermediate_size": MISSING}, Expected(CheckpointError, ("no 'moe_intermediate_size'",)),
+    ),
+    "experts in every 0th layer": (
+        QWEN3_EXPERTS | {"decoder_sparse_step": 0}, Expected(CheckpointError, ("'decoder_sparse_step' must be",)),
+    ),
+    "dense layers that are no list": (
+        QWEN3_EXPERTS | {"mlp_only_layers": 1}, Expected(CheckpointError, ("'mlp_only_layers' must be a list",)),
+    ),
+    "experts that are not there": (
+        QWEN3_EXPERTS, Expected(CheckpointError, ("don't match a qwen3_moe model", "missing: ", "mlp.experts.")),
+    ),
+    "no experts in a model of experts": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 0},
+        Expected(CheckpointError, ("'num_local_experts' must be",)),
     ),
     "no architecture": ({"architectures": MISSING}, Expected(CheckpointError, ("no 'architectures'",))),
     "architecture is no list": ({"architectures": "LlamaForCausalLM"}, Expected(CheckpointError, ("'architectures'",))),
@@ -450,7 +488,13 @@ GGUF_KEYS: dict[str, tuple[dict[str, Any], Expected]] = {
     "heads that do not divide": (
         {"llama.attention.head_count": 3}, Expected(CheckpointError, ("3 query heads can't share 2",)),
     ),
-    "experts": ({"llama.expert_count": 8}, Expected(UnsupportedError, ("experts", "MoE"))),
+    "more experts a token than there are": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 9}, Expected(CheckpointError, ("can't take 9 of 8 experts",)),
+    ),
+    "experts a token not said": ({"llama.expert_count": 8}, Expected(CheckpointError, ("no 'llama.expert_used_count'",))),
+    "a million experts": (
+        {"llama.expert_count": 10**6, "llama.expert_used_count": 1}, Expected(CheckpointError, ("1000000 experts",)),
+    ),
     "values of another width": (
         {"llama.attention.value_length": 16}, Expected(UnsupportedError, ("keys and values of different lengths",)),
     ),
@@ -473,6 +517,66 @@ def test_metadata_that_make_no_sense(case: str, tmp_path: Path, doors: Doors) ->
     changes, expected = GGUF_KEYS[case]
     keys = {key: value for key, value in (KEYS | changes).items() if value is not MISSING}
     doors.refuse(write_gguf(tmp_path / "bad.gguf", keys, gguf_tensors()), expected)
+
+
+EXPERTS = {"llama.expert_count": 3, "llama.expert_used_count": 2}
+UP_EXPERTS = "blk.1.ffn_up_exps.weight"
+STACKS: dict[str, tuple[Callable[[Tensors], Any], Expected]] = {
+    "a stack is missing": (
+        lambda t: t.pop(UP_EXPERTS), Expected(CheckpointError, ("3 missing: blk.1.ffn_up_exps.0.weight",)),
+    ),
+    "an expert is missing": (
+        lambda t: t.update({UP_EXPERTS: t[UP_EXPERTS][:2]}),
+        Expected(CheckpointError, ("1 missing: blk.1.ffn_up_exps.2.weight",)),
+    ),
+    "an expert too many": (
+        lambda t: t.update({UP_EXPERTS: np.ones((4, INNER, HIDDEN), np.float32)}),
+        Expected(CheckpointError, ("1 not part of the model: blk.1.ffn_up_exps.3.weight",)),
+    ),
+    "of another shape": (
+        lambda t: t.update({UP_EXPERTS: t[UP_EXPERTS].transpose(0, 2, 1).copy()}),
+        Expected(CheckpointError, ("3 of the wrong shape: blk.1.ffn_up_exps.0.weight (expected [40, 32], found [32, 40])",)),
+    ),
+    "not stacked": (
+        lambda t: t.update({UP_EXPERTS: t[UP_EXPERTS][:, 0].copy()}),
+        Expected(CheckpointError, ("blk.1.ffn_up_exps.0.weight (expected [40, 32], found [32])",)),
+    ),
+    "ten thousand experts": (
+        lambda t: t.update({UP_EXPERTS: np.ones((10_000, 1, 2), np.float32)}),
+        Expected(CheckpointError, (repr(UP_EXPERTS), "10000 experts", "at most 1024")),
+    ),
+    "a router of another shape": (
+        lambda t: t.update({"blk.0.ffn_gate_inp.weight": np.ones((2, HIDDEN), np.float32)}),
+        Expected(CheckpointError, ("blk.0.ffn_gate_inp.weight (expected [3, 32], found [2, 32])",)),
+    ),
+    "NaN": (
+        lambda t: t[UP_EXPERTS].__setitem__((1, 3, 5), np.nan),
+        Expected(CheckpointError, ("'blk.1.ffn_up_exps.1.weight'", "NaN")),
+    ),
+}  # fmt: skip
+
+
+def stacked_tensors() -> Tensors:
+    rng, tensors = np.random.default_rng(1), gguf_tensors()
+    for i in range(LAYERS):
+        for part, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+            del tensors[f"blk.{i}.ffn_{part}.weight"]
+            tensors[f"blk.{i}.ffn_{part}_exps.weight"] = rng.standard_normal((3, *shape), np.float32)
+        tensors[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((3, HIDDEN), np.float32)
+    return tensors
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_experts_that_do_not_fit(case: str, tmp_path: Path, doors: Doors) -> None:
+    change, expected = STACKS[case]
+    tensors = stacked_tensors()
+    change(tensors)
+    doors.refuse(write_gguf(tmp_path / "bad.gguf", KEYS | EXPERTS, tensors), expected)
+
+
+def test_undamaged_experts_load(tmp_path: Path) -> None:
+    with LLM(write_gguf(tmp_path / "m.gguf", KEYS | EXPERTS, stacked_tensors()), config=EngineConfig(threads=1)) as llm:
+        assert llm.num_parameters == sum(tensor.size for tensor in stacked_tensors().values())
 
 
 def poison_gguf(name: str, value: float) -> Callable[[Tensors], None]:

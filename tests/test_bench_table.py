@@ -123,6 +123,7 @@ class FakeLLM:
         self.spec = ModelSpec("qwen3", VOCAB, 64, (BlockSpec(attention, MLPSpec(96)),) * 3, NormSpec(1e-6), 4096)
         self.resolved = types.SimpleNamespace(path="/models/fake.gguf")
         self.weight_bytes, self.read_bytes, self.num_parameters = 5_000_000_000, 4_000_000, 751_632_384
+        self.expert_bytes = 0
         self.kv_dtypes = (torch.bfloat16, torch.int8)
         self.dtype, self.formats, self.threads = torch.bfloat16, {None: 10, Integer(8): 90}, 3
         self.multiplies_whole = True

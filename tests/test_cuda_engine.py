@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -101,6 +101,14 @@ def test_angles_that_depend_on_the_length_are_not_recorded(tmp_path: Path, caplo
     assert tokens(engine_on(model, device), greedy(4), PROMPTS[:2]) == tokens(engine_on(model, None), greedy(4), PROMPTS[:2])
     assert not device.graphs
     assert not caplog.records
+
+
+def test_experts_are_chosen_on_the_host_and_such_steps_are_not_recorded(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True)
+    model = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    device = EmulatedDevice()
+    assert tokens(engine_on(model, device), greedy(4), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(4), PROMPTS[:3])
+    assert not device.graphs
 
 
 def test_a_decode_step_has_five_launches_a_layer_and_six(folder: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
@@ -77,7 +85,16 @@ CASES: dict[str, Any] = {
         **SMALL | {"head_dim": 80, "tie_word_embeddings": True},
         **rope("yarn", factor=2.0, original_max_position_embeddings=ORIGINAL),
     ),
-}
+    "qwen3 moe, 3 of 5, a dense layer between": Qwen3MoeConfig(
+        **SMALL,
+        num_experts=5, num_experts_per_tok=3, moe_intermediate_size=41, norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "qwen3 moe, 1 of 7 in every second layer, weights of all": Qwen3MoeConfig(
+        **SMALL | {"tie_word_embeddings": True},
+        num_experts=7, num_experts_per_tok=1, moe_intermediate_size=33, norm_topk_prob=False, decoder_sparse_step=2,
+    ),
+    "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
+}  # fmt: skip
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -135,7 +152,13 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
         assert list(output.outputs[0].token_ids) == expected[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3"])
+COUNTED = [
+    "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
+    "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTED)
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])

@@ -30,6 +30,7 @@ PUBLISHED = {
     "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "mistral-7b": 7_248_023_552,
     "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008,
+    "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704,
 }  # fmt: skip
 
 
@@ -50,8 +51,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_those_of_the_published_models(name: str) -> None:
     config = shape_config(name)
-    spec = spec_from_hf(config, hf_family(config))
-    assert sum(map(math.prod, tensor_shapes(spec).values())) == PUBLISHED[name]
+    family = hf_family(config)
+    spec = spec_from_hf(config, family)
+    assert sum(map(math.prod, tensor_shapes(spec, family.names("hf")).values())) == PUBLISHED[name]
     assert resolve(f"random:{name}").num_bytes == 2 * PUBLISHED[name]
 
 

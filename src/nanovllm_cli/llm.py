@@ -76,8 +76,9 @@ class LLM:
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     dtype: of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the
-    KV cache has room for it. read_bytes: what a step reads of the weights, however many sequences are in it. formats: how many
-    numbers of the matrices are kept in which format; None is the compute type.
+    KV cache has room for it. read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of
+    these, those of experts, of which a token takes a share. formats: how many numbers of the matrices are kept in which format;
+    None is the compute type.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -118,6 +119,7 @@ class LLM:
         self.num_parameters: int = worker.num_parameters
         self.weight_bytes: int = worker.weight_bytes
         self.read_bytes: int = worker.read_bytes
+        self.expert_bytes: int = worker.expert_bytes
         self.formats: Mapping[Format | None, int] = worker.formats
         self.chat_template: ChatTemplate | None = None
         if chat_template is not None or "default" in self.tokenizer.chat_templates:

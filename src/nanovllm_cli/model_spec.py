@@ -82,6 +82,41 @@ class MLPSpec:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     bias: bool = False
 
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width."""
+        return 3 * hidden_size * self.intermediate_size + (2 * self.intermediate_size + hidden_size) * self.bias
+
+    def num_active(self, hidden_size: int) -> int:
+        """Those that a token is multiplied with."""
+        return self.num_weights(hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """A mixture of experts: sum over a token's experts of weight * expert(x). Shazeer et al. 2017.
+
+    The router gives each token a logit for each of num_experts, plus a learned one with router_bias. The experts_per_token with
+    the largest logits take part, the lower number first among equals; their weights are the softmax of all logits, or with
+    norm_topk of theirs alone.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert: MLPSpec
+    norm_topk: bool
+    router_bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width."""
+        return self._router(hidden_size) + self.num_experts * self.expert.num_weights(hidden_size)
+
+    def num_active(self, hidden_size: int) -> int:
+        """Those that a token is multiplied with: the router's, and of the experts that it takes."""
+        return self._router(hidden_size) + self.experts_per_token * self.expert.num_weights(hidden_size)
+
+    def _router(self, hidden_size: int) -> int:
+        return self.num_experts * (hidden_size + self.router_bias)
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
@@ -101,7 +136,7 @@ class BlockSpec:
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     order: Literal["pre", "sandwich", "parallel"] = "pre"
 
 
@@ -125,6 +160,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
+
+    @property
+    def expert_share(self) -> float:
+        """Of its experts, those that a token takes; 1 where there are none."""
+        return min((b.mlp.experts_per_token / b.mlp.num_experts for b in self.blocks if isinstance(b.mlp, MoESpec)), default=1.0)
+
+    @property
+    def num_idle(self) -> int:
+        """Numbers of the experts that a token does not take."""
+        return sum(block.mlp.num_weights(self.hidden_size) - block.mlp.num_active(self.hidden_size) for block in self.blocks)
 
     @property
     def kv_heads_and_dims(self) -> list[tuple[int, int]]:

@@ -158,7 +158,7 @@ def _record(
     machine: Machine,
 ) -> Record:
     llm, on_cpu = loaded.llm, loaded.llm.threads is not None
-    token = ModelWork.of(llm.spec, llm.read_bytes, llm.kv_dtypes).of_token(trial, setup.step_size)
+    token = ModelWork.of(llm.spec, llm.read_bytes, llm.kv_dtypes, llm.expert_bytes).of_token(trial, setup.step_size)
     kind = "int8" if llm.multiplies_whole else _KINDS[str(llm.dtype)]
     formats = format_names(llm)
     limits = loaded.roofline

@@ -25,7 +25,8 @@ class Work(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """What a model's shape says. read_bytes: of weights, each step. kv_bytes: K and V of one token. linear_flops: of the layers'
+    """What a model's shape says. read_bytes: of weights, each step; expert_bytes: those of experts among them, of which a token
+    takes expert_share. kv_bytes: K and V of one token. linear_flops: of the layers'
     matrices, a token; head_flops: of the head, a row of logits; attention_flops: of a token, for each token that it looks at."""
 
     read_bytes: float
@@ -33,18 +34,28 @@ class ModelWork(NamedTuple):
     linear_flops: float
     head_flops: float
     attention_flops: float
+    expert_bytes: float = 0.0
+    expert_share: float = 1.0
 
     @classmethod
-    def of(cls, spec: ModelSpec, read_bytes: float, kv_dtypes: tuple[torch.dtype, torch.dtype]) -> ModelWork:
-        """read_bytes: as the weights are kept (see LLM.read_bytes)."""
+    def of(
+        cls, spec: ModelSpec, read_bytes: float, kv_dtypes: tuple[torch.dtype, torch.dtype], expert_bytes: float = 0.0
+    ) -> ModelWork:
+        """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
         linear = attended = kv_bytes = 0.0
         for block in spec.blocks:
             attention = block.attention
             linear += 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * spec.hidden_size
-            linear += 3 * block.mlp.intermediate_size * spec.hidden_size
+            linear += block.mlp.num_active(spec.hidden_size)
             attended += 2 * attention.num_heads * attention.head_dim
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
-        return cls(read_bytes, kv_bytes, 2 * linear, 2.0 * spec.vocab_size * spec.hidden_size, 2 * attended)
+        head = 2.0 * spec.vocab_size * spec.hidden_size
+        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * attended, expert_bytes, spec.expert_share)
+
+    def step_bytes(self, num_tokens: int) -> float:
+        """Of weights that a step of so many tokens reads. Of experts that none of them takes, by the mean of tokens that choose
+        evenly and each by itself."""
+        return self.read_bytes - self.expert_bytes * (1 - self.expert_share) ** num_tokens
 
     def of_token(self, trial: Trial, step_size: int) -> Work:
         """The mean over the tokens of a trial, whose steps take `step_size` tokens."""
@@ -57,7 +68,8 @@ class ModelWork(NamedTuple):
         read = many * (sum(chunk_ends) + generated)
         looked_at = many * (_sum_to(before) - _sum_to(trial.depth) + generated)
         heads = answers + (many if prompts else 0)
-        num_bytes = self.read_bytes * (prefill_steps + trial.num_gen) + self.kv_bytes * read
+        num_bytes = prefill_steps * self.step_bytes(min(step_size, prompts)) + trial.num_gen * self.step_bytes(many)
+        num_bytes += self.kv_bytes * read
         flops = self.linear_flops * (prompts + answers) + self.head_flops * heads + self.attention_flops * looked_at
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
 

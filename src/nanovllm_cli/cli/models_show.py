@@ -149,7 +149,8 @@ def _record(
     return {
         "name": found.name, "repo": found.repo, "revision": found.revision, "quant": found.quant, "path": str(found.path),
         "format": found.format, "file_bytes": found.num_bytes, "architecture": spec.architecture,
-        "parameters": facts.num_parameters, "stored": facts.stored, "tensor_bytes": facts.num_bytes,
+        "parameters": facts.num_parameters, "active_parameters": facts.num_active,
+        "stored": facts.stored, "tensor_bytes": facts.num_bytes,
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
         "attention": _heads(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
@@ -180,7 +181,8 @@ def _print(
         ("model", str(found)),
         ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {heads['heads']} heads over "
          f"{heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"),
-        ("parameters", f"{count(facts.num_parameters)} ({facts.num_parameters:,})"),
+        ("parameters", f"{count(facts.num_parameters)} ({facts.num_parameters:,})"
+         + (f", {count(facts.num_active)} of them for each token" if spec.num_idle else "")),
         ("context", f"{spec.max_position:,} tokens" + (f", window {heads['window']:,}" if "window" in heads else "")),
         ("rope", rope_words(spec)),
         ("vocabulary", f"{spec.vocab_size:,}" + ("" if tokenizer is None else f", {tokenizer.vocab_size:,} in the tokenizer")),

@@ -188,10 +188,11 @@ def _checked(name: str, source: PlannedWeights, made: Plan, config: EngineConfig
 def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str]:
     made = planned.plan
     spec, facts = made.facts.spec, made.facts
+    active = f" ({count(facts.num_active)} for each token)" if spec.num_idle else ""
     download = f", {size(planned.download_bytes)} to download" if planned.download_bytes else ""
     yield f"{planned.where}{download}"
     yield (
-        f"{spec.architecture}, {count(facts.num_parameters)} parameters in {facts.stored}, {spec.num_layers} layers, "
+        f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, {spec.num_layers} layers, "
         f"context {spec.max_position:,}"
     )
     machine = f"computed on {made.processor} in {made.dtype}, {size(made.free_bytes)} of memory free"

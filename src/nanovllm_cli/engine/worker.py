@@ -23,6 +23,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -100,8 +101,14 @@ class Worker:
 
     @property
     def read_bytes(self) -> int:
-        """Of the matrices that every step reads whole: all but an embedding that is not the head as well."""
+        """Of the matrices that a step reads whole: all but an embedding that is not the head as well, and experts that nobody
+        takes."""
         return self.weight_bytes - (0 if self.spec.tied_head else self.model.embedding.weight.num_bytes)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of these, the bytes of experts, of which a token takes `spec.expert_share`."""
+        return sum(block.mlp.expert_bytes for block in self.model.blocks if isinstance(block.mlp, MoE))
 
     @property
     def num_parameters(self) -> int:

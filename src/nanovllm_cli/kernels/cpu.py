@@ -34,7 +34,7 @@ def _use_own_cache_folder() -> None:
 
 if not os.environ.get("NUMBA_CACHE_DIR"):
     _use_own_cache_folder()
-from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_fused, cpu_matmul, entry  # noqa: E402
 from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
 from nanovllm_cli.kernels.simd import TILE_COLUMNS  # noqa: E402
 from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
@@ -271,6 +271,32 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     ints = (address_of(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
     launch(cpu_fused.gated_activation, 16 * tokens * width, tags_of(x.dtype), ints)
     return out
+
+
+# ---- experts ----
+
+
+def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.route`; logits are fp32."""
+    tokens, num_experts = logits.shape
+    assert 0 < num_chosen <= num_experts
+    chosen, weights = new_tensor((tokens, num_chosen), torch.int64), new_tensor((tokens, num_chosen), torch.float32)
+    ints = (
+        address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
+        chosen.data_ptr(), weights.data_ptr(),
+    )  # fmt: skip
+    launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints)
+    return chosen, weights
+
+
+def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    """See `Ops.add_weighted_rows`."""
+    n, width = y.shape
+    ints = (
+        address_of(out, torch.float32, *out.shape), address_of(y, y.dtype, n, out.shape[1]), address_of(rows, torch.int64, n),
+        address_of(weights, torch.float32, n), n, width,
+    )  # fmt: skip
+    launch(cpu_experts.add_weighted_rows, 4 * n * width, tags_of(y.dtype), ints)
 
 
 # ---- the paged cache ----

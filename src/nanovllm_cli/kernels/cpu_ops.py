@@ -12,6 +12,8 @@ class CpuOps:
 
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
+    route = staticmethod(cpu.route)
+    add_weighted_rows = staticmethod(cpu.add_weighted_rows)
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float

@@ -6,13 +6,17 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.kernels import gemv, norm, rope_tables
+from nanovllm_cli.kernels import gemv, norm, reference, rope_tables
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
 
 class CudaOps:
-    """See `ops.Ops`. Of few rows the norm is left to the matmul behind it; a deterministic GPU has one way for any number."""
+    """See `ops.Ops`. Of few rows the norm is left to the matmul behind it; a deterministic GPU has one way for any number.
+    What mixes experts is plain torch: such steps are not recorded."""
+
+    route = staticmethod(reference.route)
+    add_weighted_rows = staticmethod(reference.add_weighted_rows)
 
     def __init__(self, launcher: Launcher, deterministic: bool) -> None:
         self.launcher = launcher

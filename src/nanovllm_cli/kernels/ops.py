@@ -55,3 +55,17 @@ class Ops(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """The norm of x, as a tensor."""
+
+    def route(self, logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token the experts that take part and their weights; see `reference.route`."""
+
+    def add_weighted_rows(self, out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """out [T, width] fp32: row rows[i] += weights[i] * y[i], for y [n, width], rows [n] int64, none of them twice, and
+        weights [n] fp32."""
+
+
+def plain(hidden: Hidden, ops: Ops) -> torch.Tensor:
+    """The rows themselves, normalised where a matmul was to do it."""
+    if isinstance(hidden, Normed):
+        return ops.rms_norm(hidden.rows, hidden.weight, hidden.eps, hidden.offset)
+    return hidden

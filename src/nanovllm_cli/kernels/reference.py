@@ -43,6 +43,21 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
+def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [T, num_chosen] int64 in ascending order, and weights [T, num_chosen] of logits' type, of logits [T, E]: those with
+    the largest, the lower number first among equals. Weights are the softmax of all logits, or of theirs alone. Shazeer et al.
+    2017."""
+    chosen = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
+    if norm_topk:
+        return chosen, torch.softmax(logits.gather(-1, chosen), dim=-1)
+    return chosen, torch.softmax(logits, dim=-1).gather(-1, chosen)
+
+
+def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    """out [T, width]: row rows[i] += weights[i] * y[i], in out's type. No row comes twice."""
+    out[rows] += weights[:, None] * y.to(out.dtype)
+
+
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """x [T, H, D] with the first 2 * cos.shape[1] dims rotated. Pairs are (i, half + i), or (2i, 2i + 1) if interleaved.
     Su et al. 2021."""

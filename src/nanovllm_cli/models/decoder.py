@@ -9,15 +9,16 @@ import torch
 from nanovllm_cli.attention.backend import Angles
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
+from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec, RopeSpec
 
 
 class StepInputs(NamedTuple):
@@ -39,7 +40,7 @@ class Block:
 
         self.order = spec.order
         self.attention = Attention(spec.attention, model.norm, width, kit)
-        self.mlp = MLP(spec.mlp, width, kit)
+        self.mlp = MoE(spec.mlp, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
         self.after_attention = norm() if spec.order == "sandwich" else None
@@ -97,7 +98,9 @@ class Decoder:
     @property
     def recordable(self) -> bool:
         """True if everything in `run` and `head` is kernels, none of it plain torch."""
-        return self.spec.embedding_scale == 1.0 and all(block.order != "parallel" for block in self.spec.blocks)
+        return self.spec.embedding_scale == 1.0 and all(
+            block.order != "parallel" and not isinstance(block.mlp, MoESpec) for block in self.spec.blocks
+        )
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
@@ -126,9 +129,7 @@ class Decoder:
 
     def normed(self, hidden: Hidden) -> torch.Tensor:
         """What `run` gave, as plain numbers also where the next matmul was to normalise it."""
-        if isinstance(hidden, Normed):
-            return self.ops.rms_norm(hidden.rows, hidden.weight, hidden.eps, hidden.offset)
-        return hidden
+        return plain(hidden, self.ops)
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
         """hidden [R, hidden] -> logits [R, vocab] fp32."""

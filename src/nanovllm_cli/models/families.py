@@ -14,6 +14,16 @@ from typing import Any, Literal
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import (
+    GGUF_EXPERT_NAMES,
+    MIXTRAL_KEYS,
+    MIXTRAL_NAMES,
+    QWEN_KEYS,
+    QWEN_NAMES,
+    ExpertKeys,
+    mlps_from_gguf,
+    mlps_from_hf,
+)
 
 ANOTHER = "take another model; README.md lists what runs"
 MAX_LAYERS = 1024
@@ -32,7 +42,8 @@ class Family:
 
     qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for "sliding_window" to count;
     None: a window counts wherever it is given. interleaved_gguf: its GGUF files hold q and k with rotary pairs side by side.
-    hf_names, gguf_names: where its tensors are called otherwise than HF_NAMES and GGUF_NAMES have it, or are others.
+    experts: what its configs call them, where it has any. hf_names, gguf_names: where its tensors are called otherwise than
+    HF_NAMES and GGUF_NAMES have it, or are others.
     """
 
     name: str
@@ -42,6 +53,7 @@ class Family:
     window_switch: str | None = None
     interleaved_gguf: bool = False
     tied_by_default: bool = False
+    experts: ExpertKeys | None = None
     hf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     gguf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -54,6 +66,8 @@ LLAMA = Family("llama", interleaved_gguf=True)
 MISTRAL = Family("mistral", has_window=True, interleaved_gguf=True)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window")
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window")
+MIXTRAL = replace(MISTRAL, name="mixtral", experts=MIXTRAL_KEYS, hf_names=MIXTRAL_NAMES)
+QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES)
 
 HF_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -88,6 +102,7 @@ GGUF_NAMES = {
     },
     "norm.weight": "output_norm.weight",
     "head.weight": "output.weight",
+    **GGUF_EXPERT_NAMES,
 }
 
 # Left by some exporters, and worth nothing to us: frequencies follow from the config.
@@ -120,12 +135,15 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     )
     mlp = MLPSpec(read.integer("intermediate_size"), ACTIVATIONS[activation], bias=read.flag("mlp_bias", False))  # type: ignore[arg-type]
     windows = _windows_from_hf(read, family, layers)
+    mlps = mlps_from_hf(read, family.experts, mlp, layers)
     assert attention.rope is not None
     return ModelSpec(
         architecture=family.name,
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
-        blocks=tuple(BlockSpec(replace(attention, window=window), mlp) for window in windows),
+        blocks=tuple(
+            BlockSpec(replace(attention, window=window), each) for window, each in zip(windows, mlps, strict=True)
+        ),
         norm=NormSpec(read.number("rms_norm_eps", 1e-6)),
         max_position=_stretched(attention.rope, max_position),
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
@@ -234,8 +252,6 @@ def spec_from_gguf(
     _check_heads(heads, kv_heads, head_dim, read)
     if read.integer(key("attention.value_length"), head_dim) != head_dim:
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
-    if read.integer(key("expert_count"), 0, least=0) > 0:
-        raise UnsupportedError(f"{arch} with experts needs MoE layers, which are not supported yet", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     attention = AttentionSpec(
         num_heads=heads,
@@ -254,7 +270,7 @@ def spec_from_gguf(
         architecture=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        blocks=(BlockSpec(attention, mlp),) * layers,
+        blocks=tuple(BlockSpec(attention, each) for each in mlps_from_gguf(read, key, mlp, layers, names)),
         norm=NormSpec(read.number(key("attention.layer_norm_rms_epsilon"))),
         max_position=max_position,
         tied_head="output.weight" not in names,

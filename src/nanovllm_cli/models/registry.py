@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
-GGUF_ARCHITECTURES: dict[str, Family] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+GGUF_ARCHITECTURES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3moe": QWEN3_MOE,
+}
 
 
 def hf_family(config: Mapping[str, Any]) -> Family:

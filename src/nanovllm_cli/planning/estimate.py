@@ -21,7 +21,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -44,12 +44,14 @@ class Speed(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Weights in one format. num_bytes: all of them. read_bytes: what a step reads; an embedding that is not the head as well is
-    looked up by row. multiplies: what its matmuls count in, a key of Speed.gflops."""
+    looked up by row. multiplies: what its matmuls count in, a key of Speed.gflops. expert_bytes: of read_bytes, those of experts,
+    of which a token takes a share."""
 
     format: str
     num_bytes: int
     read_bytes: int
     multiplies: str
+    expert_bytes: float = 0.0
 
 
 def plan_weights(
@@ -72,7 +74,10 @@ def plan_weights(
         kept = {each.name: each.count * outer if _is_plain(each) else each.num_bytes for each in facts.classes}
         total = sum(kept.values())
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
-        return WeightPlan(name, total, total - skipped, _RATES[dtype])
+        numbers = sum(b.mlp.num_experts * b.mlp.expert.num_weights(facts.spec.hidden_size)
+                      for b in facts.spec.blocks if isinstance(b.mlp, MoESpec))  # fmt: skip
+        share = numbers / max(1, parameters(facts.spec)["mlp"])
+        return WeightPlan(name, total, total - skipped, _RATES[dtype], share * kept.get("mlp", 0))
     formats = WeightFormats(checkpoint, reader, wanted)
     layer = formats.of("blocks.0.q.weight")
     if wanted is not None:
@@ -82,7 +87,22 @@ def plan_weights(
     rows, width = facts.spec.vocab_size, facts.spec.hidden_size
     embedding = dense_bytes(rows, width, dtype) if form is None else math.ceil(rows * form.row_bytes(width))
     total = formats.num_bytes(dtype, dense_bytes)
-    return WeightPlan(name, total, total - (0 if facts.spec.tied_head else embedding), _multiplies(layer, dtype, activations))
+    read = total - (0 if facts.spec.tied_head else embedding)
+    experts = _expert_bytes(facts.spec, formats, dtype, dense_bytes)
+    return WeightPlan(name, total, read, _multiplies(layer, dtype, activations), experts)
+
+
+def _expert_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> float:
+    """All experts of a layer are stored alike."""
+    total, hidden = 0.0, spec.hidden_size
+    for i, block in enumerate(spec.blocks):
+        if isinstance(block.mlp, MoESpec):
+            inner = block.mlp.expert.intermediate_size
+            for part, rows, width in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+                form = formats.of(f"blocks.{i}.experts.0.{part}.weight")
+                each = dense_bytes(rows, width, dtype) if form is None else rows * form.row_bytes(width)
+                total += block.mlp.num_experts * each
+    return total
 
 
 def _is_plain(outer: TensorClass) -> bool:
@@ -94,7 +114,7 @@ def _widths(spec: ModelSpec) -> set[int]:
     found = set()
     for block in spec.blocks:
         found |= {spec.hidden_size, block.attention.num_heads * getattr(block.attention, "head_dim", 0)}
-        found.add(getattr(block.mlp, "intermediate_size", spec.hidden_size))
+        found.add((block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp).intermediate_size)
     return found
 
 
@@ -136,7 +156,7 @@ def longest_context(room: int, bytes_per_block: int, block_size: int, answers: i
 
 def decode_rate(facts: Facts, weights: WeightPlan, token_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:
     """Most tokens a second of one sequence, `depth` tokens into its context. token_bytes: of K and V of one token."""
-    read = (weights.read_bytes + depth * token_bytes) / (speed.read_gb_s * 1e9)
+    read = (_step_bytes(facts.spec, weights, 1) + depth * token_bytes) / (speed.read_gb_s * 1e9)
     work = (_matmul(facts.spec, with_head=True) + _attention(facts.spec, depth)) / _operations(speed, weights)
     return 1.0 / max(read, work)
 
@@ -146,9 +166,14 @@ def prefill_rate(
 ) -> float:
     """Most tokens a second of a prompt of `length` tokens, read in steps of step_tokens."""
     steps = -(-length // step_tokens)
-    read = steps * weights.read_bytes / (speed.read_gb_s * 1e9)
+    read = steps * _step_bytes(facts.spec, weights, min(step_tokens, length)) / (speed.read_gb_s * 1e9)
     work = length * (_matmul(facts.spec, with_head=False) + _attention(facts.spec, length / 2))
     return length / max(read, work / _operations(speed, weights))
+
+
+def _step_bytes(spec: ModelSpec, weights: WeightPlan, num_tokens: int) -> float:
+    """Of weights that a step of so many tokens reads, which choose experts evenly and each by itself."""
+    return weights.read_bytes - weights.expert_bytes * (1 - spec.expert_share) ** num_tokens
 
 
 def _operations(speed: Speed, weights: WeightPlan) -> float:
@@ -158,7 +183,8 @@ def _operations(speed: Speed, weights: WeightPlan) -> float:
 def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
     """Operations of a token; the head is multiplied for those that are drawn from."""
     numbers = parameters(spec)
-    return 2.0 * (numbers["attention"] + numbers["mlp"] + with_head * spec.vocab_size * spec.hidden_size)
+    layers = numbers["attention"] + numbers["mlp"] - spec.num_idle
+    return 2.0 * (layers + with_head * spec.vocab_size * spec.hidden_size)
 
 
 def _attention(spec: ModelSpec, keys: float) -> float:

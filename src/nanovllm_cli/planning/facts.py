@@ -50,6 +50,11 @@ class Facts:
         return sum(each.numbers for each in self.classes)
 
     @property
+    def num_active(self) -> int:
+        """Those that a token is computed with: all but those of the experts that it does not take."""
+        return self.num_parameters - self.spec.num_idle
+
+    @property
     def num_bytes(self) -> int:
         """Of all tensors, as they are stored."""
         return sum(each.num_bytes for each in self.classes)
@@ -87,11 +92,11 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
     found["norms"] = hidden
     for block in spec.blocks:
-        attention, mlp = block.attention, block.mlp
+        attention = block.attention
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         found["attention"] += hidden * (2 * queries + 2 * keys)
         found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias
-        found["mlp"] += 3 * hidden * mlp.intermediate_size + (2 * mlp.intermediate_size + hidden) * mlp.bias
+        found["mlp"] += block.mlp.num_weights(hidden)
         found["norms"] += 2 * hidden + 2 * attention.head_dim * attention.qk_norm
     return found
 

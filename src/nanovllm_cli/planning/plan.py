@@ -90,7 +90,8 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         spec = self.facts.spec
         return {
-            "architecture": spec.architecture, "parameters": self.facts.num_parameters, "stored": self.facts.stored,
+            "architecture": spec.architecture, "parameters": self.facts.num_parameters,
+            "active_parameters": self.facts.num_active, "stored": self.facts.stored,
             "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
             "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
             "planned_for": {"answers": self.answers, "context": self.context}, "kv_cache_room_bytes": self.cache_room,

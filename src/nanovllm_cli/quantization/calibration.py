@@ -30,6 +30,7 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
@@ -131,6 +132,7 @@ class _Block:
     def storages(self) -> dict[str, _Watched]:
         """By the inputs that they read."""
         attention, mlp = self.model.blocks[0].attention, self.model.blocks[0].mlp
+        assert isinstance(mlp, MLP), "Walk refuses experts"
         linears = {"qkv": attention.qkv, "o": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
         found = {name: linear.weight for name, linear in linears.items()}
         return {name: storage for name, storage in found.items() if isinstance(storage, _Watched)}

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quantization.compressed_tensors import encode, quantization_config, tensors_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights.files import beside_weights
-from nanovllm_cli.weights.loader import names_of
+from nanovllm_cli.weights.loader import checkpoint_name, names_of
 from nanovllm_cli.weights.weight_reader import float_slices
 from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
@@ -81,7 +83,13 @@ class _Tensors:
         return {out.name: tensor for out, tensor in zip(outs, encode(item.format, rows), strict=True)}
 
 def _config(original: Original, plan: Plan) -> dict[str, Any]:
-    formats = {
+    names = names_of(original.checkpoint)
+    formats: dict[str, Format | None] = {
+        checkpoint_name(f"blocks.{i}.router.weight", names).removesuffix(".weight"): None
+        for i, block in enumerate(original.spec.blocks)
+        if isinstance(block.mlp, MoESpec)
+    }
+    formats |= {
         item.weight.output.removesuffix(".weight"): item.format
         for item in plan.items
         if item.weight.unit != "embedding"

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.weights.convert_names import dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
 from nanovllm_cli.weights.loader import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+ATTENTION = ("q", "k", "v", "o")
+LINEARS = (*ATTENTION, "gate", "up", "down")
 Kind = Literal["hf", "gguf"]
 
 
@@ -60,7 +62,7 @@ class Weight(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What it is quantized with: "blocks.3", "embedding", "head"."""
+        """What it is quantized with: "blocks.3", "blocks.3.experts.7", "embedding", "head"."""
         return self.ours.rpartition(".")[0].rpartition(".")[0] or self.ours.split(".")[0]
 
 
@@ -171,6 +173,8 @@ def make_plan(original: Original, choices: Choices) -> Plan:
             f"{original.name} is a GGUF file, and {choices.to} goes into a Hugging Face folder",
             "make a folder of it first: nanovllm convert MODEL --to hf",
         )
+    if kind == "gguf":
+        dense_mlp_of(original.spec)
     patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]
     used = set()
     notes: list[str] = []
@@ -219,7 +223,7 @@ def _split_weights(items: list[Planned]) -> list[str]:
     return [
         f"vLLM keeps {', '.join(parts)} of a layer as one weight, and won't load them in several formats"
         for parts in (("q", "k", "v"), ("gate", "up"))
-        if any(len({formats[f"{unit}.{part}.weight"] for part in parts}) > 1 for unit in units)
+        if any(len({formats.get(f"{unit}.{part}.weight") for part in parts}) > 1 for unit in units)
     ]
 
 
@@ -227,7 +231,7 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
     """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
     there, output = names_of(checkpoint), family_of(checkpoint).names(kind)
-    names = [f"blocks.{i}.{part}.weight" for i in range(spec.num_layers) for part in LINEARS]
+    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in _parts(block)]
     for ours in ("embedding.weight", *names, "head.weight"):
         source = checkpoint_name(ours, there)
         if ours == "head.weight" and spec.tied_head:
@@ -243,6 +247,15 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         if stored is not None and not choices.requantize:
             raise quantized_already(original.name, source, stored.name)
         yield Weight(ours, source, checkpoint_name(ours, output), (shape[0], shape[1]), reader.num_bytes(source))
+
+
+def _parts(block: BlockSpec) -> Iterator[str]:
+    """The linear layers of a block. A router stays as it is: it is small, and much depends on it."""
+    for part in LINEARS:
+        if isinstance(block.mlp, MLPSpec) or part in ATTENTION:
+            yield part
+    if isinstance(block.mlp, MoESpec):
+        yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in LINEARS if part not in ATTENTION)
 
 
 def _usual(weight: Weight, spec: ModelSpec, choices: Choices, kind: Kind, notes: list[str]) -> Format | None:

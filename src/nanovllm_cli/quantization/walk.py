@@ -8,6 +8,8 @@ import torch
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.calibration import Calibration
 from nanovllm_cli.quantization.original import Original
@@ -21,9 +23,13 @@ _SLOTS = (
 
 
 class Walk:
-    """A Calibration that finds the weights itself. sequences: token ids."""
+    """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for models with experts."""
 
     def __init__(self, original: Original, sequences: Sequence[Sequence[int]], progress: LoadProgress) -> None:
+        if any(isinstance(block.mlp, MoESpec) for block in original.spec.blocks):
+            raise UnsupportedError(
+                "a model with experts is not calibrated yet: many of them would see few of the texts", "use --algorithm rtn"
+            )
         self._original = original
         self._names = names_of(original.checkpoint)
         platform = CpuPlatform(EngineConfig(device="cpu"), progress)

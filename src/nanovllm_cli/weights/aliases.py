@@ -19,6 +19,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "8b": "Qwen/Qwen3-8B",
         "14b": "Qwen/Qwen3-14B",
         "32b": "Qwen/Qwen3-32B",
+        "30b-a3b": "Qwen/Qwen3-30B-A3B",
+        "235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
     "qwen2.5": {
         "0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -61,6 +63,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     },
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
+    "mixtral": {"8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1", "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
     "deepseek-r1": {
         "1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
         "7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",

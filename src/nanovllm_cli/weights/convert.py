@@ -34,6 +34,7 @@ from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
     attention_of,
+    dense_mlp_of,
     gguf_name,
     halves_to_pairs,
     pairs_to_halves,
@@ -211,7 +212,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     if source.config.get("quantization_config"):
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
     family, spec = hf_family(source.config), read_spec(source, PlainReader(source))
-    wanted = tensor_shapes(spec)
+    dense_mlp_of(spec)
+    wanted = tensor_shapes(spec, family.names("hf"))
     notes = _check_names(source, wanted, spec)
     steps = []
     for name, shape in wanted.items():
@@ -230,7 +232,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     family, spec = gguf_family(source.config), read_spec(source, PlainReader(source))
-    wanted = tensor_shapes(spec)
+    dense_mlp_of(spec)
+    wanted = tensor_shapes(spec, family.names("hf"))
     named = {theirs: name for name in wanted if (theirs := gguf_name(name)) is not None}
     notes = _check_names(source, {theirs: wanted[name] for theirs, name in named.items()}, spec)
     vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None

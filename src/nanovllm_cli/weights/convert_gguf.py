@@ -22,7 +22,7 @@ from nanovllm_cli.model_spec import ModelSpec, RopeSpec
 from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
-from nanovllm_cli.weights.convert_names import attention_of, differences
+from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences
 from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
 
@@ -92,7 +92,7 @@ def gguf_header(
 
 
 def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> None:
-    attention, mlp = attention_of(spec), spec.blocks[0].mlp
+    attention, mlp = attention_of(spec), dense_mlp_of(spec)
     if mlp.activation != "silu":
         raise UnsupportedError(
             f"the activation {mlp.activation} has no place in GGUF, which knows silu only here",

@@ -19,7 +19,7 @@ from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family, s
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_names import attention_of, differences, shortest
+from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences, shortest
 from nanovllm_cli.weights.convert_rope import scaling_for_config
 from nanovllm_cli.weights.writer import as_json
 
@@ -84,7 +84,7 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
 
 
 def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.dtype) -> dict[str, Any]:
-    attention, mlp = attention_of(spec), spec.blocks[0].mlp
+    attention, mlp = attention_of(spec), dense_mlp_of(spec)
     assert attention.rope is not None
     if family is LLAMA and attention.window is not None:
         family = MISTRAL  # llama.cpp has one architecture for both

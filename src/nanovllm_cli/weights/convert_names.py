@@ -4,15 +4,17 @@ lie, how numbers come back from float32, and whether two model specs mean the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ModelSpec
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
+from nanovllm_cli.weights.loader import checkpoint_name
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved")
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
@@ -32,6 +34,20 @@ _TO_GGUF = {HF_NAMES[ours]: GGUF_NAMES[ours] for ours in HF_NAMES}
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """The attention that all layers have. Conversions are for families whose layers differ in their windows at most."""
     return spec.blocks[0].attention
+
+
+def dense_mlp_of(spec: ModelSpec) -> MLPSpec:
+    """The MLP that all layers have. UnsupportedError for a model with experts, whose tensors are one on one side and many on the
+    other."""
+    for block in spec.blocks:
+        if isinstance(block.mlp, MoESpec):
+            raise UnsupportedError(
+                "a model with experts is not converted between GGUF and Hugging Face folders yet",
+                "run it as it is, or download the other one",
+            )
+    mlp = spec.blocks[0].mlp
+    assert isinstance(mlp, MLPSpec)
+    return mlp
 
 
 def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
@@ -86,32 +102,46 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model under its Hugging Face name. A tied head has none of its own."""
+def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Every weight of a model under its name in a Hugging Face folder (`Family.names`). A tied head has none of its own."""
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
-    named = {HF_NAMES[name]: shape for name, shape in shapes.items()}
+    named = {names[name]: shape for name, shape in shapes.items()}
     for i, block in enumerate(spec.blocks):
         own = _block_shapes(block, hidden)
-        named |= {HF_NAMES["blocks.{i}." + name].replace("{i}", str(i)): shape for name, shape in own.items()}
+        named |= {checkpoint_name(f"blocks.{i}.{name}", names): shape for name, shape in own.items()}
     return named
 
 
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     attention, mlp = block.attention, block.mlp
-    q, kv, inner = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim, mlp.intermediate_size
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns, biased in (
         ("q", q, hidden, attention.qkv_bias), ("k", kv, hidden, attention.qkv_bias), ("v", kv, hidden, attention.qkv_bias),
         ("o", hidden, q, attention.out_bias),
-        ("gate", inner, hidden, mlp.bias), ("up", inner, hidden, mlp.bias), ("down", hidden, inner, mlp.bias),
     ):  # fmt: skip
-        shapes[f"{name}.weight"] = (rows, columns)
-        if biased:
-            shapes[f"{name}.bias"] = (rows,)
+        shapes |= _linear(name, rows, columns, biased)
+    if isinstance(mlp, MLPSpec):
+        shapes |= _mlp_shapes("", mlp, hidden)
+    else:
+        shapes |= _linear("router", mlp.num_experts, hidden, mlp.router_bias)
+        for e in range(mlp.num_experts):
+            shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
     if attention.qk_norm:
         shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
     return shapes
+
+
+def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    inner = mlp.intermediate_size
+    gate, up = (_linear(f"{place}{part}", inner, hidden, mlp.bias) for part in ("gate", "up"))
+    return gate | up | _linear(f"{place}down", hidden, inner, mlp.bias)
+
+
+def _linear(name: str, rows: int, columns: int, biased: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if biased else weight

@@ -6,13 +6,14 @@ Tensors come in slices of a few megabytes and their file pages are let go at onc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
 
 from nanovllm_cli.errors import CheckpointError, UsageError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, Family, spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import gguf_family, hf_family
@@ -25,6 +26,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
 # A config may describe this many times the numbers of its files, and a little more; no memory is taken for what goes further.
 MAX_EXCESS, SMALL_EXCESS = 4, 1 << 24
+EXPERT_EXCESS = 1 << 12  # however small an expert is, its matrices take pages of their own
 MAX_DIVISORS = 1 << 16  # in one of GGUF_EXTRAS: a head has a thousand dimensions at the most
 GGUF_EXTRAS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 
@@ -64,7 +66,9 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) 
     wanted = spec.vocab_size * spec.hidden_size
     for block in spec.blocks:
         heads = 2 * (block.attention.num_heads + block.attention.num_kv_heads)
-        wanted += spec.hidden_size * (heads * block.attention.head_dim + 3 * block.mlp.intermediate_size)
+        wanted += spec.hidden_size * heads * block.attention.head_dim + block.mlp.num_weights(spec.hidden_size)
+        if isinstance(block.mlp, MoESpec):
+            wanted += block.mlp.num_experts * EXPERT_EXCESS
     there = sum(math.prod(reader.shape(name)) for name in reader.names())
     if wanted > MAX_EXCESS * there + SMALL_EXCESS:
         raise CheckpointError(
@@ -80,13 +84,15 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
-    Below eight bits, embedding and head get int8: they are a small part of most models, and much depends on them.
+    Below eight bits, embedding and head get int8: they are a small part of most models, and much depends on them. So it does on
+    routers, which are smaller still: they stay plain.
     """
 
     def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint)
+        self._router = re.compile(re.escape(self._names.get("blocks.{i}.router.weight", "")).replace(r"\{i\}", r"\d+"))
         self._wanted = wanted
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
 
@@ -101,7 +107,7 @@ class WeightFormats:
                 f"{self._checkpoint.path}: its weights are {stored.name} already",
                 "leave --quant away, or take the original",
             )
-        if stored is not None:
+        if stored is not None or self._router.fullmatch(name):
             return stored
         return (
             self._outer_wanted
@@ -152,13 +158,15 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     return family_of(checkpoint).names(checkpoint.format)
 
 
-def checkpoint_name(ours: str, table: dict[str, str]) -> str:
-    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer."""
+def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
+    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert."""
     parts = ours.split(".")
     if parts[0] != "blocks":
         return table[ours]
-    number, parts[1] = parts[1], "{i}"
-    return table[".".join(parts)].replace("{i}", number)
+    number, parts[1], expert = parts[1], "{i}", ""
+    if parts[2] == "experts":
+        expert, parts[3] = parts[3], "{e}"
+    return table[".".join(parts)].replace("{i}", number).replace("{e}", expert)
 
 
 def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:

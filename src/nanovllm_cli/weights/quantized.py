@@ -21,6 +21,7 @@ from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
+from nanovllm_cli.weights.stacked_experts import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
 
 ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]
@@ -38,6 +39,7 @@ KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero
 
 def open_reader(checkpoint: Checkpoint) -> WeightReader:
     """The reader for what a checkpoint is made of. UnsupportedError for kinds of quantization that nothing here reads."""
+    checkpoint = unstacked(checkpoint)
     if checkpoint.format == "gguf":
         return GGUFReader(checkpoint)
     return quantized_reader(checkpoint) or PlainReader(checkpoint)

@@ -39,7 +39,8 @@ class RandomCheckpoint(Checkpoint):
         self.path = path
         self.config = dict(config)
         self.generation_config = {}
-        self._shapes = tensor_shapes(spec_from_hf(config, hf_family(config)))
+        family = hf_family(config)
+        self._shapes = tensor_shapes(spec_from_hf(config, family), family.names("hf"))
         pool = _pool(seed)
         self._matrices = (pool * STD).to(torch.bfloat16).to(device)
         self._norms = (1 + 0.1 * pool[: 1 << 16]).to(torch.bfloat16).to(device)

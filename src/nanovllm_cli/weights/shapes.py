@@ -58,6 +58,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-8b": _config("Qwen3", 36, 4096, 12288, 32, 8, 151936, tied=False, **_QWEN3),
     "qwen3-14b": _config("Qwen3", 40, 5120, 17408, 40, 8, 151936, tied=False, **_QWEN3),
     "qwen3-32b": _config("Qwen3", 64, 5120, 25600, 64, 8, 151936, tied=False, **_QWEN3),
+    "qwen3-30b-a3b": _config(
+        "Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, tied=False, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        norm_topk_prob=True, **_QWEN3
+    ),
     "qwen2.5-0.5b": _config("Qwen2", 24, 896, 4864, 14, 2, 151936, tied=True, **_QWEN25),
     "qwen2.5-1.5b": _config("Qwen2", 28, 1536, 8960, 12, 2, 151936, tied=True, **_QWEN25),
     "qwen2.5-3b": _config("Qwen2", 36, 2048, 11008, 16, 2, 151936, tied=True, **_QWEN25),
@@ -69,6 +73,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-70b": _config("Llama", 80, 8192, 28672, 64, 8, 128256, tied=False, **_llama(8.0)),
     "mistral-7b": _config(
         "Mistral", 32, 4096, 14336, 32, 8, 32768, tied=False, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
+    ),
+    "mixtral-8x7b": _config(
+        "Mixtral", 32, 4096, 14336, 32, 8, 32000, tied=False, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
     ),
     "tinyllama-1.1b": _config(
         "Llama", 22, 2048, 5632, 32, 4, 32000, tied=False, max_position_embeddings=2048, rope_theta=1e4, rms_norm_eps=1e-5

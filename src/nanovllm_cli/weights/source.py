@@ -323,7 +323,8 @@ def _made_up(name: str) -> ResolvedModel:
     from nanovllm_cli.weights.random_weights import BF16_BYTES
 
     config = shape_config(name.removeprefix(RANDOM))
-    shapes = tensor_shapes(spec_from_hf(config, hf_family(config))).values()
+    family = hf_family(config)
+    shapes = tensor_shapes(spec_from_hf(config, family), family.names("hf")).values()
     return ResolvedModel(Path(name), name, None, None, None, BF16_BYTES * sum(map(math.prod, shapes)), "hf")
 
 

@@ -1,0 +1,342 @@
+"""Mixtures of experts: router and sum against float64, a token's bits in any batch, experts in every format and in GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from engines import SMALL, engine_for, random_model, run, save, worker_for
+from nanovllm_cli.bench.work import ModelWork
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels.cpu_ops import CpuOps
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.moe import MoE
+from nanovllm_cli.model_spec import MLPSpec, MoESpec
+from nanovllm_cli.planning.estimate import Speed
+from nanovllm_cli.planning.plan import make_plan
+from nanovllm_cli.quant.cpu_formats import make_storage
+from nanovllm_cli.quant.dense import DenseStorage
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights import convert
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import plan_of
+from quantizing import quantize as quantize_model
+from test_llm import write_byte_tokenizer
+from test_models import prompts
+from test_quant_engine import difference, expected_logits, logits_of
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SHAPE = SMALL | {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 2}
+GENERATOR = torch.Generator().manual_seed(17)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+def qwen(**changes: Any) -> Any:
+    return random_model(Qwen3MoeConfig(**SHAPE | EXPERTS | changes))
+
+
+# ---- the router and the sum ----
+
+
+def routed(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> list[dict[int, float]]:
+    """Expert -> weight of each row, in float64, by a sort on (-logit, number)."""
+    found = []
+    for row in logits.double().tolist():
+        order = sorted(range(len(row)), key=lambda e: (-row[e], e))[:num_chosen]
+        exps = np.exp(np.array(row) - max(row))
+        found.append({e: exps[e] / (exps[order].sum() if norm_topk else exps.sum()) for e in sorted(order)})
+    return found
+
+
+@pytest.mark.parametrize("route", [cpu.route, reference.route])
+@pytest.mark.parametrize("norm_topk", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 1, 1), (3, 5, 1), (17, 7, 7), (31, 128, 8), (200, 60, 4)])
+def test_a_token_takes_the_experts_with_the_largest_logits(
+    tokens: int, experts: int, chosen: int, norm_topk: bool, route: Any
+) -> None:
+    logits = 3 * randn(tokens, experts)
+    logits[::3] = logits[::3].round()  # many equals
+    places, weights = route(logits, chosen, norm_topk)
+    assert (places.dtype, weights.dtype) == (torch.int64, torch.float32)
+    for row, (own, shares) in enumerate(zip(places.tolist(), weights.tolist(), strict=True)):
+        expected = routed(logits[row : row + 1], chosen, norm_topk)[0]
+        assert own == list(expected)
+        assert shares == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("route", [cpu.route, reference.route])
+def test_of_equal_logits_the_lower_experts_are_taken(route: Any) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5, [-torch.inf, 3.0, 3.0, -torch.inf, 3.0]])
+    places, weights = route(logits, 2, True)
+    assert places.tolist() == [[1, 2], [0, 1], [1, 2]]
+    assert weights.tolist() == [[0.5, 0.5]] * 3
+
+
+@pytest.mark.parametrize("route", [cpu.route, reference.route])
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_a_nan_comes_out_of_the_router_in_its_row_alone(norm_topk: bool, route: Any) -> None:
+    logits = randn(3, 6)
+    logits[1, 4] = torch.nan
+    places, weights = route(logits, 2, norm_topk)
+    assert 4 in places[1].tolist()
+    assert weights[1].isnan().all()
+    assert weights[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 33), (17, 256)])
+def test_weighted_rows_are_added_in_fp32(rows: int, width: int, dtype: torch.dtype) -> None:
+    out, y, weights = randn(rows + 3, width), randn(rows, width).to(dtype), randn(rows)
+    places = torch.randperm(rows + 3, generator=GENERATOR)[:rows]
+    expected = out.double()
+    expected[places] += weights.double()[:, None] * y.double()
+    for add in (cpu.add_weighted_rows, reference.add_weighted_rows):
+        actual = out.clone()
+        add(actual, y, places, weights)
+        assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- the layer ----
+
+
+def layer(spec: MoESpec, hidden: int, dtype: torch.dtype, quant: str | None) -> MoE:
+    def make(parts: dict[str, int], width: int) -> Any:
+        if quant is None or any("router" in name for name in parts):
+            return DenseStorage(sum(parts.values()), width, dtype)
+        return make_storage(parse_format(quant), sum(parts.values()), width, dtype, rounds=True)
+
+    made = MoE(spec, hidden, Kit(dtype, make, CpuOps(), None))  # type: ignore[arg-type]
+    for slot in made.slots().values():
+        slot.load(randn(*slot.shape) * slot.shape[-1] ** -0.5, 0)
+    return made
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4:group=32", "fp8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, quant: str | None) -> None:
+    mixture = layer(MoESpec(7, 3, MLPSpec(128), norm_topk=True), 64, dtype, quant)
+    x = randn(67, 64).to(dtype)
+    whole = mixture(x)
+    assert whole.dtype == dtype
+    for rows in ([0], [66], [5, 9], list(range(31)), list(reversed(range(67)))):
+        assert torch.equal(mixture(x[rows].contiguous()), whole[rows])
+
+
+def test_experts_that_nobody_takes_are_not_computed() -> None:
+    mixture = layer(MoESpec(9, 2, MLPSpec(33), norm_topk=False), 17, torch.float32, None)
+    x = randn(1, 17)
+    expected = mixture(x)
+    chosen, _ = cpu.route(mixture.router.matmul(x, None, torch.float32), 2, False)
+    for e in set(range(9)) - set(chosen[0].tolist()):
+        mixture.experts[e] = None  # type: ignore[call-overload]
+    assert torch.equal(mixture(x), expected)
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_answers_do_not_depend_on_the_batch(dtype: str, quant: str | None, tmp_path: Path) -> None:
+    worker = worker_for(save(qwen(), tmp_path), dtype=dtype, quant=quant)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    tokens = prompts(SHAPE["vocab_size"])[:6]
+    together = run(engine_for(worker, max_num_batched_tokens=40), [(ids, params) for ids in tokens])
+    for ids, output in zip(tokens, together, strict=True):
+        alone = run(engine_for(worker), [(ids, params)])[0].outputs[0]
+        assert (alone.token_ids, alone.logprobs) == (output.outputs[0].token_ids, output.outputs[0].logprobs)
+
+
+def rounded(model: Any, name: str, *, outer: bool = True) -> Any:
+    """The model with the matrices of attention, MLPs and experts rounded by a format, one expert after the other; with `outer`
+    embedding and head too, by int8 where the format has fewer bits. Its routers stay."""
+    form = parse_format(name)
+    of_outer = parse_format("int8") if form.row_bytes(1024) < 1024 else form
+    for key, parameter in model.named_parameters():
+        is_outer = "embed" in key or "lm_head" in key
+        if parameter.dim() == 2 and not key.endswith("mlp.gate.weight") and (outer or not is_outer):
+            own = of_outer if is_outer else form
+            parameter.data = own.dequantize(own.quantize(parameter.data))
+        elif parameter.dim() == 3:
+            parts = [form.dequantize(form.quantize(half)) for expert in parameter.data for half in _matrices(key, expert)]
+            parameter.data = torch.cat(parts).view(parameter.shape)
+    return model
+
+
+def _matrices(key: str, expert: torch.Tensor) -> list[torch.Tensor]:
+    return list(expert.chunk(2)) if "gate_up" in key else [expert]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4:group=32", "fp8", "nf4", "q8_0", "q4_0"])
+def test_experts_in_every_format(name: str, tmp_path: Path) -> None:
+    """In fp32 nothing else is rounded: what is left is the arithmetic."""
+    model = qwen(mlp_only_layers=[1])
+    worker = worker_for(save(model, tmp_path), quant=name, dtype="float32")
+    tokens = prompts(SHAPE["vocab_size"])[:5]
+    assert difference(logits_of(worker, tokens), expected_logits(rounded(model, name), tokens)) < 1e-4
+
+
+# ---- GGUF, with llama.cpp's names ----
+
+
+def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
+    """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
+    config, mixtral = model.config, isinstance(model.config, MixtralConfig)
+    arch = "llama" if mixtral else "qwen3moe"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_expert_count(config.num_local_experts if mixtral else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if not mixtral:
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_tokenizer_model("no_vocab")
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+             "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+             "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp"}  # fmt: skip
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+             "lm_head.weight": "output.weight"}  # fmt: skip
+    turn = 0
+
+    def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What a reader will take it for."""
+        nonlocal turn
+        if tensor.dim() == 1 or "gate_inp" in name:
+            writer.add_tensor(name, tensor.numpy())
+            return tensor
+        kind = gguf.GGMLQuantizationType[types[turn % len(types)]]
+        turn += 1
+        data = quantize(tensor.numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        return torch.from_numpy(np.ascontiguousarray(dequantize(data, kind))).view(tensor.shape)
+
+    for key, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        if key in outer:
+            parameter.data = add(outer[key], tensor)
+            continue
+        _, _, layer_id, *rest = key.split(".")
+        place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight")
+        if own == "mlp.experts.gate_up_proj":
+            halves = [add(f"{place}ffn_{part}_exps.weight", half.contiguous())
+                      for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)]  # fmt: skip
+            parameter.data = torch.cat(halves, 1)
+        elif own == "mlp.experts.down_proj":
+            parameter.data = add(f"{place}ffn_down_exps.weight", tensor)
+        elif mixtral and own in ("self_attn.q_proj", "self_attn.k_proj"):  # pairs (i, d / 2 + i) become (2 i, 2 i + 1)
+            heads = tensor.view(-1, 2, config.head_dim // 2, tensor.shape[1])
+            stored = add(f"{place}{names[own]}.weight", heads.transpose(1, 2).reshape(tensor.shape).contiguous())
+            turned = stored.view(-1, config.head_dim // 2, 2, tensor.shape[1]).transpose(1, 2)
+            parameter.data = turned.reshape(tensor.shape).contiguous()
+        else:
+            parameter.data = add(f"{place}{names[own]}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def mixtral() -> Any:
+    return random_model(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+
+
+@pytest.mark.parametrize("types", [["F32"], ["Q8_0", "Q4_0", "F16", "Q5_1"]], ids=["plain", "mixed"])
+@pytest.mark.parametrize("family", [qwen, mixtral])
+def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
+    model = family() if family is mixtral else qwen(mlp_only_layers=[1])
+    path = write_gguf(tmp_path / "m.gguf", model, types)
+    tokens = prompts(SHAPE["vocab_size"])[:5]
+    assert difference(logits_of(worker_for(path, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-4
+
+
+def test_llama_cpp_gives_the_logits_that_we_give(tmp_path: Path) -> None:
+    """Its own matmuls round activations of Q8_0 to 8 bits too, by blocks of 32."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    tokens = prompts(SHAPE["vocab_size"])[3]
+    for model in (qwen(), mixtral()):
+        path = write_gguf(tmp_path / f"{model.config.model_type}.gguf", model, ["F32"])
+        theirs = llama_cpp.Llama(str(path), n_ctx=128, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0)
+        theirs.eval(tokens)
+        expected = torch.from_numpy(np.array(theirs.scores[: len(tokens)]))
+        assert difference(logits_of(worker_for(path, dtype="float32"), [tokens]), expected) < 1e-3
+
+
+# ---- what is written, planned and refused ----
+
+
+def test_a_quantized_folder_keeps_its_routers(tmp_path: Path) -> None:
+    """It says so, for loaders that would take every linear layer for quantized."""
+    model = qwen(mlp_only_layers=[1])
+    quantize_model("int4-weight-only:group=32", tmp_path / "out", save(model, tmp_path / "source"))
+    with open_checkpoint(tmp_path / "out") as written:
+        assert "model.layers.0.mlp.gate" in written.config["quantization_config"]["ignore"]
+        assert written.info("model.layers.0.mlp.gate.weight").dtype_name == "F32"
+        assert "model.layers.0.mlp.experts.4.down_proj.weight_packed" in written.names()
+    tokens = prompts(SHAPE["vocab_size"])[:3]
+    expected = expected_logits(rounded(model, "int4-weight-only:group=32", outer=False), tokens)
+    assert difference(logits_of(worker_for(tmp_path / "out", dtype="float32"), tokens), expected) < 1e-4
+
+
+def test_what_experts_can_not_be_made_into_is_refused(tmp_path: Path) -> None:
+    source = save(qwen(), tmp_path / "source")
+    write_byte_tokenizer(source)
+    with pytest.raises(UnsupportedError, match="with experts is not converted"):
+        plan_of("q4_k_m", source)
+    for algorithm in ("gptq", "awq"):
+        with pytest.raises(UnsupportedError, match="with experts is not calibrated"):
+            quantize_model("int4:group=32", tmp_path / "out", source, algorithm=algorithm)
+    assert not (tmp_path / "out").exists()
+    path = write_gguf(tmp_path / "m.gguf", qwen(), ["F32"])
+    for model, target in ((source, "gguf"), (path, "hf")):
+        with open_checkpoint(model) as checkpoint, pytest.raises(UnsupportedError, match="with experts is not converted"):
+            convert.plan(checkpoint, target)
+
+
+def test_a_plan_and_a_roofline_count_the_experts_that_a_token_takes(tmp_path: Path) -> None:
+    """3 of 5, in one of two layers; in fp32, so that a number has four bytes on every processor."""
+    folder = save(qwen(mlp_only_layers=[1]), tmp_path)
+    expert, router, hidden = 3 * 128 * 64, 5 * 128, 128
+    attention, mlp, outer = 2 * (2 * (6 + 2) * 32 * hidden), 3 * 128 * 192, 513 * hidden
+    norms = hidden + 2 * (2 * hidden + 2 * 32)
+    every = attention + mlp + router + 2 * outer + norms
+    speed = Speed(1e-6, {"fp32": 1e9})  # 1000 bytes a second
+    with open_checkpoint(folder) as checkpoint:
+        made = make_plan(checkpoint, EngineConfig(device="cpu", dtype="float32"), None, speed)
+    assert (made.facts.num_parameters, made.facts.num_active) == (every + 5 * expert, every + 3 * expert)
+    worker = worker_for(folder, dtype="float32")
+    padded = 4 * 64 * (-(-513 // 64) - 513 / 64) * hidden  # a matrix is kept in blocks of 64 rows, a router of 5 too
+    matrices = 4 * (attention + mlp + outer + 64 * hidden) + padded
+    assert worker.expert_bytes == 4 * 5 * expert
+    assert worker.read_bytes == matrices + worker.expert_bytes
+    token_bytes = made.block_bytes / 16
+    read = made.formats[0].weight_bytes - 4 * 2 * expert - 4 * outer - padded + 512 * token_bytes
+    assert made.formats[0].decode == pytest.approx(1000 / read, rel=1e-3)
+    work = ModelWork.of(worker.spec, worker.read_bytes, (torch.float32,) * 2, worker.expert_bytes)
+    assert work.step_bytes(1) == pytest.approx(matrices + 4 * 3 * expert)
+    assert work.step_bytes(2) == pytest.approx(matrices + 4 * 5 * expert * (1 - 0.4**2))
+    assert work.linear_flops == 2 * (attention + mlp + router + 3 * expert)
