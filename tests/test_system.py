@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,6 +28,37 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Mac:
         monkeypatch.setattr(system, "_library", lambda: library)
 
     return become
+
+
+# ---- others ----
+
+WINDOWS = (
+    "import os, pathlib, runpy, subprocess, sys, tempfile\n"
+    "missing = ('fcntl', 'resource', 'termios', 'pwd', 'grp', 'tty', 'pty', 'readline')\n"
+    "sys.modules.update(dict.fromkeys(missing))\n"
+    "sys.platform = 'win32'\n"
+)
+"""A Python that lacks what Windows' lacks: importing it is a ModuleNotFoundError."""
+
+
+def on_windows(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WINDOWS + code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [["run", "tiny", "Hello"], ["--help"], []], ids=" ".join)
+def test_who_is_on_windows_is_told_of_wsl(words: list[str]) -> None:
+    done = on_windows(f"sys.argv[1:] = {words}\nrunpy.run_module('nanovllm_cli', run_name='__main__', alter_sys=True)")
+    assert done.stderr.splitlines() == [
+        "error: nanovllm runs under Linux and macOS, not under Windows",
+        "hint: in WSL 2 it runs on Windows: `wsl --install` in PowerShell, then install it there",
+    ]
+    assert (done.returncode, done.stdout) == (6, "")
+
+
+def test_the_library_says_so_too() -> None:
+    done = on_windows("import nanovllm_cli; print(nanovllm_cli.__version__); nanovllm_cli.LLM")
+    assert done.stdout
+    assert done.stderr.splitlines()[-1].endswith("UnsupportedError: nanovllm runs under Linux and macOS, not under Windows")
 
 
 # ---- memory ----

@@ -43,6 +43,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    import_module(f"{__name__}.system")  # says it in a word where nothing here runs
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 

@@ -2,10 +2,20 @@
 
 import contextlib
 import signal
+import sys
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored: nohup, background jobs
     with contextlib.suppress(ValueError):  # imported by another thread than the main one
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a word until `signals.install`
+
+from nanovllm_cli.errors import UnsupportedError
+
+try:
+    import nanovllm_cli.system  # noqa: F401
+except UnsupportedError as refusal:  # before what would fail over modules that Windows' Python lacks
+    hint = f"\nhint: {refusal.hint}" if refusal.hint else ""
+    print(f"error: {refusal.message}{hint}", file=sys.stderr)
+    sys.exit(refusal.exit_code)
 
 from nanovllm_cli.cli.app import main
 

@@ -1,7 +1,8 @@
 """What the operating system tells of the machine and grants this process: the one place that knows Linux from macOS.
 
 Linux tells in files, macOS by calls of its C library: `sysctlbyname`, whose names are those that `sysctl -a` lists and Apple's
-"Determining system capabilities" explains, and Mach's `host_statistics64`. What a system does not tell is None, or empty.
+"Determining system capabilities" explains, and Mach's `host_statistics64`. What a system does not tell is None, or empty. To be
+imported on another one raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ import contextlib
 import ctypes
 import functools
 import os
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nanovllm_cli.errors import UnsupportedError
+
+try:
+    import resource
+except ModuleNotFoundError as missing:
+    raise UnsupportedError(
+        f"nanovllm runs under Linux and macOS, not under {'Windows' if sys.platform == 'win32' else sys.platform}",
+        "in WSL 2 it runs on Windows: `wsl --install` in PowerShell, then install it there" if sys.platform == "win32" else None,
+    ) from missing
 
 SYSTEM: str = sys.platform
 MACOS = "darwin"
