@@ -134,7 +134,9 @@ def test_kernels_for_arm_compute_what_they_compute_here(tmp_path: Path) -> None:
 
 # ---- what LLVM makes of the inner loops ----
 
-CORTEX_A76, NEOVERSE_V1 = ("cortex-a76", "+neon,+dotprod"), ("neoverse-v1", "+neon,+dotprod,+i8mm")
+LINUX, MACOS = "aarch64-linux-gnu", "arm64-apple-macosx"
+CORTEX_A76, NEOVERSE_V1 = (LINUX, "cortex-a76", "+neon,+dotprod"), (LINUX, "neoverse-v1", "+neon,+dotprod,+i8mm")
+APPLE_M1, APPLE_M2 = (MACOS, "apple-m1", "+neon,+dotprod,-i8mm"), (MACOS, "apple-m2", "+neon,+dotprod,+i8mm")
 
 
 @pytest.fixture
@@ -146,25 +148,30 @@ def built_for_arm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("built_for_arm")
-@pytest.mark.parametrize(("processor", "dot"), [(CORTEX_A76, "sdot"), (NEOVERSE_V1, "usdot")])
+@pytest.mark.parametrize(
+    ("processor", "dot"), [(CORTEX_A76, "sdot"), (NEOVERSE_V1, "usdot"), (APPLE_M1, "sdot"), (APPLE_M2, "usdot")]
+)
 @pytest.mark.parametrize("rows", range(1, 7))
 def test_products_of_bytes_are_one_instruction_each_in_registers(
-    rows: int, processor: tuple[str, str], dot: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, processor: tuple[str, str, str], dot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simd_products, "_ARM_DOT", True)
     monkeypatch.setattr(simd_products, "_ARM_MIXED_DOT", dot == "usdot")
     vectors = simd_int.tiles(wide=False, neon=True, byte_dot=True)[rows]
     loop = inner_loop(simd_int._make_tile(rows, vectors, True, True), 14, *processor)
-    assert Counter(line.split()[0] for line in loop)[dot] == 4 * rows * vectors
+    assert Counter(re.match(r"\w+", line)[0] for line in loop)[dot] == 4 * rows * vectors
     assert not touching_the_stack(loop)
 
 
 @pytest.mark.usefixtures("built_for_arm")
 @pytest.mark.parametrize("products", [simd._WIDENED, simd._FLOATS], ids=["bf16", "f32"])
+@pytest.mark.parametrize("processor", [CORTEX_A76, APPLE_M1], ids=["cortex-a76", "apple-m1"])
 @pytest.mark.parametrize("rows", range(1, 7))
-def test_sums_stay_in_registers_and_activations_come_from_a_lane(rows: int, products: simd._Products) -> None:
+def test_sums_stay_in_registers_and_activations_come_from_a_lane(
+    rows: int, processor: tuple[str, str, str], products: simd._Products
+) -> None:
     vectors = {1: 4, 2: 2}.get(rows, 1)
-    loop = inner_loop(simd._make_tile(rows, vectors, products, False, False), 12, *CORTEX_A76)
+    loop = inner_loop(simd._make_tile(rows, vectors, products, False, False), 12, *processor)
     multiplied = [line for line in loop if line.startswith("fmla")]
     assert len(multiplied) == 4 * rows * vectors * len(products)
     assert all(line.endswith("[0]") for line in multiplied), "from one lane: none was spread by an instruction of its own"
@@ -175,8 +182,19 @@ def touching_the_stack(lines: list[str]) -> list[str]:
     return [line for line in lines if "[sp" in line]
 
 
-def inner_loop(intrinsic: Any, num_arguments: int, cpu: str, features: str) -> list[str]:
+def inner_loop(intrinsic: Any, num_arguments: int, triple: str, cpu: str, features: str) -> list[str]:
     """The instructions of the longest loop without another one in it."""
+    assembly = built_for(intrinsic, num_arguments, triple, cpu, features)
+    loops: list[list[str]] = []
+    for block in re.split(r"^(?=\.?LBB\w+:)", assembly, flags=re.MULTILINE):
+        label, *lines = (line.strip() for line in block.splitlines())
+        back = [i for i, line in enumerate(lines) if re.fullmatch(rf"b\.\w+\s+{re.escape(label.split(':')[0])}", line)]
+        loops += [[line for line in lines[: i + 1] if line[0].isalpha()] for i in back]
+    return max(loops, key=len)
+
+
+def built_for(intrinsic: Any, num_arguments: int, triple: str, cpu: str, features: str) -> str:
+    """What LLVM makes of a loop, as text."""
     _, code = intrinsic._defn(None, *[None] * num_arguments)
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * num_arguments), "tile")
@@ -185,14 +203,9 @@ def inner_loop(intrinsic: Any, num_arguments: int, cpu: str, features: str) -> l
     b.ret_void()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine(cpu=cpu, features=features, opt=3)
+    target = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
     built = llvm.parse_assembly(str(module))
     built.triple, built.data_layout = target.triple, str(target.target_data)
     passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(built, passes)
-    loops: list[list[str]] = []
-    for block in re.split(r"^(?=\.LBB\w+:)", target.emit_assembly(built), flags=re.MULTILINE):
-        label, *lines = (line.strip() for line in block.splitlines())
-        back = [i for i, line in enumerate(lines) if re.fullmatch(rf"b\.\w+\s+{re.escape(label.split(':')[0])}", line)]
-        loops += [[line for line in lines[: i + 1] if not line.startswith(".")] for i in back]
-    return max(loops, key=len)
+    return str(target.emit_assembly(built))
