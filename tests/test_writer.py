@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -231,6 +232,23 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path, kind: type[Output
             kind(tmp_path / "model")
         assert names(tmp_path) == [".model.partial"]
     kind(tmp_path / "model").close()
+
+
+@pytest.mark.parametrize("kind", [OutputFile, OutputFolder])
+def test_a_file_system_without_locks_is_written_to(
+    tmp_path: Path, kind: type[OutputFile | OutputFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exFAT under macOS, and many network folders."""
+
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kind(tmp_path / "given up").close()
+    assert names(tmp_path) == []
+    with kind(tmp_path / "model") as output:
+        output.commit()
+    assert names(tmp_path) == ["model"]
 
 
 def test_a_lock_outlives_a_rename_by_the_process_that_held_it(tmp_path: Path) -> None:

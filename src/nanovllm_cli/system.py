@@ -19,6 +19,7 @@ from typing import Any
 from nanovllm_cli.errors import UnsupportedError
 
 try:
+    import fcntl
     import resource
 except ModuleNotFoundError as missing:
     raise UnsupportedError(
@@ -133,6 +134,21 @@ def _cpuinfo() -> str:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# ---- files ----
+
+
+def lock(handle: int) -> bool:
+    """Locks an open file for as long as it is open; False where another process has it. A file system without locks, such as a
+    USB drive's or a network folder's under macOS, lets everybody have it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # ---- limits ----

@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanovllm_cli import system
 from nanovllm_cli.chat.conversation import Conversation, Event
-from nanovllm_cli.cli.files import lock, write_whole
+from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
 
 FORMAT, VERSION = "nanovllm chat", 1
@@ -306,7 +307,7 @@ def _create(path: Path) -> int | None:
 
 
 def _lock(handle: int, name: str) -> None:
-    if not lock(handle):
+    if not system.lock(handle):
         raise SessionError(f"the session {name} is open in another terminal", "close it there, or choose another --session")
 
 

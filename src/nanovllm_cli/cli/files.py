@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -93,17 +92,6 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
     with WholeFile(path, mode) as file:
         file.write(text)
         file.commit()
-
-
-def lock(handle: int) -> bool:
-    """Locks an open file for as long as it is open; False where another process has it. Not every file system has locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def is_special(path: Path) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm_cli.cli.files import WholeFile, is_special, lock
+from nanovllm_cli import system
+from nanovllm_cli.cli.files import WholeFile, is_special
 from nanovllm_cli.errors import OutputError, UsageError
 
 
@@ -133,7 +134,7 @@ def _open_journal(path: Path) -> int:
         journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as failure:
         raise OutputError(f"cannot write {path}: {failure.strerror}") from failure
-    if not lock(journal):
+    if not system.lock(journal):
         os.close(journal)
         raise OutputError(f"another batch is writing {path}", "wait for it, or choose another -o")
     data = path.read_bytes()

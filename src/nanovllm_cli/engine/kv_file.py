@@ -13,6 +13,7 @@ Which tokens are in the cache is `block_manager.py`'s matter, where blocks lie i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import hmac
@@ -235,7 +236,8 @@ def _own_key() -> bytes:
         if not key:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # two processes that want their first one get the same
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # two processes that want their first one get the same
                 key = file.read()
                 if not key:
                     key = os.urandom(KEY_BYTES)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import hashlib
 import logging
@@ -256,17 +255,11 @@ def _alone_with(function: Callable[..., None]) -> Iterator[bool]:
 
 def _locked(handle: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as failure:
-            if failure.errno != errno.EWOULDBLOCK:
-                return True  # a file system without locks
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        else:
-            return True
+    while not system.lock(handle):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 # ---- compiled ----

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
+from nanovllm_cli import system
 from nanovllm_cli.errors import CheckpointError, DoesNotFitError, OutputError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.files import PICKLES, is_setting, some, told_bytes
@@ -75,8 +75,7 @@ class _Output:
         with contextlib.suppress(OSError):
             if not self._handles:  # an interrupt came between the neighbour's creation and its opening
                 self._open(os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it
-            if self._holds(self.temporary):
+            if system.lock(self._lock) and self._holds(self.temporary):  # no other process has it
                 self._remove()
         self._begun = False
         self._let_go()
@@ -108,13 +107,8 @@ class _Output:
         """Opens the neighbour and locks it. It may be gone, or be another one, by the time that the lock is here."""
         while True:
             self._open(flags)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as failure:
-                if failure.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                what = f"{self._shown}: another process is writing it"
-                raise OutputError(what, "wait for it, or choose another output") from failure
+            if not system.lock(self._lock):
+                raise OutputError(f"{self._shown}: another process is writing it", "wait for it, or choose another output")
             if self._holds(self.temporary):
                 return
             self._let_go()
