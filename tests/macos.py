@@ -15,7 +15,7 @@ M2: dict[str, Value] = {
     "hw.perflevel0.name": b"Performance", "hw.perflevel0.physicalcpu": 4, "hw.perflevel0.l2cachesize": 16777216,
     "hw.perflevel1.name": b"Efficiency", "hw.perflevel1.physicalcpu": 4, "hw.perflevel1.l2cachesize": 4194304,
     "hw.optional.neon": 1, "hw.optional.arm.FEAT_DotProd": 1, "hw.optional.arm.FEAT_I8MM": 1,
-    "machdep.cpu.brand_string": b"Apple M2",
+    "hw.memsize": 17179869184, "machdep.cpu.brand_string": b"Apple M2",
 }  # fmt: skip
 """What `sysctl -a` says there, shortened."""
 _LONG = ("hw.perflevel0.l2cachesize", "hw.perflevel1.l2cachesize", "hw.memsize")

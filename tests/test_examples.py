@@ -32,7 +32,7 @@ SHORT = {
 }  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
-    r"^(python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
+    r"^(brew |python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
     r"cuda": GPU,
     r"--think": "the bundled model's template has no such switch; tests/test_cli_run.py has it",
     r"-x ": "the bundled model writes no code; tests/test_cli_run.py has it",

@@ -48,7 +48,8 @@ def is_macos() -> bool:
 
 def memory_bytes() -> int:
     """All that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = sysctl_number("hw.memsize") if is_macos() else None
+    return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_bytes() -> int:

@@ -63,7 +63,8 @@ _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 PIECES = 8
 """Of a thread's part of the tasks: so many times each thread asks for more, by an instruction that takes some 20 ns."""
-_LINE = 64
+_LINE = 128
+"""Of a Mac's caches; others have half of it."""
 
 
 class Kernel:

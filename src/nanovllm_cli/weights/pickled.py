@@ -32,6 +32,7 @@ from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_DIMS = 16
+_KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
 _ANSWER_SECONDS = 300.0  # a file of the old format is read whole before the first answer
 _GET_ANOTHER = "the file is damaged, or is no checkpoint: take the model in safetensors"
 
@@ -200,7 +201,7 @@ def _infos(path: Path, tensors: Sequence[_Listed]) -> dict[str, TensorInfo]:
 
 def _environment() -> dict[str, str]:
     """What a child needs to find this package, and nothing of the user's secrets."""
-    kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH") if key in os.environ}
+    kept = {key: os.environ[key] for key in _KEPT if key in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"}
 
 

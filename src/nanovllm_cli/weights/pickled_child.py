@@ -1,4 +1,5 @@
-"""The process that opens pickled weights for `pickled.py`: limits first, then torch, then answers until stdin ends.
+"""The process that opens pickled weights for `pickled.py`: torch first, whose own memory is not counted, then
+limits, then answers until stdin ends.
 
 Answers are eight bytes of length and a JSON object; the bytes of a tensor's rows follow without one.
 """
@@ -86,7 +87,7 @@ def send(out: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 def main(files: list[Path]) -> None:
-    from nanovllm_cli.weights.writer import write_tensor
+    from nanovllm_cli.weights.writer import write_tensor  # and torch with it
 
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between the answers
