@@ -21,13 +21,14 @@ SMALL = {
 }  # fmt: skip
 
 
-def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A transformers model whose weights are large enough that every part of it matters to the output."""
+def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32, auto: Any = None) -> Any:
+    """A transformers model whose weights are large enough that every part of it matters to the output. auto: the class of
+    transformers that makes it, AutoModelForCausalLM if None."""
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
     config._experts_implementation = "eager"  # of its others one wants rows of 16 bytes
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = (auto or AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5 * 1.5

@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -101,6 +109,27 @@ def test_angles_that_depend_on_the_length_are_not_recorded(tmp_path: Path, caplo
     assert tokens(engine_on(model, device), greedy(4), PROMPTS[:2]) == tokens(engine_on(model, None), greedy(4), PROMPTS[:2])
     assert not device.graphs
     assert not caplog.records
+
+
+OTHERS: dict[str, Any] = {
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | {"tie_word_embeddings": True}, sliding_window=10, query_pre_attn_scalar=20, final_logit_softcapping=8.0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma2": Gemma2Config(**SHAPE | {"tie_word_embeddings": True}, sliding_window=10, query_pre_attn_scalar=20),
+    "glm4": Glm4Config(**SHAPE),
+    "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
+    "smollm3": SmolLM3Config(**SHAPE | {"no_rope_layers": [0, 1]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
+    """Norms with an offset, on either side, of heads; caps; windows, layers without positions; factors: recorded, all of it."""
+    model = save(random_model(OTHERS[family], dtype=torch.bfloat16), tmp_path)
+    device = EmulatedDevice()
+    assert tokens(engine_on(model, device), greedy(6), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(6), PROMPTS[:3])
+    assert device.graphs
 
 
 def test_experts_are_chosen_on_the_host_and_such_steps_are_not_recorded(tmp_path: Path) -> None:

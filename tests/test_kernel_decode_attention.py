@@ -139,7 +139,7 @@ def step(
     if options["sinks"]:
         options["sinks"] = random(kv_heads * group)
     qkv, angles = random(len(lens), kv_heads * (group + 2) * dim, dtype=types[0]), torch.empty(len(lens), 0)
-    projected = Projected(qkv, kv_heads * group, kv_heads, dim, None, None, 0.0, angles, angles, False)
+    projected = Projected(qkv, kv_heads * group, kv_heads, dim, None, None, 0.0, 0.0, angles, angles, False)
     return Step(projected, *caches, tables, torch.tensor(lens, dtype=torch.int32), options)
 
 
@@ -195,7 +195,7 @@ def test_bits_are_those_of_rope_and_cache_and_then_attention(name: str, splits: 
     plain, dim, count = inputs.projected, inputs.projected.dim, len(inputs.kv_lens)
     gains = {f"{head}_norm": random(dim, dtype=plain.qkv.dtype) for head in normed}
     angles = random(count, rotary // 2, scale=100)
-    turned = plain._replace(**gains, eps=1e-6, cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
+    turned = plain._replace(**gains, eps=1e-6, norm_offset=0.5, cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
     scales = [None, None]
     if inputs.options["k_scale"] is not None:  # powers of two, which can be multiplied with again
         scales = [2.0 ** torch.randint(-2, 3, (plain.kv_heads,)).float() for _ in "kv"]

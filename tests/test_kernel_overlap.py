@@ -70,7 +70,7 @@ def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
     def call(launcher: Launcher) -> torch.Tensor:
         caches = torch.zeros(2, 2, 1, 16, 64, dtype=BF16)
-        projected = Projected(qkv, 2, 1, 64, gain, gain, 1e-6, cos, sin, False)
+        projected = Projected(qkv, 2, 1, 64, gain, gain, 1e-6, 0.0, cos, sin, False)
         q = rope_and_cache(launcher, projected, slots, caches[0], caches[1])
         return torch.cat((q.flatten(), caches.flatten()))
 
@@ -136,7 +136,7 @@ def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tu
     count, lens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     blocks = torch.randperm(count * 32).int().view(count, 32)
     qkv, gain, k, v = random(count, 8 * 64, dtype=BF16), random(64, dtype=BF16), *random(2, count * 32, 2, 16, 64, dtype=BF16)
-    projected = Projected(qkv, 4, 2, 64, gain, gain, 1e-6, random(count, 32), random(count, 32), False)
+    projected = Projected(qkv, 4, 2, 64, gain, gain, 1e-6, 0.0, random(count, 32), random(count, 32), False)
     newest = [(int(blocks[row, (n - 1) // 16]), (n - 1) % 16) for row, n in enumerate(lengths) if n]
 
     def attend(make: Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Launcher]) -> tuple[torch.Tensor, ...]:

@@ -71,7 +71,8 @@ def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = T
     return {
         "qkv": random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), "heads": heads, "kv_heads": kv_heads, "dim": dim,
         "q_norm": random(dim, dtype=dtype) if norm else None, "k_norm": random(dim, dtype=dtype) if norm else None,
-        "eps": EPS, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved, "slots": slots,
+        "eps": EPS, "norm_offset": 0.5, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved,
+        "slots": slots,
         "k_cache": caches[0], "v_cache": caches[1],
         "k_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
         "v_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
@@ -85,7 +86,7 @@ def run(launcher: Emulator, **args: Any) -> torch.Tensor:
 
 def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and both caches, in float64."""
-    names = ("heads", "kv_heads", "q_norm", "k_norm", "eps", "cos", "sin", "interleaved")
+    names = ("heads", "kv_heads", "q_norm", "k_norm", "eps", "norm_offset", "cos", "sin", "interleaved")
     q, k, v = reference.qk_norm_rope(args["qkv"].double(), **{name: args[name] for name in names})
     caches = []
     for rows, name in ((k, "k"), (v, "v")):

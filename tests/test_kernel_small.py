@@ -11,7 +11,7 @@ import torch
 
 from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
-from nanovllm_cli.kernels import activation, blocks, cpu, embedding, reference
+from nanovllm_cli.kernels import activation, blocks, cpu, embedding, reference, scale
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
@@ -26,6 +26,27 @@ def untouched_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return cpu.zeros(numel, dtype)
     except OSError:
         pytest.skip(f"no address space of {numel * dtype.itemsize >> 30} GiB")
+
+
+# ---- scale ----
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_scale_is_one_rounding_from_float64(dtype: torch.dtype, cap: float, order: int) -> None:
+    for tokens, width in zip((1, 3, 2, 5, 1, 4, 7, 1, 2), WIDTHS, strict=True):
+        x = random(tokens, width, dtype=dtype, scale=4.0)
+        expected = reference.scale(x.double(), 0.22, cap)
+        got = scale.scale(Emulator(order), x, 0.22, cap)
+        assert got is x
+        close_to_rounding(got, expected)
+
+
+def test_scale_goes_no_further_than_its_numbers() -> None:
+    memory = torch.ones(301, dtype=BF16)
+    scale.scale(Emulator(), memory[:33], 2.0)
+    assert memory.tolist() == [2.0] * 33 + [1.0] * 268
 
 
 # ---- activation ----

@@ -80,6 +80,17 @@ def test_add_rms_norm_equals_reference(width: int, with_residual: bool, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
+    """More numbers than a task has, and fewer."""
+    for rows, width in ((3, 17), (5, 4099)):
+        x = randn(rows, width, dtype=dtype) * 4
+        expected = reference.scale(x, 0.22, cap)
+        assert cpu.scale(x, 0.22, cap) is x
+        assert error(x, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8
@@ -120,8 +131,8 @@ class Paged:
         angles = positions[:, None].float() / 100 ** (torch.arange(half) / half)
         q_norm, k_norm = options.get("q_norm"), options.get("k_norm")
         q = cpu.rope_and_cache(
-            qkv, heads, self.kv_heads, self.dim, q_norm, k_norm, 1e-6, angles.cos(), angles.sin(),  # type: ignore[arg-type]
-            bool(options.get("interleaved", False)), slots, run, self.k, self.v,
+            qkv, heads, self.kv_heads, self.dim, q_norm, k_norm, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
+            angles.cos(), angles.sin(), bool(options.get("interleaved", False)), slots, run, self.k, self.v,
         )  # fmt: skip
         tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
         out = cpu.paged_attention(
@@ -157,7 +168,7 @@ def test_rope_cache_and_attention_equal_reference(
     options = dict(options)
     if options.get("sinks"):
         options["sinks"] = randn(heads)
-    options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype)}
+    options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
     paged = Paged(lens, kv_heads, dim, dtype)
     qkv = randn(sum(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
     q, out = paged.step(qkv, lens, lens, heads, **options)
@@ -169,7 +180,7 @@ def test_rope_cache_and_attention_equal_reference(
         angles = torch.arange(length)[:, None].float() / 100 ** (torch.arange(half) / half)
 
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
-            normed = reference.add_rms_norm(part.reshape(-1, dim).float(), None, options[norm].float(), 1e-6, 0.0)  # type: ignore[attr-defined]
+            normed = reference.add_rms_norm(part.reshape(-1, dim).float(), None, options[norm].float(), 1e-6, 0.5)  # type: ignore[attr-defined]
             return reference.rope(
                 normed.reshape(part.shape), angles.cos(), angles.sin(), bool(options.get("interleaved"))
             )

@@ -77,7 +77,7 @@ def decode_case(launcher: Launcher, name: str, shape: Shape, batch: int, tokens:
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
     qkv, gain = randn(launcher, batch, (heads + 2 * kv_heads) * dim), randn(launcher, dim)
     angles = torch.rand(batch, dim // 2, device=launcher.device)
-    projected = rope_cache.Projected(qkv, heads, kv_heads, dim, gain, gain, 1e-6, angles, angles, False)
+    projected = rope_cache.Projected(qkv, heads, kv_heads, dim, gain, gain, 1e-6, 0.0, angles, angles, False)
     scratch = DecodeScratch(launcher, batch, heads, kv_heads, dim, tokens + BLOCK)
 
     def call(table: torch.Tensor) -> Callable[[], object]:
@@ -184,7 +184,7 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         return lambda: sampling.sample(launcher, logits, slots_table, buffers, only_greedy=greedy, has_logprobs=False)
 
     def rotated() -> object:
-        projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, angles, angles, False)
+        projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, 0.0, angles, angles, False)
         return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
     made: list[tuple[str, float, Callable[[], object]]] = [

@@ -70,7 +70,8 @@ class Shape:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by the checkpoint's names."""
-        return tensor_shapes(spec_from_hf(self.config, hf_family(self.config)))
+        family = hf_family(self.config)
+        return tensor_shapes(spec_from_hf(self.config, family), family.names("hf"))
 
     @property
     def matrix_numbers(self) -> int:

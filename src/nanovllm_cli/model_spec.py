@@ -51,6 +51,7 @@ class AttentionSpec:
 
     scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
     a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
+    fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
     """
 
     num_heads: int
@@ -64,6 +65,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    fused_qkv: bool = False
 
     @property
     def score_scale(self) -> float:
@@ -76,11 +78,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order."""
 
     intermediate_size: int
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     bias: bool = False
+    fused: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
@@ -120,10 +123,12 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0."""
+    """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
+    of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits."""
 
     eps: float
     offset: float = 0.0
+    stored_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class BlockSpec:
     """One layer. order:
 
     pre       x += attention(norm(x)); x += mlp(norm(x))
-    sandwich  x += norm(attention(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2)
+    sandwich  x += norm(attention(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     parallel  x += attention(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
     """
 
@@ -143,7 +148,7 @@ class BlockSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies embeddings,
-    logit_scale logits; logit_softcap caps them."""
+    residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them."""
 
     architecture: str
     vocab_size: int
@@ -153,6 +158,7 @@ class ModelSpec:
     max_position: int
     tied_head: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     dtype: str = field(default="bfloat16", compare=False)

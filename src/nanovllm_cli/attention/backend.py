@@ -15,11 +15,12 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class QKNorm(NamedTuple):
-    """Weights [D] of the norms over each head of q and k, where there are any."""
+    """Weights [D] of the norms over each head of q and k, where there are any; offset: see `NormSpec`."""
 
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
     eps: float = 0.0
+    offset: float = 0.0
 
 
 class AttentionBackend(CacheLayout, Protocol):

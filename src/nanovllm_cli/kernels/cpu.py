@@ -264,6 +264,13 @@ def add_rms_norm(
     return out
 
 
+def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+    """See `reference.scale`; x [T, width] is changed in place."""
+    ints = (address_of(x, x.dtype, *x.shape), x.numel())
+    launch(cpu_fused.scale, 16 * x.numel() if cap else x.numel(), tags_of(x.dtype), ints, (factor, cap))
+    return x
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`."""
     tokens, width = x.shape[0], x.shape[1] // 2
@@ -338,6 +345,7 @@ def rope_and_cache(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    norm_offset: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,
@@ -358,7 +366,7 @@ def rope_and_cache(
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(),
     )  # fmt: skip
-    launch(cpu_fused.rope_and_cache, 8 * qkv.numel(), tags_of(dtype, *kept), ints, (eps,))
+    launch(cpu_fused.rope_and_cache, 8 * qkv.numel(), tags_of(dtype, *kept), ints, (eps, norm_offset))
     return out
 
 

@@ -16,6 +16,7 @@ from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
 SILU, GELU_TANH, GELU = 0, 1, 2
+CHUNK = 4096  # numbers of a task that is not a row
 
 
 @kernel(fastmath=FAST)
@@ -38,6 +39,17 @@ def add_rms_norm(arguments, thread, team):
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
             store(target, i, load(line, i) * inverse * (np.float32(offset) + load(scale, i)))
+
+
+@kernel(fastmath=FAST)
+def scale(arguments, thread, team):
+    """x [size] *= factor; with a cap above 0, cap * tanh(x * factor / cap)."""
+    tag, x, size, factor, cap = fields(arguments)
+    numbers, bound = carray(typed_pointer(x, tag), (size,)), np.float32(cap)
+    for chunk in share(-(-size // CHUNK), thread, team):
+        for i in range(CHUNK * chunk, min(size, CHUNK * (chunk + 1))):
+            value = load(numbers, i) * np.float32(factor)
+            store(numbers, i, bound * np.tanh(value / bound) if bound > 0 else value)
 
 
 @kernel(fastmath=FAST)
@@ -72,14 +84,14 @@ def _erf(x):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, cos, sin, rotary, interleaved):
-    """One head: buffer = rope(rms_norm(source) * weight). Dimensions past `rotary` are not rotated."""
+def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, cos, sin, rotary, interleaved):
+    """One head: buffer = rope(rms_norm(source) * (norm_offset + weight)). Dimensions past `rotary` are not rotated."""
     width = buffer.size
     if has_norm:
         total = sum_of_squares(tag, source.ctypes.data, width)
         inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
         for i in range(width):
-            buffer[i] = load(source, i) * inverse * load(weight, i)
+            buffer[i] = load(source, i) * inverse * (np.float32(norm_offset) + load(weight, i))
     else:
         for i in range(width):
             buffer[i] = load(source, i)
@@ -108,7 +120,7 @@ def rope_and_cache(arguments, thread, team):
     """
     (
         tag, k_kind, v_kind, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
-        slots, run, k_cache, v_cache, k_record, v_record, q_out, eps,
+        slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
     source = carray(typed_pointer(qkv, tag), (num_tokens, heads + 2 * kv_heads, dim))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
@@ -127,14 +139,14 @@ def rope_and_cache(arguments, thread, team):
         t, h = task // kv_heads, task % kv_heads
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
-            _norm_and_rotate(tag, source[t, i], buffer, q_weight, q_norm != 0, eps, c, s, rotary, interleaved)
+            _norm_and_rotate(tag, source[t, i], buffer, q_weight, q_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
-        _norm_and_rotate(tag, source[t, heads + h], buffer, k_weight, k_norm != 0, eps, c, s, rotary, interleaved)
+        _norm_and_rotate(tag, source[t, heads + h], buffer, k_weight, k_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]

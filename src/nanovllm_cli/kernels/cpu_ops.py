@@ -24,3 +24,6 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return cpu.add_rms_norm(x, None, weight, eps, offset)
+
+    def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+        return cpu.scale(x, factor, cap)

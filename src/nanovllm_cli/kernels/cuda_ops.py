@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.kernels import gemv, norm, reference, rope_tables
+from nanovllm_cli.kernels import gemv, norm, reference, rope_tables, scale
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
@@ -35,3 +35,6 @@ class CudaOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
+
+    def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+        return scale.scale(self.launcher, x, factor, cap)

@@ -72,7 +72,7 @@ def decode_attention(
     [H], k_scale and v_scale [K] fp32.
     """
     projected.check(launcher)
-    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos, sin, interleaved = projected
+    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, norm_offset, cos, sin, interleaved = projected
     batch = projected.num_tokens
     blocks, _, block_size, _ = k_cache.shape
     width = block_tables.shape[1]
@@ -102,7 +102,7 @@ def decode_attention(
         numbers = (np.int32(size) for size in sizes)
         tensors = (qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, block_tables, kv_lens, sinks, k_scale, v_scale)
         results = (scratch.partials, scratch.sums, scratch.counters, out)
-        args = (*tensors, *results, *numbers, np.float32(eps), np.float32(scale), np.float32(softcap))
+        args = (*tensors, *results, *numbers, np.float32(eps), np.float32(norm_offset), np.float32(scale), np.float32(softcap))
         launcher.launch(kernel, (splits, grid_heads, batch), (THREADS, 1, 1), args)
     return out
 

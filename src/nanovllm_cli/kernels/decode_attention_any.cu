@@ -21,7 +21,7 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
                      KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
                      const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                      int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
-                     float eps, float scale, float softcap) {
+                     float eps, float norm_offset, float scale, float softcap) {
   typedef Vector<KV_DTYPE, VECTOR> Elements;
   __shared__ Result<Registers> result;
   __shared__ Heads heads;
@@ -31,7 +31,7 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
   if (!find_tokens(split, kv_lens, window, least_split)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
   const int* table = block_tables + (int64_t)blockIdx.z * table_width;
-  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps};
+  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps, norm_offset};
   take_heads(heads, projected, split, kv_heads, group, table, k_cache, v_cache, k_scale, v_scale);
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};

@@ -145,7 +145,7 @@ struct Projected {
   const float *cos, *sin;
   int num_angles;
   bool interleaved;
-  float eps;
+  float eps, norm_offset;
 };
 
 // Waits for the kernel ahead. All threads call it; it ends with a barrier, behind which the block finds the newest token in the
@@ -182,7 +182,8 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
 
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    mine[pass].norm(place, projected.q_norm || projected.k_norm, gains[pass], projected.eps);
+    mine[pass].norm(place, projected.q_norm || projected.k_norm, gains[pass], projected.eps,
+                    projected.norm_offset);
     if (head[pass] != value) mine[pass].rotate(place, angles);
     if (head[pass] > last) continue;
     if (head[pass] < key) {

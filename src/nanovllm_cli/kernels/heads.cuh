@@ -2,7 +2,7 @@
 // leave the same bits.
 //
 //   qkv [T, heads + 2 kv_heads, dim] DTYPE: the heads of q, then of k, then of v
-//   gains [dim] DTYPE: head / rms(head) * gain
+//   gains [dim] DTYPE: head / rms(head) * (offset + gain)
 //   cos, sin [T, num_angles] fp32: rotation of the first 2 * num_angles dims, in pairs (i, num_angles + i), or (2i, 2i + 1) if
 //   interleaved
 //
@@ -57,7 +57,7 @@ struct Head {
   DEVICE void load(const Place<LOAD>& place, const DTYPE* source) { load_all(place, loaded, source); }
 
   // To fp32, and normed where there are gains. All lanes of a warp call it with the same any_gains: whether one of them has some.
-  DEVICE void norm(const Place<LOAD>& place, bool any_gains, bool has_gains, float eps) {
+  DEVICE void norm(const Place<LOAD>& place, bool any_gains, bool has_gains, float eps, float offset) {
     float squares = 0.0f;
 #pragma unroll
     for (int unit = 0; unit < COUNT; ++unit)
@@ -77,7 +77,7 @@ struct Head {
     if (!has_gains) return;
 #pragma unroll
     for (int unit = 0; unit < COUNT; ++unit)
-      for (int i = 0; i < 2 * LOAD; ++i) values[unit][i] *= inverse * to_float(gains[unit][i / LOAD].at[i % LOAD]);
+      for (int i = 0; i < 2 * LOAD; ++i) values[unit][i] *= inverse * (offset + to_float(gains[unit][i / LOAD].at[i % LOAD]));
   }
 
   DEVICE void rotate(const Place<LOAD>& place, const Angles<LOAD, COUNT>& angles) {

@@ -56,6 +56,9 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """The norm of x, as a tensor."""
 
+    def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+        """x itself, changed in place as `reference.scale` has it."""
+
     def route(self, logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token the experts that take part and their weights; see `reference.route`."""
 

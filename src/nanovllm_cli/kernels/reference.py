@@ -33,6 +33,12 @@ def add_rms_norm(
     return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())).to(x.dtype)
 
 
+def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
+    """x * factor; with a cap above 0, cap * tanh(x * factor / cap), which stays within it (Gemma 2, Riviere et al. 2024)."""
+    scaled = wide(x) * factor
+    return (cap * torch.tanh(scaled / cap) if cap > 0 else scaled).to(x.dtype)
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu."""
     gate, up = wide(x).chunk(2, dim=-1)
@@ -95,6 +101,7 @@ def qk_norm_rope(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    norm_offset: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,
@@ -103,7 +110,7 @@ def qk_norm_rope(
     norm [D], then rotated. Not rounded yet."""
     head_rows = wide(qkv).reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
     q, k, v = torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1)
-    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps, 0.0) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps, norm_offset) for x, norm in ((q, q_norm), (k, k_norm)))
     return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
 
 

@@ -34,6 +34,7 @@ class Projected(NamedTuple):
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     eps: float
+    norm_offset: float
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
@@ -82,7 +83,7 @@ def rope_and_cache(
     v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated.
     """
     projected.check(launcher)
-    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos, sin, interleaved = projected
+    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, norm_offset, cos, sin, interleaved = projected
     tokens, half = projected.num_tokens, projected.num_angles
     blocks, _, block_size, _ = k_cache.shape
     assert block_size in BLOCK_SIZES, block_size
@@ -104,7 +105,7 @@ def rope_and_cache(
         grid = (tokens, -(-((heads + 2 * kv_heads) << lane_bits) // THREADS), 1)
         sizes = (np.int32(size) for size in (heads, kv_heads, dim, half, interleaved, lane_bits))
         tensors = (qkv, q_norm, k_norm, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
-        launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps)))
+        launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps), np.float32(norm_offset)))
     return q
 
 

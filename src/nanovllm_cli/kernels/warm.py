@@ -39,9 +39,9 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
     def step() -> torch.Tensor:
         x = cpu.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
         qkv = weight.matmul(x, None, dtype)[:, :48].contiguous()
-        q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, angles, angles, False, ids, run, k_cache, v_cache)
+        q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
-        cpu.gated_activation(x, "silu")
+        cpu.scale(cpu.gated_activation(x, "silu"), 1.0)
         return weight.matmul(x, None, torch.float32)
 
     step()

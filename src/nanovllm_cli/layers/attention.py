@@ -22,10 +22,11 @@ class Attention:
         self.spec = spec
         self.backend = kit.backend
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(hidden_size, {"q": q, "k": kv, "v": kv}, kit, spec.qkv_bias)
+        self.qkv = Linear(hidden_size, {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q, "k": kv, "v": kv}, kit, spec.qkv_bias)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
-        q_gains, k_gains = kit.zeros(2, spec.head_dim).fill_(1)
-        self.norm = QKNorm(q_gains, k_gains, norm.eps) if spec.qk_norm else QKNorm()
+        q_gains, k_gains = kit.zeros(2, spec.head_dim).fill_(1 - norm.offset)
+        self.norm = QKNorm(q_gains, k_gains, norm.eps, norm.offset) if spec.qk_norm else QKNorm()
+        self.stored_offset = norm.stored_offset
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def __call__(self, x: Hidden, angles: Angles, cache: LayerCache, step: Any) -> torch.Tensor:
@@ -43,7 +44,7 @@ class Attention:
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()
         norms = {"q_norm.weight": self.norm.q, "k_norm.weight": self.norm.k}
-        slots |= {name: table_slot(weight) for name, weight in norms.items() if weight is not None}
+        slots |= {name: table_slot(weight, self.stored_offset) for name, weight in norms.items() if weight is not None}
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots

@@ -17,7 +17,7 @@ class MLP:
     def __init__(self, spec: MLPSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
         self.activation = spec.activation
-        self.gate_up = Linear(hidden_size, {"gate": inner, "up": inner}, kit, spec.bias)
+        self.gate_up = Linear(hidden_size, {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}, kit, spec.bias)
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias)
 
     def __call__(self, x: Hidden) -> torch.Tensor:

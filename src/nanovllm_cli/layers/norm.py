@@ -16,7 +16,7 @@ class RMSNorm:
     def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
         self.spec = spec
         self.ops = kit.ops
-        self.weight = kit.zeros(width).fill_(1)
+        self.weight = kit.zeros(width).fill_(1 - spec.offset)
 
     def __call__(self, x: torch.Tensor | None, residual: torch.Tensor) -> Hidden:
         return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset)
@@ -26,4 +26,4 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
 
     def slots(self) -> Slots:
-        return {"weight": table_slot(self.weight)}
+        return {"weight": table_slot(self.weight, self.spec.stored_offset)}

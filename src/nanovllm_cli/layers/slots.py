@@ -21,11 +21,11 @@ class WeightSlot(NamedTuple):
 Slots = dict[str, WeightSlot]
 
 
-def table_slot(table: torch.Tensor) -> WeightSlot:
-    """A slot for a plain tensor, converted to its type."""
+def table_slot(table: torch.Tensor, taken_off: float = 0.0) -> WeightSlot:
+    """A slot for a plain tensor, less taken_off, converted to its type."""
 
     def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "tables are plain numbers"
-        table[first : first + rows.shape[0]].copy_(rows)
+        table[first : first + rows.shape[0]].copy_(rows.float() - taken_off if taken_off else rows)
 
     return WeightSlot(tuple(table.shape), load)

@@ -39,6 +39,8 @@ class Block:
             return RMSNorm(model.norm, width, kit)
 
         self.order = spec.order
+        self.ops = kit.ops
+        self.scale = model.residual_scale
         self.attention = Attention(spec.attention, model.norm, width, kit)
         self.mlp = MoE(spec.mlp, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
@@ -55,6 +57,9 @@ class Block:
         if self.after_attention is not None and self.after_mlp is not None:
             x = self.after_attention.alone(self.attention(h, angles, cache, step))
             return self.after_mlp.alone(self.mlp(self.mlp_norm(x, residual)))
+        if self.scale != 1.0:
+            x = self.ops.scale(self.attention(h, angles, cache, step), self.scale)
+            return self.ops.scale(self.mlp(self.mlp_norm(x, residual)), self.scale)
         x = self.attention.onto(residual, h, angles, cache, step)
         return self.mlp.onto(residual, self.mlp_norm(x, residual))
 
@@ -84,6 +89,7 @@ class Decoder:
         )
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
         ropes = {block.attention.rope for block in spec.blocks}
         self.ropes = {rope: Rope(rope, kit.ops) for rope in ropes if rope is not None}
 
@@ -98,9 +104,7 @@ class Decoder:
     @property
     def recordable(self) -> bool:
         """True if everything in `run` and `head` is kernels, none of it plain torch."""
-        return self.spec.embedding_scale == 1.0 and all(
-            block.order != "parallel" and not isinstance(block.mlp, MoESpec) for block in self.spec.blocks
-        )
+        return all(block.order != "parallel" and not isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
@@ -117,8 +121,8 @@ class Decoder:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
         residual = self.embedding(batch.token_ids, batch.token_table)
-        if self.spec.embedding_scale != 1.0:
-            residual *= self.spec.embedding_scale
+        if self.embedding_scale != 1.0:
+            self.ops.scale(residual, self.embedding_scale)
         x: torch.Tensor | None = None
         for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
             x = block(x, residual, inputs.angles[spec.attention.rope], layer, inputs.step)
@@ -137,8 +141,6 @@ class Decoder:
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap of the head's own output."""
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        if self.spec.logit_softcap:
-            logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
-        return logits
+        if self.spec.logit_scale == 1.0 and not self.spec.logit_softcap:
+            return logits
+        return self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)

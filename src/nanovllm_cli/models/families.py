@@ -1,31 +1,22 @@
-"""The Llama-shaped families: from a config to a ModelSpec, and from our slot names to the checkpoint's.
+"""From a config to a ModelSpec: what the families have in common, and those that are nothing else.
 
-Llama 1 to 3, Mistral, Qwen2 / 2.5 and Qwen3 (dense) differ in a handful of values only, so they share these two functions, and
-a family is the `Family` that says which. What they share with the rest of the world (rope scaling, windows) is read here too.
+Llama 1 to 3, Mistral, Qwen2 / 2.5 and Qwen3 (dense) differ in a handful of values only; they are a `Family` each, below. Others
+(gemma.py, phi.py, …) add what only they have, by the functions that their Family names.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import (
-    GGUF_EXPERT_NAMES,
-    MIXTRAL_KEYS,
-    MIXTRAL_NAMES,
-    QWEN_KEYS,
-    QWEN_NAMES,
-    ExpertKeys,
-    mlps_from_gguf,
-    mlps_from_hf,
-)
+from nanovllm_cli.models.experts import MIXTRAL_KEYS, MIXTRAL_NAMES, QWEN_KEYS, QWEN_NAMES, mlps_from_gguf, mlps_from_hf
+from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.rotary import ReadValues, rope_from_gguf, rope_from_hf, stretched
 
-ANOTHER = "take another model; README.md lists what runs"
 MAX_LAYERS = 1024
 ACTIVATIONS = {
     "silu": "silu",
@@ -34,33 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one family's configs are read.
-
-    qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for "sliding_window" to count;
-    None: a window counts wherever it is given. interleaved_gguf: its GGUF files hold q and k with rotary pairs side by side.
-    experts: what its configs call them, where it has any. hf_names, gguf_names: where its tensors are called otherwise than
-    HF_NAMES and GGUF_NAMES have it, or are others.
-    """
-
-    name: str
-    qk_norm: bool = False
-    qkv_bias: bool | None = None
-    has_window: bool = False
-    window_switch: str | None = None
-    interleaved_gguf: bool = False
-    tied_by_default: bool = False
-    experts: ExpertKeys | None = None
-    hf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    gguf_names: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
-        """Our names of slots, {i} for the layer -> those in its files."""
-        return {**HF_NAMES, **self.hf_names} if kind == "hf" else {**GGUF_NAMES, **self.gguf_names}
-
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 LLAMA = Family("llama", interleaved_gguf=True)
 MISTRAL = Family("mistral", has_window=True, interleaved_gguf=True)
@@ -69,49 +34,12 @@ QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_slidin
 MIXTRAL = replace(MISTRAL, name="mixtral", experts=MIXTRAL_KEYS, hf_names=MIXTRAL_NAMES)
 QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES)
 
-HF_NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "blocks.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
-    "blocks.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    **{
-        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.self_attn.{part}_proj.{kind}"
-        for part in "qkvo"
-        for kind in ("weight", "bias")
-    },
-    **{f"blocks.{{i}}.{part}_norm.weight": f"model.layers.{{i}}.self_attn.{part}_norm.weight" for part in "qk"},
-    **{
-        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.mlp.{part}_proj.{kind}"
-        for part in ("gate", "up", "down")
-        for kind in ("weight", "bias")
-    },
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-
-GGUF_NAMES = {
-    "embedding.weight": "token_embd.weight",
-    "blocks.{i}.attention_norm.weight": "blk.{i}.attn_norm.weight",
-    "blocks.{i}.mlp_norm.weight": "blk.{i}.ffn_norm.weight",
-    **{f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.o.{kind}": f"blk.{{i}}.attn_output.{kind}" for kind in ("weight", "bias")},
-    **{f"blocks.{{i}}.{part}_norm.weight": f"blk.{{i}}.attn_{part}_norm.weight" for part in "qk"},
-    **{
-        f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.ffn_{part}.{kind}"
-        for part in ("gate", "up", "down")
-        for kind in ("weight", "bias")
-    },
-    "norm.weight": "output_norm.weight",
-    "head.weight": "output.weight",
-    **GGUF_EXPERT_NAMES,
-}
-
-# Left by some exporters, and worth nothing to us: frequencies follow from the config.
-HF_IGNORED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
-
 
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
-    """config.json -> ModelSpec, with the meanings that transformers gives its keys."""
-    read = ConfigReader(config, "config.json")
+    """config.json -> ModelSpec, with the meanings that transformers gives its keys. Of a model that also sees or hears, the part
+    that reads and writes text."""
+    config = _text_config(config)
+    read = ConfigReader({**family.defaults, **{key: value for key, value in config.items() if value is not None}}, "config.json")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
     hidden = read.integer("hidden_size")
@@ -124,111 +52,110 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         raise UnsupportedError(
             f"activation {activation!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
         )
+    window, kinds = _windows_from_hf(read, family, layers)
+    ropes = _ropes_from_hf(read, family, kinds, head_dim, max_position)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=_rope_from_hf(read, head_dim, max_position),
+        rope=None,
         qkv_bias=read.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias,
         out_bias=read.flag("attention_bias", False) if family.qkv_bias is None else False,
         qk_norm=family.qk_norm,
+        fused_qkv=family.fused_qkv,
     )
-    mlp = MLPSpec(read.integer("intermediate_size"), ACTIVATIONS[activation], bias=read.flag("mlp_bias", False))  # type: ignore[arg-type]
-    windows = _windows_from_hf(read, family, layers)
+    mlp = MLPSpec(
+        read.integer("intermediate_size"),
+        ACTIVATIONS[activation],  # type: ignore[arg-type]
+        bias=read.flag("mlp_bias", False),
+        fused=family.fused_mlp,
+    )
+    has_rope = _layers_with_rope(read, family, layers)
     mlps = mlps_from_hf(read, family.experts, mlp, layers)
-    assert attention.rope is not None
-    return ModelSpec(
+    blocks = (
+        BlockSpec(replace(attention, window=window if kind == SLIDING else None, rope=ropes[kind] if rotates else None), each)
+        for kind, rotates, each in zip(kinds, has_rope, mlps, strict=True)
+    )
+    spec = ModelSpec(
         architecture=family.name,
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
-        blocks=tuple(
-            BlockSpec(replace(attention, window=window), each) for window, each in zip(windows, mlps, strict=True)
-        ),
+        blocks=tuple(blocks),
         norm=NormSpec(read.number("rms_norm_eps", 1e-6)),
-        max_position=_stretched(attention.rope, max_position),
+        max_position=stretched(ropes[FULL], max_position),
         tied_head=read.flag("tie_word_embeddings", family.tied_by_default),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
+    return family.hf(spec, read)
 
 
-def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> list[int | None]:
-    """The window of each layer. "layer_types" says which layers have one; older configs, from which layer on."""
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    if inner is None:
+        return config
+    if not isinstance(inner, Mapping):
+        raise CheckpointError("config.json: 'text_config' must be an object", BROKEN)
+    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None}
+    return {**inner, **outer}
+
+
+def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> tuple[int | None, list[str]]:
+    """The window, and the kind of each layer: SLIDING or FULL. "layer_types" says it; older configs, a pattern or from which
+    layer on."""
+    everywhere = [FULL] * layers
     if not family.has_window or not read.has("sliding_window"):
-        return [None] * layers
+        return None, everywhere
     if family.window_switch is not None and not read.flag(family.window_switch, False):
-        return [None] * layers
+        return None, everywhere
     window = read.integer("sliding_window")
     types = read.values.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:
             raise CheckpointError(f"config.json lists {len(types)} layer_types for {layers} layers", BROKEN)
-        unknown = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
+        unknown = sorted({str(t) for t in types} - {SLIDING, FULL})
         if unknown:
-            raise UnsupportedError(
-                f"layer type {unknown[0][:80]!r} is not supported", "known: full_attention, sliding_attention"
-            )
-        return [window if kind == "sliding_attention" else None for kind in types]
+            raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {FULL}, {SLIDING}")
+        return window, types
+    if family.full_every is not None:
+        return window, _every(layers, read.integer("sliding_window_pattern", family.full_every))
     first = read.integer("max_window_layers", 0, least=0) if family.window_switch is not None else 0
-    return [window if i >= first else None for i in range(layers)]
+    return window, [SLIDING if i >= first else FULL for i in range(layers)]
 
 
-def _rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
-    """ "rope_parameters" (transformers 5), or "rope_theta" beside "rope_scaling" (before)."""
-    rope = read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
-    theta = rope.number("rope_theta") if rope.has("rope_theta") else read.number("rope_theta", 10000.0)
-    share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    original = rope.integer(
-        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position), least=2
-    )
-    base = RopeSpec(dim=int(head_dim * share), theta=theta, original_len=original)
-    _check_rope(base, head_dim, read)
-    if rope.has("attention_factor"):
-        base = replace(base, attention_factor=rope.number("attention_factor"))
-    match kind:
-        case "default" | "none":
-            return base
-        case "linear":
-            return replace(base, scaling="linear", factor=rope.number("factor"))
-        case "dynamic":
-            if base.dim < 4:  # the exponent of its base is dim / (dim - 2)
-                raise UnsupportedError(f"{rope.where}: dynamic scaling of {base.dim} rotary dims", ANOTHER)
-            return replace(base, scaling="dynamic", factor=rope.number("factor"), original_len=max_position)
-        case "llama3":
-            return replace(
-                base, scaling="llama3", factor=rope.number("factor"),
-                low_freq=rope.number("low_freq_factor"), high_freq=rope.number("high_freq_factor"),
-            )  # fmt: skip
-        case "yarn":
-            return replace(
-                base, scaling="yarn", factor=rope.number("factor", max_position / original),
-                beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
-                truncate=rope.flag("truncate", True),
-                mscale=rope.number("mscale", 0.0, positive=False),
-                mscale_all_dim=rope.number("mscale_all_dim", 0.0, positive=False),
-            )  # fmt: skip
-        case "longrope" | "su":
-            return replace(
-                base, scaling="longrope", factor=rope.number("factor", max_position / original),
-                short_divisors=rope.numbers("short_factor", base.dim // 2),
-                long_divisors=rope.numbers("long_factor", base.dim // 2),
-            )  # fmt: skip
-    raise UnsupportedError(
-        f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope"
-    )
+def _every(layers: int, full_every: int) -> list[str]:
+    return [SLIDING if (i + 1) % full_every else FULL for i in range(layers)]
 
 
-def _stretched(rope: RopeSpec, max_position: int) -> int:
-    """The context that a scaling makes of the one in the config; vLLM's rule. llama3 and longrope configs say it themselves."""
-    if rope.scaling in ("linear", "dynamic"):
-        return int(max_position * rope.factor)
-    if rope.scaling == "yarn":
-        return max(max_position, int(rope.original_len * rope.factor))
-    return max_position
+def _ropes_from_hf(
+    read: ConfigReader, family: Family, kinds: list[str], head_dim: int, max_position: int
+) -> dict[str, RopeSpec]:
+    """Of each kind of layer; FULL is always there. "rope_parameters" may have a section for each kind."""
+    sections = read.values.get("rope_parameters")
+    if isinstance(sections, Mapping) and isinstance(sections.get(FULL), Mapping):
+        readers = {
+            kind: ConfigReader({**read.values, "rope_parameters": sections.get(kind)}, f"{read.where}: {kind}")
+            for kind in {FULL, *kinds}
+        }
+        found = {kind: rope_from_hf(reader, head_dim, max_position) for kind, reader in readers.items()}
+    else:
+        found = dict.fromkeys((FULL, SLIDING), rope_from_hf(read, head_dim, max_position))
+        if family.local_theta is not None:
+            theta = read.number("rope_local_base_freq", family.local_theta)
+            found[SLIDING] = RopeSpec(dim=found[FULL].dim, theta=theta, original_len=found[FULL].original_len)
+    return {kind: replace(rope, interleaved=family.interleaved) for kind, rope in found.items()}
 
 
-ReadValues = Callable[[str], tuple[float, ...] | None]
-"""Name of a small tensor of the checkpoint -> its values, or None where there is none."""
+def _layers_with_rope(read: ConfigReader, family: Family, layers: int) -> list[bool]:
+    """ "no_rope_layers" has, in spite of its name, a 1 for each layer with positions."""
+    if family.no_rope_every is None:
+        return [True] * layers
+    listed = read.values.get("no_rope_layers")
+    if isinstance(listed, list):
+        if len(listed) != layers or not all(isinstance(entry, int) for entry in listed):
+            raise CheckpointError(f"config.json: 'no_rope_layers' must be a list of {layers} numbers", BROKEN)
+        return [bool(entry) for entry in listed]
+    interval = read.integer("no_rope_layer_interval", family.no_rope_every)
+    return [(i + 1) % interval != 0 for i in range(layers)]
 
 
 def spec_from_gguf(
@@ -236,7 +163,8 @@ def spec_from_gguf(
 ) -> ModelSpec:
     """GGUF metadata -> ModelSpec, with the meanings that llama.cpp gives its keys.
 
-    vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head).
+    vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head, what is
+    one tensor).
     """
     read = ConfigReader(metadata, "GGUF metadata")
     arch = read.text("general.architecture")
@@ -253,71 +181,56 @@ def spec_from_gguf(
     if read.integer(key("attention.value_length"), head_dim) != head_dim:
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
+    rope = rope_from_gguf(read, key, head_dim, max_position, family.interleaved_gguf, values)
+    local = rope
+    if family.local_theta is not None:
+        theta = read.number(key("rope.freq_base_swa"), family.local_theta)
+        local = RopeSpec(dim=rope.dim, theta=theta, interleaved=rope.interleaved, original_len=rope.original_len)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=_rope_from_gguf(read, key, head_dim, max_position, family, values),
-        qkv_bias="blk.0.attn_q.bias" in names,
+        rope=rope,
+        qkv_bias=bool(names & {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}),
         out_bias="blk.0.attn_output.bias" in names,
         qk_norm="blk.0.attn_q_norm.weight" in names,
-        window=read.integer(key("attention.sliding_window"))
-        if read.values.get(key("attention.sliding_window"))
-        else None,
+        fused_qkv="blk.0.attn_qkv.weight" in names,
     )
-    mlp = MLPSpec(read.integer(key("feed_forward_length")), bias="blk.0.ffn_gate.bias" in names)
-    return ModelSpec(
+    mlp = MLPSpec(
+        read.integer(key("feed_forward_length")),
+        bias="blk.0.ffn_gate.bias" in names,
+        fused=family.fused_mlp and "blk.0.ffn_gate.weight" not in names,
+    )
+    sees_all = replace(attention, rope=rope)
+    window = read.integer(key("attention.sliding_window"), 0, least=0) or None
+    blocks = []
+    mlps = mlps_from_gguf(read, key, mlp, layers, names)
+    for i, kind in enumerate(_windows_from_gguf(read, key, family, layers)):
+        own = replace(attention, rope=local, window=window) if kind == SLIDING and window is not None else sees_all
+        rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every
+        blocks.append(BlockSpec(own if rotates else replace(own, rope=None), mlps[i]))
+    spec = ModelSpec(
         architecture=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        blocks=tuple(BlockSpec(attention, each) for each in mlps_from_gguf(read, key, mlp, layers, names)),
+        blocks=tuple(blocks),
         norm=NormSpec(read.number(key("attention.layer_norm_rms_epsilon"))),
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
+    return family.gguf(spec, read, key)
 
 
-def _rope_from_gguf(
-    read: ConfigReader, key: Callable[[str], str], head_dim: int, max_position: int, family: Family, values: ReadValues
-) -> RopeSpec:
-    original = read.integer(key("rope.scaling.original_context_length"), max_position, least=2)
-    base = RopeSpec(
-        dim=read.integer(key("rope.dimension_count"), head_dim),
-        theta=read.number(key("rope.freq_base"), 10000.0),
-        interleaved=family.interleaved_gguf,
-        original_len=original,
-    )
-    _check_rope(base, head_dim, read)
-    divisors, short, long = (values(f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long"))
-    for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
-        if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
-            raise CheckpointError(f"tensor 'rope_{name}.weight' must hold {base.dim // 2} positive numbers", BROKEN)
-    if short and long:
-        factor = max_position / original
-        spec = replace(base, scaling="longrope", factor=factor, short_divisors=short, long_divisors=long)
-        if read.has(key("rope.scaling.attn_factor")):
-            spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
-        return spec
-    if divisors:
-        return replace(base, scaling="divisors", short_divisors=divisors)
-    kind = read.text(key("rope.scaling.type"), "none")
-    if kind == "none" and read.has(key("rope.scale_linear")):
-        kind = "linear"
-    factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
-    if kind == "none" or factor == 1.0:
-        return base
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedError(f"rope scaling {kind!r} in GGUF is not supported", "known: none, linear, yarn, longrope")
-    spec = replace(base, scaling=kind, factor=factor)  # type: ignore[arg-type]
-    if kind == "linear":
-        return spec
-    stretch = key("rope.scaling.yarn_attn_factor")  # what llama.cpp's converter makes of config.json's attention_factor
-    return replace(
-        spec,
-        beta_fast=read.number(key("rope.scaling.yarn_beta_fast"), spec.beta_fast),
-        beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
-        attention_factor=read.number(stretch) if read.has(stretch) else None,
-    )
+def _windows_from_gguf(read: ConfigReader, key: Callable[[str], str], family: Family, layers: int) -> list[str]:
+    """The kind of each layer, where there is a window: by a list, by a number as in `Family.full_every`, or by the family."""
+    pattern = read.values.get(key("attention.sliding_window_pattern"))
+    if isinstance(pattern, list | tuple):
+        if len(pattern) != layers or not all(isinstance(entry, bool) for entry in pattern):
+            raise CheckpointError(f"{read.where}: the sliding_window_pattern must be a list of {layers} flags", BROKEN)
+        return [SLIDING if entry else FULL for entry in pattern]
+    if family.full_every is None:
+        return [SLIDING] * layers
+    return _every(layers, read.integer(key("attention.sliding_window_pattern"), family.full_every))
 
 
 def _layers(count: int, read: ConfigReader) -> int:
@@ -333,11 +246,3 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, read: ConfigReader) -
         )
     if head_dim < 2 or head_dim % 2:
         raise UnsupportedError(f"{read.where}: head dim {head_dim} is not an even number", ANOTHER)
-
-
-def _check_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> None:
-    """What the kernels and the formulas of layers/rope.py take for granted."""
-    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
-        raise CheckpointError(f"{read.where}: {rope.dim} rotary dims do not fit heads of {head_dim}", BROKEN)
-    if rope.theta <= 1:
-        raise CheckpointError(f"{read.where}: the rotary base must be above 1, not {rope.theta:g}", BROKEN)

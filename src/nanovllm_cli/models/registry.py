@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
+from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
+from nanovllm_cli.models.glm import GLM4
+from nanovllm_cli.models.granite import GRANITE
+from nanovllm_cli.models.phi import PHI3
+from nanovllm_cli.models.smollm import SMOLLM3
 
 HF_ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
@@ -16,6 +22,15 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
+    "Glm4ForCausalLM": GLM4,
+    "GraniteForCausalLM": GRANITE,
+    "Mistral3ForConditionalGeneration": MISTRAL,
+    "Phi3ForCausalLM": PHI3,
+    "SmolLM3ForCausalLM": SMOLLM3,
 }
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
@@ -23,6 +38,13 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "glm4": GLM4,
+    "granite": GRANITE,
+    "phi3": PHI3,
+    "smollm3": SMOLLM3,
 }
 
 

@@ -97,7 +97,7 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
         found["attention"] += hidden * (2 * queries + 2 * keys)
         found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias
         found["mlp"] += block.mlp.num_weights(hidden)
-        found["norms"] += 2 * hidden + 2 * attention.head_dim * attention.qk_norm
+        found["norms"] += (4 if block.order == "sandwich" else 2) * hidden + 2 * attention.head_dim * attention.qk_norm
     return found
 
 

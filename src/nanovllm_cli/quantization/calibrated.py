@@ -63,11 +63,18 @@ def check_gptq(plan: Plan) -> None:
             )
 
 
+def check_awq(plan: Plan) -> None:
+    """UnsupportedError for models whose matrices AWQ can't scale part by part."""
+    for item in plan.items:
+        if item.weight.unit.startswith("blocks.") and item.weight.ours.split(".")[2] in ("qkv", "gate_up"):
+            raise UnsupportedError(f"awq of {item.weight.source}, which is several matrices", "use --algorithm gptq, or rtn")
+
+
 def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
     """A ChooseBlock, for a plan that `check_gptq` has passed."""
     found: dict[str, Rows] = {}
     for source, parts in INPUTS.items():
-        slots = [f"{part}.weight" for part in parts if formats[f"{part}.weight"] is not None]
+        slots = [slot for part in parts if (slot := f"{part}.weight") in weights and formats[slot] is not None]
         if not slots:
             continue
         hessian = walk.calibration.observe((source,))[source].hessian
@@ -83,8 +90,8 @@ def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) ->
 
 def by_awq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
     """A ChooseBlock."""
-    block, offset = original.spec.blocks[walk.calibration.layer], original.spec.norm.offset
-    changed = scale_and_clip(weights, walk.calibration.observe(), block, offset, formats)
+    block, norm = original.spec.blocks[walk.calibration.layer], original.spec.norm
+    changed = scale_and_clip(weights, walk.calibration.observe(), block, norm.offset - norm.stored_offset, formats)
     found: dict[str, Rows] = {}
     for slot, rows in changed.items():
         form = formats.get(slot)

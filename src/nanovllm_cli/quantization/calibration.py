@@ -37,12 +37,13 @@ from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics
 
 INPUTS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
+    "qkv": ("q", "k", "v", "qkv"),
     "o": ("o",),
-    "gate_up": ("gate", "up"),
+    "gate_up": ("gate", "up", "gate_up"),
     "down": ("down",),
 }
-"""What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows."""
+"""What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows; a model
+that has several of them as one has no others."""
 
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
@@ -72,6 +73,10 @@ class Calibration:
         platform.enter()
         self._residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
         self._block = self._build()
+
+    def slots(self) -> list[str]:
+        """What the current block is made of, by our names within it."""
+        return list(self._block.model.blocks[0].slots())
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Slots of the current block by name ("q.weight", "mlp_norm.weight"), floats; what was loaded before stays."""
@@ -201,4 +206,4 @@ def _batch_of(sequences: list[Sequence[int]], block_size: int) -> Batch:
 
 def _embed(ids: torch.Tensor, embedding: torch.Tensor, spec: ModelSpec, dtype: torch.dtype) -> torch.Tensor:
     rows = embedding[ids].to(dtype)
-    return rows if spec.embedding_scale == 1.0 else rows * spec.embedding_scale
+    return rows if spec.embedding_scale == 1.0 else rows * torch.tensor(spec.embedding_scale, dtype=dtype)

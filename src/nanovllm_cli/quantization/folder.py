@@ -15,7 +15,7 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights.files import beside_weights
-from nanovllm_cli.weights.loader import checkpoint_name, names_of
+from nanovllm_cli.weights.tensor_names import checkpoint_name, left_aside, names_of
 from nanovllm_cli.weights.weight_reader import float_slices
 from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
@@ -94,7 +94,10 @@ def _config(original: Original, plan: Plan) -> dict[str, Any]:
         for item in plan.items
         if item.weight.unit != "embedding"
     }
-    config = dict(original.checkpoint.config)
+    checkpoint = original.checkpoint
+    others = left_aside(checkpoint, (name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 2))
+    formats |= {name.removesuffix(".weight"): None for name in sorted(others)}
+    config = dict(checkpoint.config)
     if original.spec.tied_head and "lm_head" in formats:
         config["tie_word_embeddings"] = False  # the head has numbers of its own now
     return config | {"quantization_config": quantization_config({**formats, "lm_head": formats.get("lm_head")})}

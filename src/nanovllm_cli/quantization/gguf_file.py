@@ -19,7 +19,7 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
 from nanovllm_cli.weights.convert_tensors import Step, slices
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter
-from nanovllm_cli.weights.loader import names_of
+from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.writer import OutputFile
 
 

@@ -60,10 +60,12 @@ def _fits(name: str, width: int) -> bool:
 
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
-    """The type that differs from the mix's own, for part q, k, v, o, gate, up or down of a layer."""
+    """The type that differs from the mix's own, for part q, k, v, qkv, o, gate, up, gate_up or down of a layer."""
     layers = spec.num_layers
     many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     match mix, part:
+        case ("q3_k_m" | "q3_k_l" | "q4_k_m" | "q5_k_m"), "qkv":
+            return {"q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, "Q4_K")
         case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
             return "Q6_K"
         case ("q4_k_s", "v") if layer < 4:

@@ -22,8 +22,8 @@ import torch
 from nanovllm_cli.errors import OutputError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
-from nanovllm_cli.weights.loader import checkpoint_name
 from nanovllm_cli.weights.safetensors import SafetensorsFile
+from nanovllm_cli.weights.tensor_names import checkpoint_name
 from nanovllm_cli.weights.writer import SafetensorsWriter, TensorOut, sync_folder
 
 Rows = torch.Tensor | QuantizedRows

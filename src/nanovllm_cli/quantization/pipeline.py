@@ -20,7 +20,7 @@ from nanovllm_cli.errors import UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.algorithms import Algorithm, RoundToNearest
 from nanovllm_cli.quantization.allocation import with_target
-from nanovllm_cli.quantization.calibrated import Calibrated, by_awq, by_gptq, check_gptq
+from nanovllm_cli.quantization.calibrated import Calibrated, by_awq, by_gptq, check_awq, check_gptq
 from nanovllm_cli.quantization.card import Card, measure, windows_of
 from nanovllm_cli.quantization.folder import write_folder
 from nanovllm_cli.quantization.gguf_file import write_gguf
@@ -183,8 +183,7 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
 def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
     if method.algorithm == "rtn":
         return RoundToNearest(original)
-    if method.algorithm == "gptq":
-        check_gptq(plan)
+    {"gptq": check_gptq, "awq": check_awq}[method.algorithm](plan)
     walk = Walk(original, method.sequences(original), progress)
     return Calibrated(original, plan, walk, {"gptq": by_gptq, "awq": by_awq}[method.algorithm])
 

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
-from nanovllm_cli.weights.convert_names import dense_mlp_of
+from nanovllm_cli.weights.convert_names import check_convertible, dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
-from nanovllm_cli.weights.loader import checkpoint_name, family_of, names_of
+from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
-ATTENTION = ("q", "k", "v", "o")
-LINEARS = (*ATTENTION, "gate", "up", "down")
+ATTENTION = ("q", "k", "v", "qkv", "o")
+LINEARS = (*ATTENTION, "gate", "up", "gate_up", "down")
+"""Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
 Kind = Literal["hf", "gguf"]
 
 
@@ -175,6 +176,8 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         )
     if kind == "gguf":
         dense_mlp_of(original.spec)
+        if original.checkpoint.format != "gguf":
+            check_convertible(family_of(original.checkpoint))
     patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]
     used = set()
     notes: list[str] = []
@@ -230,7 +233,8 @@ def _split_weights(items: list[Planned]) -> list[str]:
 def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weight]:
     """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
-    there, output = names_of(checkpoint), family_of(checkpoint).names(kind)
+    there = names_of(checkpoint)
+    output = there if checkpoint.format == kind else family_of(checkpoint).names(kind)
     names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in _parts(block)]
     for ours in ("embedding.weight", *names, "head.weight"):
         source = checkpoint_name(ours, there)
@@ -251,11 +255,13 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
 
 def _parts(block: BlockSpec) -> Iterator[str]:
     """The linear layers of a block. A router stays as it is: it is small, and much depends on it."""
-    for part in LINEARS:
-        if isinstance(block.mlp, MLPSpec) or part in ATTENTION:
-            yield part
+    mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
+    absent = {"q", "k", "v"} if block.attention.fused_qkv else {"qkv"}
+    absent |= {"gate", "up"} if mlp.fused else {"gate_up"}
+    present = [part for part in LINEARS if part not in absent]
+    yield from (part for part in present if part in ATTENTION or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
-        yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in LINEARS if part not in ATTENTION)
+        yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in present if part not in ATTENTION)
 
 
 def _usual(weight: Weight, spec: ModelSpec, choices: Choices, kind: Kind, notes: list[str]) -> Format | None:

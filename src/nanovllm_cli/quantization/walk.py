@@ -13,13 +13,7 @@ from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.calibration import Calibration
 from nanovllm_cli.quantization.original import Original
-from nanovllm_cli.quantization.plan import LINEARS
-from nanovllm_cli.weights.loader import checkpoint_name, names_of
-
-_SLOTS = (
-    *(f"{part}.{kind}" for part in LINEARS for kind in ("weight", "bias")),
-    *("attention_norm.weight", "mlp_norm.weight", "q_norm.weight", "k_norm.weight"),
-)
+from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 
 
 class Walk:
@@ -56,5 +50,5 @@ class Walk:
 
     def _weights(self, layer: int) -> dict[str, torch.Tensor]:
         there = self._original.reader.names()
-        names = {slot: checkpoint_name(f"blocks.{layer}.{slot}", self._names) for slot in _SLOTS}
+        names = {slot: checkpoint_name(f"blocks.{layer}.{slot}", self._names) for slot in self.calibration.slots()}
         return {slot: torch.cat(list(self._original.rows(name))) for slot, name in names.items() if name in there}

@@ -1,8 +1,8 @@
 """Short names for models: `qwen3:4b` instead of `Qwen/Qwen3-4B`.
 
 The part before the colon is the family, the part after it the size; the bare family is its smallest member.
-Only families that this package runs, and only the publishers' own repositories (those of Llama ask for a licence to be
-accepted first). `tiny` is the model that comes with the package. Nothing is imported here: shell completion reads it.
+Only families that this package runs, and only the publishers' own repositories (those of Llama and Gemma ask for a licence to
+be accepted first). `tiny` is the model that comes with the package. Nothing is imported here: shell completion reads it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,23 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
         "1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     },
+    "smollm3": {"3b": "HuggingFaceTB/SmolLM3-3B"},
+    "gemma3": {
+        "270m": "google/gemma-3-270m-it",
+        "1b": "google/gemma-3-1b-it",
+        "4b": "google/gemma-3-4b-it",
+        "12b": "google/gemma-3-12b-it",
+        "27b": "google/gemma-3-27b-it",
+    },
+    "gemma2": {"2b": "google/gemma-2-2b-it", "9b": "google/gemma-2-9b-it", "27b": "google/gemma-2-27b-it"},
+    "phi4": {"14b": "microsoft/phi-4"},
+    "phi4-mini": {"3.8b": "microsoft/Phi-4-mini-instruct"},
+    "phi3.5": {"3.8b": "microsoft/Phi-3.5-mini-instruct"},
+    "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
+    "glm4": {"9b": "zai-org/GLM-4-9B-0414", "32b": "zai-org/GLM-4-32B-0414"},
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
+    "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
     "mixtral": {"8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1", "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
     "deepseek-r1": {
         "1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",

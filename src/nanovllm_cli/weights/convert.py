@@ -24,7 +24,7 @@ from gguf.gguf_writer import GGUFValue
 
 from nanovllm_cli.errors import CheckpointError, OutputError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.families import Family
+from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
@@ -34,6 +34,7 @@ from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
     attention_of,
+    check_convertible,
     dense_mlp_of,
     gguf_name,
     halves_to_pairs,
@@ -211,8 +212,10 @@ def main_type(steps: list[Step]) -> str:
 def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     if source.config.get("quantization_config"):
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
-    family, spec = hf_family(source.config), read_spec(source, PlainReader(source))
+    family = hf_family(source.config)
+    spec = read_spec(source, PlainReader(source))
     dense_mlp_of(spec)
+    check_convertible(family)
     wanted = tensor_shapes(spec, family.names("hf"))
     notes = _check_names(source, wanted, spec)
     steps = []
@@ -231,8 +234,10 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
-    family, spec = gguf_family(source.config), read_spec(source, PlainReader(source))
+    family = gguf_family(source.config)
+    spec = read_spec(source, PlainReader(source))
     dense_mlp_of(spec)
+    check_convertible(family)
     wanted = tensor_shapes(spec, family.names("hf"))
     named = {theirs: name for name in wanted if (theirs := gguf_name(name)) is not None}
     notes = _check_names(source, {theirs: wanted[name] for theirs, name in named.items()}, spec)

@@ -19,7 +19,8 @@ from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, RopeSpec
-from nanovllm_cli.models.families import MISTRAL, Family, spec_from_gguf
+from nanovllm_cli.models.families import MISTRAL, spec_from_gguf
+from nanovllm_cli.models.family import Family
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
 from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences

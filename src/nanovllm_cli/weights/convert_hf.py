@@ -15,7 +15,8 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, Family, spec_from_hf
+from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, spec_from_hf
+from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint

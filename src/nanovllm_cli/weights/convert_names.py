@@ -13,10 +13,13 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
-from nanovllm_cli.models.families import GGUF_NAMES, HF_NAMES
-from nanovllm_cli.weights.loader import checkpoint_name
+from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
+from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.names import GGUF_NAMES, HF_NAMES
+from nanovllm_cli.weights.tensor_names import checkpoint_name
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved")
+CONVERTIBLE = (LLAMA, MISTRAL, QWEN2, QWEN3)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 
@@ -102,6 +105,15 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def check_convertible(family: Family) -> None:
+    """UnsupportedError for families whose configs are read, but not written."""
+    if family not in CONVERTIBLE:
+        raise UnsupportedError(
+            f"conversions of {family.name} models between Hugging Face and GGUF",
+            f"known: {', '.join(known.name for known in CONVERTIBLE)}; llama.cpp's converter knows the others",
+        )
+
+
 def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Every weight of a model under its name in a Hugging Face folder (`Family.names`). A tied head has none of its own."""
     hidden = spec.hidden_size
@@ -118,10 +130,10 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     attention, mlp = block.attention, block.mlp
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    heads = {"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q, "k": kv, "v": kv}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns, biased in (
-        ("q", q, hidden, attention.qkv_bias), ("k", kv, hidden, attention.qkv_bias), ("v", kv, hidden, attention.qkv_bias),
-        ("o", hidden, q, attention.out_bias),
+        *((name, rows, hidden, attention.qkv_bias) for name, rows in heads.items()), ("o", hidden, q, attention.out_bias),
     ):  # fmt: skip
         shapes |= _linear(name, rows, columns, biased)
     if isinstance(mlp, MLPSpec):
@@ -131,6 +143,8 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         for e in range(mlp.num_experts):
             shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+    if block.order == "sandwich":
+        shapes |= {"after_attention_norm.weight": (hidden,), "after_mlp_norm.weight": (hidden,)}
     if attention.qk_norm:
         shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
     return shapes
@@ -138,8 +152,10 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     inner = mlp.intermediate_size
-    gate, up = (_linear(f"{place}{part}", inner, hidden, mlp.bias) for part in ("gate", "up"))
-    return gate | up | _linear(f"{place}down", hidden, inner, mlp.bias)
+    shapes = _linear(f"{place}down", hidden, inner, mlp.bias)
+    for name, rows in ({"gate_up": 2 * inner} if mlp.fused else {"gate": inner, "up": inner}).items():
+        shapes |= _linear(f"{place}{name}", rows, hidden, mlp.bias)
+    return shapes
 
 
 def _linear(name: str, rows: int, columns: int, biased: bool) -> dict[str, tuple[int, ...]]:

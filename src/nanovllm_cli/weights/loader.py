@@ -15,12 +15,13 @@ import torch
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.models.families import GGUF_NAMES, HF_IGNORED, HF_NAMES, Family, spec_from_gguf, spec_from_hf
-from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
+from nanovllm_cli.models.names import HF_IGNORED
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import some
+from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 OTHER_MODEL = "the checkpoint is incomplete, or its config belongs to another model"
@@ -43,7 +44,7 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     names = set(checkpoint.names())
-    embedding = GGUF_NAMES["embedding.weight"]
+    embedding = names_of(checkpoint)["embedding.weight"]
     if embedding not in names or not checkpoint.info(embedding).shape:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {embedding!r} is missing or empty",
@@ -137,7 +138,8 @@ def load_weights(
     slots = model.slots()
     table = names_of(checkpoint)
     names = {ours: checkpoint_name(ours, table) for ours in slots}
-    _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec)
+    ignored = {table["head.weight"]} if model.spec.tied_head else set()
+    _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec, ignored)
     progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
         for ours, slot in slots.items():
@@ -148,30 +150,11 @@ def load_weights(
         progress.done()
 
 
-def family_of(checkpoint: Checkpoint) -> Family:
-    """UnsupportedError for one that is not known, CheckpointError where the checkpoint doesn't say."""
-    return (hf_family if checkpoint.format == "hf" else gguf_family)(checkpoint.config)
-
-
-def names_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of its slots, {i} for the layer -> those in the file."""
-    return family_of(checkpoint).names(checkpoint.format)
-
-
-def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
-    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert."""
-    parts = ours.split(".")
-    if parts[0] != "blocks":
-        return table[ours]
-    number, parts[1], expert = parts[1], "{i}", ""
-    if parts[2] == "experts":
-        expert, parts[3] = parts[3], "{e}"
-    return table[".".join(parts)].replace("{i}", number).replace("{e}", expert)
-
-
-def _compare(checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec) -> None:
+def _compare(
+    checkpoint: Checkpoint, reader: WeightReader, wanted: dict[str, tuple[int, ...]], spec: ModelSpec, ignored: set[str]
+) -> None:
     there = {name: reader.shape(name) for name in reader.names()}
-    ignored = {HF_NAMES["head.weight"]} if spec.tied_head else set()
+    ignored = ignored | left_aside(checkpoint, there)
     ignored |= {name for name in there.keys() - wanted.keys() if name.endswith(".bias") and _is_zero(reader, name)}
     check_tensors(checkpoint.path, spec, wanted, there, ignored, misshapen="of the wrong shape")
 

@@ -1,0 +1,57 @@
+"""Family: how one family's configs are read and its tensors called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import ExpertKeys
+from nanovllm_cli.models.names import GGUF_NAMES, HF_NAMES
+
+ANOTHER = "take another model; README.md lists what runs"
+
+FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
+FromGGUF = Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]
+"""The third: a key's name without the architecture -> with it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """A line of `registry.py` points to one.
+
+    qkv_bias: None reads "attention_bias". window_switch: the config key that must be true for "sliding_window" to count;
+    None: a window counts wherever it is given. full_every: where a config doesn't list its layers, each so many-th has no window,
+    None: all have one. local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config
+    doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in
+    its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. experts: what its configs
+    call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise
+    than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the
+    rest makes.
+    """
+
+    name: str
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    has_window: bool = False
+    window_switch: str | None = None
+    full_every: int | None = None
+    local_theta: float | None = None
+    no_rope_every: int | None = None
+    interleaved: bool = False
+    interleaved_gguf: bool = False
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    tied_by_default: bool = False
+    experts: ExpertKeys | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    hf: FromHF = lambda spec, read: spec
+    gguf: FromGGUF = lambda spec, read, key: spec
+
+    def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
+        """Our names of slots, {i} for the layer -> those in its files."""
+        return {**HF_NAMES, **self.hf_names} if kind == "hf" else {**GGUF_NAMES, **self.gguf_names}

@@ -1,0 +1,117 @@
+"""Gemma 1, 2 and 3 (text): norms that add 1 to their gains, scaled embeddings, a norm on either side of attention and MLP.
+
+Configs on the hub leave out what transformers has as a default. What GGUF files don't say is fixed in llama.cpp: which layers
+have a window, and how the 27B models scale their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+
+_SANDWICH_HF_NAMES = {
+    "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+    "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+}
+
+
+def _gemma(spec: ModelSpec, stored_offset: float) -> ModelSpec:
+    """What all of them have."""
+    mlps = (replace(block.mlp, activation="gelu_tanh") for block in spec.blocks if isinstance(block.mlp, MLPSpec))
+    blocks = tuple(replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True))
+    norm = NormSpec(spec.norm.eps, 1.0, stored_offset)
+    return replace(spec, blocks=blocks, norm=norm, embedding_scale=spec.hidden_size**0.5)
+
+
+def _sandwich(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:
+    """Gemma 2 and 3. scale: of scores; the caps: of scores and logits."""
+    blocks = tuple(
+        replace(block, order="sandwich", attention=replace(block.attention, scale=scale, softcap=score_cap))
+        for block in spec.blocks
+    )
+    return replace(spec, blocks=blocks, logit_softcap=logit_cap)
+
+
+def _cap(read: ConfigReader, key: str) -> float | None:
+    return read.number(key) if read.values.get(key) else None
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.flag("use_bidirectional_attention", False):
+        raise UnsupportedError("attention in both directions is not supported", ANOTHER)
+    return _gemma(spec, 0.0)
+
+
+def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if (activation := read.text("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        raise UnsupportedError(f"activation {activation[:80]!r} in a {spec.architecture} model", "known: gelu_pytorch_tanh")
+    scale = read.number("query_pre_attn_scalar", 256) ** -0.5
+    caps = (_cap(read, key) for key in ("attn_logit_softcapping", "final_logit_softcapping"))
+    spec = replace(spec, max_position=read.integer("max_position_embeddings"))  # whatever its ropes are stretched by
+    return _sandwich(_from_hf(spec, read), scale, *caps)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    return _gemma(spec, 1.0)
+
+
+def _sandwich_from_gguf(largest: int) -> Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]:
+    """largest: layers of the 27B model."""
+
+    def from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+        attention = spec.blocks[0].attention
+        width = spec.hidden_size // attention.num_heads if spec.num_layers == largest else attention.head_dim
+        caps = (_cap(read, key(name)) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
+        return _sandwich(_gemma(spec, 1.0), width**-0.5, *caps)
+
+    return from_gguf
+
+
+def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    if not read.has(key("attention.sliding_window")):  # early files
+        windows = (None if i % 2 else 4096 for i in range(spec.num_layers))
+        blocks = (
+            replace(block, attention=replace(block.attention, window=window))
+            for block, window in zip(spec.blocks, windows, strict=True)
+        )
+        spec = replace(spec, blocks=tuple(blocks))
+    return _sandwich_from_gguf(46)(spec, read, key)
+
+
+GEMMA = Family("gemma", tied_by_default=True, defaults={"hidden_act": "gelu"}, hf=_from_hf, gguf=_from_gguf)
+GEMMA2 = Family(
+    "gemma2",
+    has_window=True,
+    full_every=2,
+    tied_by_default=True,
+    defaults={
+        "sliding_window": 4096, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    hf_names=_SANDWICH_HF_NAMES,
+    gguf_names=SANDWICH_GGUF_NAMES,
+    hf=_sandwich_from_hf,
+    gguf=_gemma2_from_gguf,
+)  # fmt: skip
+GEMMA3 = Family(
+    "gemma3",
+    qk_norm=True,
+    has_window=True,
+    full_every=6,
+    local_theta=10000.0,
+    tied_by_default=True,
+    defaults={
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rope_theta": 1e6,
+        "sliding_window": 4096, "max_position_embeddings": 131072,
+    },
+    hf_names=_SANDWICH_HF_NAMES,
+    gguf_names=SANDWICH_GGUF_NAMES,
+    hf=_sandwich_from_hf,
+    gguf=_sandwich_from_gguf(62),
+)  # fmt: skip

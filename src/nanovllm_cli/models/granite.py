@@ -1,0 +1,29 @@
+"""Granite 3 (dense): Llama, with factors for embeddings, scores, what joins the residual stream, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import Family
+
+
+def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
+    blocks = tuple(replace(block, attention=replace(block.attention, scale=scores)) for block in spec.blocks)
+    return replace(spec, blocks=blocks, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits)
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return _scaled(spec, *(read.number(name, 1.0) for name in names))
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    scores = read.number(key("attention.scale"), 0.0, positive=False) or None
+    embedding, residual = (read.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale"))
+    return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))
+
+
+GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf)

@@ -1,0 +1,53 @@
+"""Our names of tensors -> the checkpoints'. {i} is the layer. Families that differ change a few lines of these."""
+
+from __future__ import annotations
+
+from nanovllm_cli.models.experts import GGUF_EXPERT_NAMES
+
+HF_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "blocks.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
+    "blocks.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    **{
+        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.self_attn.{part}_proj.{kind}"
+        for part in "qkvo"
+        for kind in ("weight", "bias")
+    },
+    **{f"blocks.{{i}}.{part}_norm.weight": f"model.layers.{{i}}.self_attn.{part}_norm.weight" for part in "qk"},
+    **{
+        f"blocks.{{i}}.{part}.{kind}": f"model.layers.{{i}}.mlp.{part}_proj.{kind}"
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
+    "blocks.{i}.qkv.weight": "model.layers.{i}.self_attn.qkv_proj.weight",
+    "blocks.{i}.gate_up.weight": "model.layers.{i}.mlp.gate_up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+GGUF_NAMES = {
+    "embedding.weight": "token_embd.weight",
+    "blocks.{i}.attention_norm.weight": "blk.{i}.attn_norm.weight",
+    "blocks.{i}.mlp_norm.weight": "blk.{i}.ffn_norm.weight",
+    **{f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.attn_{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.o.{kind}": f"blk.{{i}}.attn_output.{kind}" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.{part}_norm.weight": f"blk.{{i}}.attn_{part}_norm.weight" for part in "qk"},
+    **GGUF_EXPERT_NAMES,
+    **{
+        f"blocks.{{i}}.{part}.{kind}": f"blk.{{i}}.ffn_{part}.{kind}"
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
+    "blocks.{i}.qkv.weight": "blk.{i}.attn_qkv.weight",
+    "blocks.{i}.gate_up.weight": "blk.{i}.ffn_up.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+}
+
+SANDWICH_GGUF_NAMES = {
+    "blocks.{i}.after_attention_norm.weight": "blk.{i}.post_attention_norm.weight",
+    "blocks.{i}.after_mlp_norm.weight": "blk.{i}.post_ffw_norm.weight",
+}
+
+# Left by some exporters, and worth nothing to us: frequencies follow from the config.
+HF_IGNORED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

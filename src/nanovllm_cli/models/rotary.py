@@ -1,0 +1,121 @@
+"""Rotary positions as configs describe them: config.json in both of its forms, GGUF metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import RopeSpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.family import ANOTHER
+
+ReadValues = Callable[[str], tuple[float, ...] | None]
+"""Name of a small tensor of the checkpoint -> its values, or None where there is none."""
+
+
+def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+    """ "rope_parameters" (transformers 5), or "rope_theta" beside "rope_scaling" (before)."""
+    rope = read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
+    theta = rope.number("rope_theta") if rope.has("rope_theta") else read.number("rope_theta", 10000.0)
+    share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    original = rope.integer(
+        "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position), least=2
+    )
+    base = RopeSpec(dim=int(head_dim * share), theta=theta, original_len=original)
+    _check_rope(base, head_dim, read)
+    if rope.has("attention_factor"):
+        base = replace(base, attention_factor=rope.number("attention_factor"))
+    match kind:
+        case "default" | "none":
+            return base
+        case "linear":
+            return replace(base, scaling="linear", factor=rope.number("factor"))
+        case "dynamic":
+            if base.dim < 4:  # the exponent of its base is dim / (dim - 2)
+                raise UnsupportedError(f"{rope.where}: dynamic scaling of {base.dim} rotary dims", ANOTHER)
+            return replace(base, scaling="dynamic", factor=rope.number("factor"), original_len=max_position)
+        case "llama3":
+            return replace(
+                base, scaling="llama3", factor=rope.number("factor"),
+                low_freq=rope.number("low_freq_factor"), high_freq=rope.number("high_freq_factor"),
+            )  # fmt: skip
+        case "yarn":
+            return replace(
+                base, scaling="yarn", factor=rope.number("factor", max_position / original),
+                beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
+                truncate=rope.flag("truncate", True),
+                mscale=rope.number("mscale", 0.0, positive=False),
+                mscale_all_dim=rope.number("mscale_all_dim", 0.0, positive=False),
+            )  # fmt: skip
+        case "longrope" | "su":
+            return replace(
+                base, scaling="longrope", factor=rope.number("factor", max_position / original),
+                short_divisors=rope.numbers("short_factor", base.dim // 2),
+                long_divisors=rope.numbers("long_factor", base.dim // 2),
+            )  # fmt: skip
+    raise UnsupportedError(
+        f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope"
+    )
+
+
+def stretched(rope: RopeSpec, max_position: int) -> int:
+    """The context that a scaling makes of the one in the config; vLLM's rule. llama3 and longrope configs say it themselves."""
+    if rope.scaling in ("linear", "dynamic"):
+        return int(max_position * rope.factor)
+    if rope.scaling == "yarn":
+        return max(max_position, int(rope.original_len * rope.factor))
+    return max_position
+
+
+def rope_from_gguf(
+    read: ConfigReader, key: Callable[[str], str], head_dim: int, max_position: int, interleaved: bool, values: ReadValues
+) -> RopeSpec:
+    original = read.integer(key("rope.scaling.original_context_length"), max_position, least=2)
+    base = RopeSpec(
+        dim=read.integer(key("rope.dimension_count"), head_dim),
+        theta=read.number(key("rope.freq_base"), 10000.0),
+        interleaved=interleaved,
+        original_len=original,
+    )
+    _check_rope(base, head_dim, read)
+    divisors, short, long = (values(f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long"))
+    for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
+        if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
+            raise CheckpointError(f"tensor 'rope_{name}.weight' must hold {base.dim // 2} positive numbers", BROKEN)
+    if short and long:
+        factor = max_position / original
+        spec = replace(base, scaling="longrope", factor=factor, short_divisors=short, long_divisors=long)
+        if read.has(key("rope.scaling.attn_factor")):
+            spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
+        return spec
+    if divisors:
+        return replace(base, scaling="divisors", short_divisors=divisors)
+    kind = read.text(key("rope.scaling.type"), "none")
+    if kind == "none" and read.has(key("rope.scale_linear")):
+        kind = "linear"
+    factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
+    if kind == "none" or factor == 1.0:
+        return base
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(f"rope scaling {kind!r} in GGUF is not supported", "known: none, linear, yarn, longrope")
+    spec = replace(base, scaling=kind, factor=factor)  # type: ignore[arg-type]
+    if kind == "linear":
+        return spec
+    stretch = key("rope.scaling.yarn_attn_factor")  # what llama.cpp's converter makes of config.json's attention_factor
+    return replace(
+        spec,
+        beta_fast=read.number(key("rope.scaling.yarn_beta_fast"), spec.beta_fast),
+        beta_slow=read.number(key("rope.scaling.yarn_beta_slow"), spec.beta_slow),
+        attention_factor=read.number(stretch) if read.has(stretch) else None,
+    )
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> None:
+    """What the kernels and the formulas of layers/rope.py take for granted."""
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        raise CheckpointError(f"{read.where}: {rope.dim} rotary dims do not fit heads of {head_dim}", BROKEN)
+    if rope.theta <= 1:
+        raise CheckpointError(f"{read.where}: the rotary base must be above 1, not {rope.theta:g}", BROKEN)

@@ -1,0 +1,55 @@
+"""What the tensors of a checkpoint are called: our names -> its names.
+
+A model that also sees or hears has the one that writes text as a part, whose tensors have a prefix; all others are left aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.registry import gguf_family, hf_family
+from nanovllm_cli.weights.checkpoint import Checkpoint
+
+_OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """UnsupportedError for one that is not known, CheckpointError where the checkpoint doesn't say."""
+    return (hf_family if checkpoint.format == "hf" else gguf_family)(checkpoint.config)
+
+
+def names_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of its slots, {i} for the layer -> those in the file."""
+    table = family_of(checkpoint).names(checkpoint.format)
+    prefix = _prefix(checkpoint)
+    if prefix is None:
+        return table
+    renamed = {ours: prefix + theirs.removeprefix(_OUTER) for ours, theirs in table.items() if theirs.startswith(_OUTER)}
+    head = "language_model." + table["head.weight"]
+    return table | renamed | ({"head.weight": head} if head in checkpoint.names() else {})
+
+
+def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
+    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert."""
+    parts = ours.split(".")
+    if parts[0] != "blocks":
+        return table[ours]
+    number, parts[1], expert = parts[1], "{i}", ""
+    if parts[2] == "experts":
+        expert, parts[3] = parts[3], "{e}"
+    return table[".".join(parts)].replace("{i}", number).replace("{e}", expert)
+
+
+def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
+    """Those of `names` that belong to other parts than the one that writes text."""
+    prefix = _prefix(checkpoint)
+    if prefix is None:
+        return set()
+    return {name for name in names if not name.startswith((prefix, "language_model.")) and name != "lm_head.weight"}
+
+
+def _prefix(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.format == "gguf" or checkpoint.config.get("text_config") is None:
+        return None
+    return next((prefix for prefix in _INNER if any(name.startswith(prefix) for name in checkpoint.names())), None)

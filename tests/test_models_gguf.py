@@ -1,0 +1,240 @@
+"""GGUF files of the families against transformers in fp32: keys and names by the gguf package, numbers as llama.cpp's converter
+leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from engines import SMALL, random_model, worker_for
+from nanovllm_cli.errors import CheckpointError
+from test_models import DIVISORS, ORIGINAL, prompts, whole_batch
+
+Writer = gguf.GGUFWriter
+Add = Callable[[Writer, Any], None]
+
+
+def nothing(writer: Writer, config: Any) -> None:
+    """What every architecture has is enough."""
+
+
+def window(writer: Writer, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+
+
+def gemma2(writer: Writer, config: Any) -> None:
+    window(writer, config)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def gemma3(writer: Writer, config: Any) -> None:
+    window(writer, config)
+    everywhere = config.rope_parameters["full_attention"]
+    writer.add_rope_freq_base(everywhere["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(everywhere["factor"])
+
+
+def granite(writer: Writer, config: Any) -> None:
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def half_rotated(writer: Writer, config: Any) -> None:
+    writer.add_rope_dimension_count(config.head_dim // 2)
+
+
+def theta(writer: Writer, config: Any) -> None:
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def longrope(writer: Writer, config: Any) -> None:
+    writer.add_rope_dimension_count(6)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    for kind in ("long", "short"):
+        divisors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
+
+
+TIED = {"tie_word_embeddings": True}
+CASES: dict[str, tuple[str, Any, Add]] = {
+    "llama": ("llama", LlamaConfig(**SMALL), nothing),
+    "mistral": ("llama", MistralConfig(**SMALL | {"sliding_window": 20}), window),
+    "qwen2": ("qwen2", Qwen2Config(**SMALL), nothing),
+    "qwen3": ("qwen3", Qwen3Config(**SMALL), nothing),
+    "gemma": ("gemma", GemmaConfig(**SMALL | TIED), nothing),
+    "gemma2": (
+        "gemma2", Gemma2Config(**SMALL | TIED | {"sliding_window": 20, "query_pre_attn_scalar": SMALL["head_dim"]}), gemma2,
+    ),
+    "gemma3": (
+        "gemma3",
+        Gemma3TextConfig(
+            **SMALL | TIED | {"num_hidden_layers": 7, "sliding_window": 20, "query_pre_attn_scalar": SMALL["head_dim"]},
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        gemma3,
+    ),
+    "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
+    "granite": (
+        "granite",
+        GraniteConfig(
+            **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0
+        ),
+        granite,
+    ),
+    "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
+    "phi3, longrope of a part": (
+        "phi3",
+        Phi3Config(
+            **SMALL | {"head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 6 * ORIGINAL},
+            original_max_position_embeddings=ORIGINAL,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                "short_factor": DIVISORS[1][:3], "long_factor": DIVISORS[4][:3],
+            },
+        ),
+        longrope,
+    ),
+    "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
+}  # fmt: skip
+PAIRS = ("llama", "granite", "smollm3")
+"""Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head."""
+
+
+def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> Path:
+    config = model.config
+    writer = Writer(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add(writer, config)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for key, parameter in model.named_parameters():
+        name, numbers = names.get_name(key, (".weight", ".bias")), parameter.detach().numpy()
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            numbers = numbers + 1
+        if arch in PAIRS and ("attn_q." in name or "attn_k." in name):
+            halves = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])
+            numbers = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(numbers.shape))
+        if name != leave_out:
+            writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    arch, config, add = CASES[case]
+    reference = random_model(config)
+    worker = worker_for(write(tmp_path / "m.gguf", arch, reference, add))
+    tokens = prompts(config.vocab_size)
+    with torch.inference_mode():
+        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
+        actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
+        for ids, rows in zip(tokens, actual, strict=True):
+            expected = reference(torch.tensor([ids])).logits[0]
+            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_bfloat16_gains_of_gemma_lose_nothing(tmp_path: Path) -> None:
+    """The file has 1 more in float32; in bfloat16 that would take most bits from a small number."""
+    arch, config, add = CASES["gemma3"]
+    reference = random_model(config)
+    gains = {name: 0.03 * torch.randn(p.shape).to(torch.bfloat16) for name, p in reference.named_parameters() if p.dim() == 1}
+    for name, parameter in reference.named_parameters():
+        parameter.data = (gains[name] if name in gains else parameter.data.bfloat16()).float()
+    worker = worker_for(write(tmp_path / "m.gguf", arch, reference, add), dtype="bfloat16")
+    block, layer = worker.model.blocks[2], "model.layers.2"
+    for name, gain in (
+        ("input_layernorm", block.attention_norm.weight), ("self_attn.q_norm", block.attention.norm.q),
+        ("self_attn.k_norm", block.attention.norm.k), ("post_attention_layernorm", block.after_attention.weight),
+        ("pre_feedforward_layernorm", block.mlp_norm.weight), ("post_feedforward_layernorm", block.after_mlp.weight),
+    ):  # fmt: skip
+        assert torch.equal(gain, gains[f"{layer}.{name}.weight"])
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemmas(arch: str, layers: int, tmp_path: Path) -> None:
+    """query_pre_attn_scalar of the 27B models: hidden_size / num_attention_heads. No key of a file says so."""
+    _, config, add = CASES[arch]
+    config = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
+    worker = worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add))
+    assert {block.attention.scale for block in worker.spec.blocks} == {(48 / 6) ** -0.5}
+
+
+def test_early_gemma2_files_say_nothing_of_their_window(tmp_path: Path) -> None:
+    def without(writer: Writer, config: Any) -> None:
+        writer.add_attn_logit_softcapping(50.0)
+
+    worker = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), without))
+    assert [block.attention.window for block in worker.spec.blocks] == [4096, None, 4096]
+
+
+@pytest.mark.parametrize("kind", [1, [True, False, True]], ids=["every", "list"])
+def test_a_file_may_say_which_layers_have_a_window(kind: Any, tmp_path: Path) -> None:
+    def pattern(writer: Writer, config: Any) -> None:
+        gemma2(writer, config)
+        writer.add_sliding_window_pattern(kind)
+
+    worker = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), pattern))
+    wanted = [20, None, 20] if isinstance(kind, list) else [None] * 3
+    assert [block.attention.window for block in worker.spec.blocks] == wanted
+
+
+def test_a_list_of_windows_has_an_entry_a_layer(tmp_path: Path) -> None:
+    def pattern(writer: Writer, config: Any) -> None:
+        gemma2(writer, config)
+        writer.add_sliding_window_pattern([True, False])
+
+    with pytest.raises(CheckpointError, match="sliding_window_pattern must be a list of 3 flags"):
+        worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), pattern))
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("gemma2", "blk.1.post_attention_norm.weight"),
+        ("gemma3", "blk.6.post_ffw_norm.weight"),
+        ("glm4", "blk.0.ffn_up.weight"),
+        ("phi3", "blk.2.attn_qkv.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None:
+    arch, config, add = CASES[case]
+    with pytest.raises(CheckpointError, match=f"1 missing: {name}"):
+        worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add, leave_out=name))
