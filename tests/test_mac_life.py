@@ -45,7 +45,7 @@ pickled = PickledCheckpoint(Path(sys.argv[1]))
 told = {
     "threads": numba.threading_layer(), "cpu": machine.this_machine([]).cpu, "available": system.available_bytes(),
     "tensor": pickled.tensor("a").tolist(), "bandwidth": roofline._buffer_bytes(),
-    "clipboard": clipboard._program({"PATH": sys.argv[2], "DISPLAY": ":0"}),
+    "clipboard": clipboard.copy("F\\u00fc\\u00dfe", {"PATH": sys.argv[1], "DISPLAY": ":0", "LC_ALL": "C"}),
 }
 pickled.close()
 print(json.dumps(told))
@@ -55,9 +55,9 @@ print(json.dumps(told))
 def test_a_model_answers_and_the_machine_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save({"a": torch.arange(6.0).reshape(2, 3)}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "pbcopy").write_text("")
+    (tmp_path / "pbcopy").write_text('#!/bin/sh\n{ echo "$LC_ALL"; /bin/cat; } >"${0%/*}/copied"\n')
     (tmp_path / "pbcopy").chmod(0o755)
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(tmp_path)]
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == 0, done.stderr
     *answer, told = done.stdout.splitlines()
@@ -65,8 +65,9 @@ def test_a_model_answers_and_the_machine_is_told(tmp_path: Path, environment: di
     available = PAGES * os.sysconf("SC_PAGE_SIZE")
     assert json.loads(told) == {
         "threads": "workqueue", "cpu": "Apple M2", "available": available, "tensor": [[0, 1, 2], [3, 4, 5]],
-        "bandwidth": available // 4, "clipboard": ["pbcopy"],
+        "bandwidth": available // 4, "clipboard": "pbcopy",
     }  # fmt: skip
+    assert (tmp_path / "copied").read_text() == "en_US.UTF-8\nFüße"
 
 
 def test_a_server_answers_in_a_form(environment: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ values that Macs were seen to give; no Mac is needed, and none has run it."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def test_the_library_says_so_too() -> None:
     done = on_windows("import nanovllm_cli; print(nanovllm_cli.__version__); nanovllm_cli.LLM")
     assert done.stdout
     assert done.stderr.splitlines()[-1].endswith("UnsupportedError: nanovllm runs under Linux and macOS, not under Windows")
+
+
+def test_nothing_else_asks_which_system_it_is() -> None:
+    asks = re.compile(r"\b(sys\.platform|platform\.system|os\.uname|os\.name\b)")
+    folder = Path(system.__file__).parent
+    assert [str(path) for path in folder.rglob("*.py") if asks.search(path.read_text())] == [system.__file__]
 
 
 # ---- memory ----

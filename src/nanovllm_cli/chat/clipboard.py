@@ -15,6 +15,8 @@ MAX_OSC_BYTES = 74_994
 """Of base64: what xterm takes, and others after it."""
 
 _TIMEOUT_SECONDS = 5
+_MACOS = ["pbcopy"]
+"""It takes the text's encoding from the locale."""
 
 
 def copy(text: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -28,6 +30,7 @@ def copy(text: str, environ: Mapping[str, str] = os.environ) -> str:
         done = subprocess.run(
             command,
             input=text.encode(),
+            env={**environ, "LC_ALL": "en_US.UTF-8"} if command == _MACOS else None,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=_TIMEOUT_SECONDS,
@@ -43,7 +46,7 @@ def copy(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def _program(environ: Mapping[str, str]) -> list[str] | None:
     """The clipboard of the desktop that this process is on."""
     choices: list[tuple[bool, list[str]]] = [
-        (system.is_macos(), ["pbcopy"]),
+        (system.is_macos(), _MACOS),
         (bool(environ.get("WAYLAND_DISPLAY")), ["wl-copy"]),
         (bool(environ.get("DISPLAY")), ["xclip", "-selection", "clipboard"]),
         (bool(environ.get("DISPLAY")), ["xsel", "--clipboard", "--input"]),

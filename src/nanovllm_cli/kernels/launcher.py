@@ -8,7 +8,6 @@ starts while the one before it still runs.
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from nanovllm_cli.kernels.compiler import Compiled
 from nanovllm_cli.kernels.kernel import OLDEST_CAPABILITY, Arg, Kernel
 from nanovllm_cli.processors import num_processors
 
-DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+DRIVER = "libcuda.so.1"
 FREE_SHARED_BYTES = 48 << 10  # shared memory, static and dynamic, that a kernel has without asking
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
