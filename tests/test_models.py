@@ -19,6 +19,7 @@ from transformers import (
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -31,6 +32,7 @@ from transformers import (
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.facts import parameters
@@ -118,6 +120,13 @@ CASES: dict[str, Any] = {
         rope_parameters={
             "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
             "short_factor": DIVISORS[1][:3], "long_factor": DIVISORS[4][:3],
+        },
+    ),
+    "ministral3, before its scores grow": Ministral3Config(
+        **SMALL | {"pad_token_id": 0},
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 160,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
     ),
     "smollm3": SmolLM3Config(**SMALL | {"num_hidden_layers": 5}),
@@ -266,3 +275,15 @@ def test_gemma3_from_the_hub_leaves_most_to_be_known() -> None:
         rope, wanted = spec_of.rope, like.rope_parameters[kind]
         assert rope is not None
         assert (rope.theta, rope.factor, rope.dim) == (wanted["rope_theta"], wanted.get("factor", 1.0), 256)
+
+
+def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
+    spec = worker_for(save(random_model(CASES["ministral3, before its scores grow"]), tmp_path)).spec
+    assert spec.max_position == 160
+
+
+def test_a_mistral_of_another_kind_is_refused() -> None:
+    config = SEEING["mistral3"].to_dict() | {"architectures": ["Mistral3ForConditionalGeneration"]}
+    config["text_config"] |= {"model_type": "mistral4"}
+    with pytest.raises(UnsupportedError, match="a text model of the kind 'mistral4'"):
+        spec_from_hf(config, hf_family(config))

@@ -27,6 +27,7 @@ from transformers import (
 
 from engines import SMALL, random_model, worker_for
 from nanovllm_cli.errors import CheckpointError
+from test_models import CASES as TEXTS
 from test_models import DIVISORS, ORIGINAL, prompts, whole_batch
 
 Writer = gguf.GGUFWriter
@@ -78,6 +79,16 @@ def longrope(writer: Writer, config: Any) -> None:
         writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
 
 
+def ministral(writer: Writer, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, Any, Add]] = {
     "llama": ("llama", LlamaConfig(**SMALL), nothing),
@@ -107,6 +118,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         granite,
     ),
+    "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
     "phi3, longrope of a part": (
         "phi3",
@@ -122,7 +134,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
-PAIRS = ("llama", "granite", "smollm3")
+PAIRS = ("llama", "granite", "mistral3", "smollm3")
 """Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head."""
 
 
@@ -195,6 +207,11 @@ def test_scores_of_the_largest_gemmas(arch: str, layers: int, tmp_path: Path) ->
     config = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
     worker = worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add))
     assert {block.attention.scale for block in worker.spec.blocks} == {(48 / 6) ** -0.5}
+
+
+def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
+    arch, config, add = CASES["mistral3"]
+    assert worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add)).spec.max_position == 160
 
 
 def test_early_gemma2_files_say_nothing_of_their_window(tmp_path: Path) -> None:

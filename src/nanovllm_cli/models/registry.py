@@ -12,6 +12,7 @@ from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.glm import GLM4
 from nanovllm_cli.models.granite import GRANITE
+from nanovllm_cli.models.mistral import MISTRAL3
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.smollm import SMOLLM3
 
@@ -28,7 +29,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Glm4ForCausalLM": GLM4,
     "GraniteForCausalLM": GRANITE,
-    "Mistral3ForConditionalGeneration": MISTRAL,
+    "Ministral3ForCausalLM": MISTRAL3,
+    "Mistral3ForConditionalGeneration": MISTRAL3,
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,
 }
@@ -43,6 +45,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "glm4": GLM4,
     "granite": GRANITE,
+    "mistral3": MISTRAL3,
     "phi3": PHI3,
     "smollm3": SMOLLM3,
 }
