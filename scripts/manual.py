@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "As --offline.",
     "NO_COLOR, FORCE_COLOR, TERM=dumb": "Colour and cursor movement, on a terminal; a pipe never gets any.",
     "XDG_CONFIG_HOME, XDG_STATE_HOME, XDG_CACHE_HOME": "In place of ~/.config, ~/.local/state and ~/.cache.",
-    "NUMBA_NUM_THREADS": "Most threads that there can be; -t cannot go above it.",
+    "NUMBA_NUM_THREADS": "Most threads that there can be; -t cannot go above it. On a Mac, one a fast core unless it is set.",
 }
 FILES = {
     "nanovllm.toml": "Settings of a project: of this folder or the nearest above, within the repository.",

@@ -15,6 +15,9 @@ import pytest
 
 from macos import M2, Library, Value
 from nanovllm_cli import processors, system
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import cpu_platform
+from nanovllm_cli.progress import NullProgress
 
 Mac = Callable[..., None]
 
@@ -121,6 +124,34 @@ def test_frugal_cores_are_left_to_other_programs(
     assert processors.default_threads() == (expected or 20)
     monkeypatch.setattr(processors, "num_processors", lambda: 3)
     assert processors.default_threads() == 3
+
+
+def test_no_more_threads_are_made_on_a_mac_than_are_of_use(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "num_processors", lambda: 8)
+    processors.check_thread_limit(linux := {"HOME": "/"})
+    assert linux == {"HOME": "/"}
+    mac()
+    processors.check_thread_limit(unset := {"NUMBA_NUM_THREADS": ""})
+    assert unset == {"NUMBA_NUM_THREADS": "4"}
+    processors.check_thread_limit(wanted := {"NUMBA_NUM_THREADS": "8"})
+    assert wanted == {"NUMBA_NUM_THREADS": "8"}
+
+
+ASKED = "6 threads were asked for"
+
+
+@pytest.mark.parametrize(("asked", "used", "noted"), [(None, 4, []), (3, 3, []), (4, 4, []), (6, 4, [ASKED])])
+def test_who_asks_for_more_threads_than_there_can_be_is_told(
+    asked: int | None, used: int, noted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    progress = NullProgress()
+    monkeypatch.setattr(progress, "note", said.append)
+    for name, number in (("num_processors", 8), ("default_threads", 4)):
+        monkeypatch.setattr(cpu_platform, name, lambda number=number: number)
+    monkeypatch.setattr(cpu_platform.cpu, "most_threads", lambda: 4)
+    assert cpu_platform._num_threads(EngineConfig(threads=asked), progress) == used
+    assert [line[: len(start)] for line, start in zip(said, noted, strict=True)] == noted
 
 
 def test_a_processor_is_known_by_name(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:

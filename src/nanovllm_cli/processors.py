@@ -24,10 +24,13 @@ def default_threads() -> int:
 
 def check_thread_limit(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raises UsageError for a NUMBA_NUM_THREADS that numba would fail over when it is imported; one that is set to nothing, which
-    numba would warn of, is taken out."""
+    numba would warn of, is taken out. Where a Mac has none, it becomes default_threads(): numba wakes all its threads there,
+    twice for each kernel, and waits for them, however few are used (its workqueue.c)."""
     text = environ.get(THREADS_VARIABLE)
     if not text:
         environ.pop(THREADS_VARIABLE, None)
+        if system.is_macos():
+            environ[THREADS_VARIABLE] = str(default_threads())
         return
     try:
         is_number = 1 <= int(text) <= _MOST_THREADS

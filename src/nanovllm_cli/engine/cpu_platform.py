@@ -18,7 +18,7 @@ from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
-from nanovllm_cli.processors import default_threads, num_processors
+from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -109,7 +109,8 @@ class CpuPlatform:
 
 def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
     """As many as asked for, or as are best; never more than there are."""
-    there = num_processors()
+    there = min(num_processors(), cpu.most_threads())
     if config.threads is not None and config.threads > there:
-        progress.note(f"{config.threads} threads were asked for; this process has {there} processors and uses {there}")
+        most = f"{num_processors()} processors, and {there} threads at most ({THREADS_VARIABLE})"
+        progress.note(f"{config.threads} threads were asked for; this process has {most}")
     return min(config.threads or default_threads(), there)

@@ -64,9 +64,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def most_threads() -> int:
+    """That there can be (NUMBA_NUM_THREADS)."""
+    return int(numba.config.NUMBA_NUM_THREADS)
+
+
 def set_num_threads(threads: int) -> None:
     """For kernels of the calling thread. Torch is left one thread: two pools that wait by spinning rob each other."""
-    _thread.most = _thread.current = max(1, min(threads, numba.config.NUMBA_NUM_THREADS))
+    _thread.most = _thread.current = max(1, min(threads, most_threads()))
     numba.set_num_threads(_thread.most)
     torch.set_num_threads(1)
 
