@@ -114,7 +114,7 @@ def test_weighted_rows_are_added_in_fp32(rows: int, width: int, dtype: torch.dty
 
 def layer(spec: MoESpec, hidden: int, dtype: torch.dtype, quant: str | None) -> MoE:
     def make(parts: dict[str, int], width: int) -> Any:
-        if quant is None or any("router" in name for name in parts):
+        if quant is None or "router.weight" in parts:
             return DenseStorage(sum(parts.values()), width, dtype)
         return make_storage(parse_format(quant), sum(parts.values()), width, dtype, rounds=True)
 
@@ -133,6 +133,33 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, quant: str |
     assert whole.dtype == dtype
     for rows in ([0], [66], [5, 9], list(range(31)), list(reversed(range(67)))):
         assert torch.equal(mixture(x[rows].contiguous()), whole[rows])
+
+
+@pytest.mark.parametrize("quant", [None, "int8", "int4:group=32", "fp8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "threads"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_a_recorded_step_takes_the_experts_of_its_own_tokens(
+    tokens: int, threads: int, dtype: torch.dtype, quant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what the layer gives them otherwise, whatever was recorded first; two recordings share the experts' steps."""
+    monkeypatch.setattr(cpu, "SERIAL_WORK", 1 << 60 if threads == 1 else 0)
+    cpu.set_num_threads(2)
+    mixture = layer(MoESpec(7, 3, MLPSpec(128), norm_topk=True), 64, dtype, quant)
+    inputs = torch.zeros(tokens, 64, dtype=dtype)
+    outs: list[torch.Tensor] = []
+    programs: list[cpu.Program] = []
+    taken: set[int] = set()
+    for _ in range(2):
+        with cpu.Program(cpu.MemoryPool()) as program:
+            outs.append(mixture(inputs))
+        programs.append(program)
+    for i in range(6):
+        x = randn(tokens, 64).to(dtype)
+        inputs.copy_(x)
+        programs[i % 2].replay()
+        assert torch.equal(outs[i % 2], mixture(x))
+        taken |= set(cpu.route(mixture.router.matmul(x, None, torch.float32), 3, True)[0].flatten().tolist())
+    assert len(taken) >= 6, "nearly all of them are tried"
 
 
 def test_experts_that_nobody_takes_are_not_computed() -> None:
@@ -158,6 +185,23 @@ def test_answers_do_not_depend_on_the_batch(dtype: str, quant: str | None, tmp_p
     for ids, output in zip(tokens, together, strict=True):
         alone = run(engine_for(worker), [(ids, params)])[0].outputs[0]
         assert (alone.token_ids, alone.logprobs) == (output.outputs[0].token_ids, output.outputs[0].logprobs)
+    assert {shapes[0] for shapes in worker.runner.graphs._graphs} == {torch.Size([1])}, "several sequences would share experts"
+
+
+def test_experts_in_several_formats_are_not_recorded_and_answer_alike(tmp_path: Path) -> None:
+    """Their kernels differ, so that which ones run can't be a matter of arguments."""
+    source = save(qwen(), tmp_path / "source")
+    types = ((r"experts\.1\.", "keep"), (r"experts\.[23]\.down", "int8"))
+    quantize_model("int4:group=32", tmp_path / "out", source, tensor_types=types)
+    worker = worker_for(tmp_path / "out", dtype="bfloat16")
+    assert len(worker.formats) == 3
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    tokens = prompts(SHAPE["vocab_size"])[:3]
+    together = run(engine_for(worker), [(ids, params) for ids in tokens])
+    for ids, output in zip(tokens, together, strict=True):
+        alone = run(engine_for(worker), [(ids, params)])[0].outputs[0]
+        assert (alone.token_ids, alone.logprobs) == (output.outputs[0].token_ids, output.outputs[0].logprobs)
+    assert not worker.runner.graphs._graphs
 
 
 def rounded(model: Any, name: str, *, outer: bool = True) -> Any:

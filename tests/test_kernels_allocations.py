@@ -13,7 +13,7 @@ import pytest
 import torch
 from numba.core.runtime import _nrt_python
 
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, cpu_experts
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format_names import parse_format
@@ -80,3 +80,16 @@ def test_attention_of_many_sequences_makes_no_more_arrays_than_that_of_one(kinds
 def test_dense_matmul_in_fp32_makes_one_array() -> None:
     packed = torch.zeros(cpu.packed_size(640, 64, torch.float32))
     assert arrays_made(lambda: cpu.matmul(randn(40, 64), packed, 640, None, torch.float32)) <= 1
+
+
+def test_sums_of_many_tokens_experts_make_no_more_arrays_than_those_of_few() -> None:
+    made = []
+    for rows in (2, 30):
+        y, weights, out = randn(rows, 3, 64, dtype=BF16), randn(rows, 3), torch.zeros(rows, 64, dtype=BF16)
+        places = torch.tensor([place.data_ptr() for row in y for place in row])
+        ints = (places.data_ptr(), weights.data_ptr(), out.data_ptr(), rows, 3, 64)
+        cpu_experts.sum_places.step("H", ints)
+        made.append(arrays_made(lambda ints=ints: cpu_experts.sum_places.run("H", ints)))
+        expected = (weights.double()[:, :, None] * y.double()).sum(1)
+        assert torch.allclose(out.double(), expected, rtol=0.01, atol=0.01)
+    assert made[0] == made[1] <= 1

@@ -135,7 +135,8 @@ class CudaPlatform:
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
-        recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
+        on_host = reads_lengths or model.has_experts
+        recordable = recordable and model.recordable and not on_host and not self.config.eager
         guesses = self.config.num_speculative_tokens > 0
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, recordable)
         vocab_size, most_guesses = model.spec.vocab_size, MOST_ROWS if guesses else 0

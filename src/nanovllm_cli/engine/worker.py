@@ -24,7 +24,7 @@ from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -91,7 +91,7 @@ class Worker:
         if encode is not None and token_bytes is not None:
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
         sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
-        recordable = all(storage.recordable for storage in self._storages)
+        recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
         self.runner = platform.make_runner(self.model, cache, sampler, recordable)
 
     @property
@@ -161,6 +161,15 @@ class Worker:
         if self._compiler is not None:
             self._compiler.close()
         del self.model, self.runner
+
+    def _experts_are_alike(self) -> bool:
+        """Whether the experts of each layer are in the same formats."""
+        return all(
+            len({tuple(self._formats.of(f"blocks.{i}.experts.{e}.{part}.weight") for part in ("gate", "up", "down"))
+                 for e in range(block.mlp.num_experts)}) == 1
+            for i, block in enumerate(self.spec.blocks)
+            if isinstance(block.mlp, MoESpec)
+        )  # fmt: skip
 
     def _make_storage(self, parts: dict[str, int], width: int) -> WeightStorage:
         """Parts in the same format are one storage."""

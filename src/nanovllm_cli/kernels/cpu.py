@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -110,6 +111,12 @@ def zeros(numel: int, dtype: torch.dtype, huge_pages: bool = False) -> torch.Ten
 # ---- programs ----
 
 
+class Pool(Protocol):
+    """Where tensors between kernels of a recorded step come from."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+
 class MemoryPool:
     """Memory of the tensors between kernels of recorded steps. Steps run one after another, so all may share one pool."""
 
@@ -133,6 +140,14 @@ class MemoryPool:
         return tensor
 
 
+class Step(NamedTuple):
+    """A kernel's address and its arguments; its multiply-adds."""
+
+    kernel: int
+    arguments: bytes
+    work: int
+
+
 class Program:
     """Kernels of one step, recorded once and replayed without Python in between: what a graph is to a GPU.
 
@@ -140,36 +155,35 @@ class Program:
     place, and uses an output before another program of the same pool runs.
     """
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._work = 0
-        self._steps: list[tuple[int, bytes]] = []
+        self.steps: list[Step] = []
+        self._outer: Program | None = None
         self._rows = self._arguments = torch.empty(0)
 
     def __enter__(self) -> Program:
-        assert _thread.recording is None
-        _thread.recording = self
+        self._outer, _thread.recording = _thread.recording, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _thread.recording = None
+        _thread.recording, self._outer = self._outer, None
         if kind is not None:
             return
-        sizes = [len(arguments) for _, arguments in self._steps]
+        sizes = [len(step.arguments) for step in self.steps]
         assert all(size % ALIGNMENT == 0 for size in sizes)
-        self._arguments = torch.frombuffer(bytearray(b"".join(arguments for _, arguments in self._steps)), dtype=torch.int64)
+        self._arguments = torch.frombuffer(bytearray(b"".join(step.arguments for step in self.steps)), dtype=torch.int64)
         starts = [self._arguments.data_ptr() + start for start in itertools.accumulate(sizes, initial=0)]
-        self._rows = torch.tensor([(step[0], start) for step, start in zip(self._steps, starts, strict=False)])
-
-    def add(self, step: tuple[int, bytes], work: int) -> None:
-        """A kernel's address and its arguments; its multiply-adds."""
-        self._steps.append(step)
-        self._work += work
+        self._rows = torch.tensor([(step.kernel, start) for step, start in zip(self.steps, starts, strict=False)])
 
     def replay(self) -> None:
         """Run every kernel in order."""
-        use_threads_for(self._work / max(1, len(self._steps)))
-        entry.replay(self._rows.data_ptr(), len(self._steps))
+        use_threads_for(sum(step.work for step in self.steps) / max(1, len(self.steps)))
+        entry.replay(self._rows.data_ptr(), len(self.steps))
+
+
+def recording() -> Program | None:
+    """What the calling thread's kernels are written to; the innermost, where one is recorded for another."""
+    return _thread.recording
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -182,7 +196,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def launch(kernel: Kernel, work: int, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
     """Run a kernel, or write it into the recording. work: its multiply-adds. tags: `tags_of` its element types."""
     if _thread.recording is not None:
-        _thread.recording.add(kernel.step(tags, ints, floats), work)
+        _thread.recording.steps.append(Step(*kernel.step(tags, ints, floats), work))
         return
     use_threads_for(work)
     kernel.run(tags, ints, floats)

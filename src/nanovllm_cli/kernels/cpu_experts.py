@@ -1,12 +1,13 @@
-"""What a mixture of experts needs on the CPU beside matmuls: which experts a token takes, and the sum of what they say."""
+"""What a mixture of experts needs on the CPU beside matmuls: which experts a token takes, the sum of what they say, and how a
+recorded step comes to run those that its token takes."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import carray
 
-from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, load
-from nanovllm_cli.kernels.entry import fields, kernel, share
+from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
+from nanovllm_cli.kernels.entry import clear_team, fields, kernel, run_kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
 
@@ -50,6 +51,66 @@ def route(arguments, thread, team):
                 total += part[c]
         for c in range(num_chosen):
             part[c] /= total
+
+
+@kernel()
+def take_places(arguments, thread, team):
+    """Makes ready what experts compute in num_places places, num_chosen of them for each token, behind each other.
+
+    In place i: words [num_words] int64, the arguments of all steps, are base[e] + moved[i], e being chosen[i]; the token's row of
+    x [any, width] goes to where x_at[i] says; and the counters of `gang`'s num_teams teams are 0.
+    """
+    (
+        tag, num_places, num_chosen, chosen, words, base, moved, num_words, x, x_at, width, teams, num_teams, team_bytes,
+    ) = fields(arguments)  # fmt: skip
+    numbers = carray(typed_pointer(chosen, np.int64(0)), (num_places,))
+    targets = carray(typed_pointer(x_at, np.int64(0)), (num_places,))
+    for i in share(num_places, thread, team):
+        own = carray(typed_pointer(words + 8 * num_words * i, np.int64(0)), (num_words,))
+        said = carray(typed_pointer(base + 8 * num_words * numbers[i], np.int64(0)), (num_words,))
+        more = carray(typed_pointer(moved + 8 * num_words * i, np.int64(0)), (num_words,))
+        for j in range(num_words):
+            own[j] = said[j] + more[j]
+        row = carray(typed_pointer(x, tag), (num_places // num_chosen, width))[i // num_chosen]
+        copy = carray(typed_pointer(targets[i], tag), (width,))
+        for j in range(width):
+            copy[j] = row[j]
+        if team != 0:
+            threads = carray(typed_pointer(team, np.int64(0)), (1,))[0]
+            for t in range(num_teams):
+                clear_team(teams + (t * num_places + i) * team_bytes, threads)
+
+
+@kernel()
+def gang(arguments, thread, team):
+    """A kernel with num_places different arguments, at `words` and each word_bytes on, at once: nobody waits for the others
+    before he takes part in the next of them. Each has a team of its own."""
+    function, words, word_bytes, num_places, teams, team_bytes = fields(arguments)
+    for i in range(num_places):
+        run_kernel(function, words + i * word_bytes, thread, teams + i * team_bytes if team != 0 else 0)
+
+
+@kernel(fastmath=FAST)
+def sum_places(arguments, thread, team):
+    """out [num_rows, width] = the sum over a row's num_chosen places, in order and in fp32, of weights [num_rows, num_chosen]
+    fp32 times the row [width] at y_at [num_rows * num_chosen] int64."""
+    tag, y_at, weights, out, num_rows, num_chosen, width = fields(arguments)
+    sources = carray(typed_pointer(y_at, np.int64(0)), (num_rows, num_chosen))
+    shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
+    result = carray(typed_pointer(out, tag), (num_rows, width))
+    memory = scratch(4 * width)
+    total = floats_at(memory.ctypes.data, (width,))
+    for r in share(num_rows, thread, team):
+        for j in range(width):
+            total[j] = np.float32(0.0)
+        for c in range(num_chosen):
+            line, weight = carray(typed_pointer(sources[r, c], tag), (width,)), shares[r, c]
+            for j in range(width):
+                total[j] += weight * load(line, j)
+        target = result[r]
+        for j in range(width):
+            store(target, j, total[j])
+    keep(memory)
 
 
 @kernel(fastmath=FAST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels.cpu_mixture import CpuMixture
 
 
 class CpuOps:
@@ -13,7 +14,7 @@ class CpuOps:
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
     route = staticmethod(cpu.route)
-    add_weighted_rows = staticmethod(cpu.add_weighted_rows)
+    mixture = CpuMixture
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float

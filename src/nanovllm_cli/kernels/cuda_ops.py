@@ -8,6 +8,7 @@ import torch
 
 from nanovllm_cli.kernels import gemv, norm, reference, rope_tables, scale
 from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.mixture import Mixture
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
 
@@ -16,7 +17,7 @@ class CudaOps:
     What mixes experts is plain torch: such steps are not recorded."""
 
     route = staticmethod(reference.route)
-    add_weighted_rows = staticmethod(reference.add_weighted_rows)
+    mixture = staticmethod(partial(Mixture, add_weighted_rows=reference.add_weighted_rows))
 
     def __init__(self, launcher: Launcher, deterministic: bool) -> None:
         self.launcher = launcher

@@ -112,7 +112,7 @@ def replay(steps: int, count: int) -> None:
         if not _replay:
             numba.get_num_threads()  # starts them: compiled code from the cache doesn't, and crashes without
             compiled = compile_once(_run_all, types.void(types.int64, types.int64, types.int64), error_model="numpy")
-            team = np.zeros((1 + numba.config.NUMBA_NUM_THREADS) * _LINE // 8, np.int64)
+            team = np.zeros(team_bytes() // 8, np.int64)
             _replay.extend((PROTOTYPE(compiled.address), team.ctypes.data, compiled, team))
         _replay[0](steps, count, _replay[1])
 
@@ -310,6 +310,30 @@ def share(count, thread, team):
             for task in range(first + (end - first) * piece // PIECES, first + (end - first) * (piece + 1) // PIECES):
                 yield task
             piece = _next_piece(team + (1 + owner) * _LINE)
+
+
+@njit
+def clear_team(team, threads):
+    """A team (see `share`) of so many threads at an address, of which nobody has taken anything."""
+    carray(typed_pointer(team, np.int64(0)), (1,))[0] = threads
+    for owner in range(threads):
+        carray(typed_pointer(team + (1 + owner) * _LINE, np.int64(0)), (1,))[0] = 0
+
+
+def team_bytes() -> int:
+    """Of a team of all threads."""
+    return (1 + int(numba.config.NUMBA_NUM_THREADS)) * _LINE
+
+
+@intrinsic
+def run_kernel(typing: Any, function: Any, arguments: Any, thread: Any, team: Any) -> Any:
+    """This thread's part of the kernel at an address."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        b.call(b.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [_I64, _I64, _I64]).as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), code
 
 
 def _run_all(steps: Any, count: Any, team: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from nanovllm_cli.kernels.mixture import Expert, Mixture
 
 
 class Normed(NamedTuple):
@@ -62,9 +65,8 @@ class Ops(Protocol):
     def route(self, logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token the experts that take part and their weights; see `reference.route`."""
 
-    def add_weighted_rows(self, out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
-        """out [T, width] fp32: row rows[i] += weights[i] * y[i], for y [n, width], rows [n] int64, none of them twice, and
-        weights [n] fp32."""
+    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+        """The sum of what these say."""
 
 
 def plain(hidden: Hidden, ops: Ops) -> torch.Tensor:

@@ -60,7 +60,7 @@ def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch
 
 
 def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
-    """out [T, width]: row rows[i] += weights[i] * y[i], in out's type. No row comes twice."""
+    """out [T, width]: row rows[i] += weights[i] * y[i], in out's type, for y [n, width] and weights [n]. No row comes twice."""
     out[rows] += weights[:, None] * y.to(out.dtype)
 
 

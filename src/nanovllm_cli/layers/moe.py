@@ -1,14 +1,10 @@
 """A mixture of experts in a block's place for an MLP: a router chooses some of them for each token, and only those compute.
 
-Each expert is an `MLP` of its own, with weights in whatever format they have; the router's stay plain. A token's experts are
-added in ascending order, in fp32, so that its bits depend on nobody else in the batch.
-
-Legend: T tokens, E experts, k experts a token.
+Each expert is an `MLP` of its own, with weights in whatever format they have; the router's stay plain. How they are run and added
+is in `kernels/mixture.py`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
@@ -28,15 +24,13 @@ class MoE:
         self.router = kit.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
+        self.mixture = kit.ops.mixture(self.experts)
 
     def __call__(self, x: Hidden) -> torch.Tensor:
         x = plain(x, self.ops)
         logits = self.router.matmul(x, self.router_bias, torch.float32)
         chosen, weights = self.ops.route(logits, self.spec.experts_per_token, self.spec.norm_topk)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for e, tokens, own in _by_expert(chosen, weights, self.spec.num_experts):
-            self.ops.add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)
-        return out.to(x.dtype)
+        return self.mixture(x, chosen, weights)
 
     def onto(self, residual: torch.Tensor, x: Hidden) -> torch.Tensor:
         """See `Linear.onto`: there is always something left to add."""
@@ -58,16 +52,3 @@ class MoE:
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots
 
-
-def _by_expert(
-    chosen: torch.Tensor, weights: torch.Tensor, num_experts: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """chosen, weights [T, k] -> each expert that is in use, in ascending order: its tokens, and what each of them weighs it."""
-    experts = chosen.flatten()
-    order = torch.argsort(experts, stable=True)
-    tokens, own = order // chosen.shape[1], weights.flatten()[order]
-    end = 0
-    for e, count in enumerate(torch.bincount(experts, minlength=num_experts).tolist()):
-        first, end = end, end + count
-        if count:
-            yield e, tokens[first:end], own[first:end]

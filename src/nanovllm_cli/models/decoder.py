@@ -104,7 +104,11 @@ class Decoder:
     @property
     def recordable(self) -> bool:
         """True if everything in `run` and `head` is kernels, none of it plain torch."""
-        return all(block.order != "parallel" and not isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
+        return all(block.order != "parallel" for block in self.spec.blocks)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
