@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Gemma3TextConfig, GraniteConfig, Qwen3Config
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -19,11 +20,21 @@ TARGET_LEN = 61
 Answer = tuple[tuple[int, ...], Any]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 int8"])
+SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**SHAPE),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE, sliding_window=20, query_pre_attn_scalar=32, final_logit_softcapping=9.0),
+    "granite": lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
+}
+"""Those whose layers have kernels of their own."""
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3 float32", "qwen3 bfloat16", "qwen3 bfloat16 int8", "gemma3 bfloat16", "granite bfloat16"]
+)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    shape = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
-    folder = save(random_model(Qwen3Config(**shape)), tmp_path_factory.mktemp("model"))
-    dtype, *cache = request.param.split()
+    family, dtype, *cache = request.param.split()
+    folder = save(random_model(FAMILIES[family]()), tmp_path_factory.mktemp("model"))
     return worker_for(folder, dtype=dtype, kv_cache_dtype=cache[0] if cache else "auto")
 
 
