@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
-    Glm4Config,
-    GraniteConfig,
     Phi3Config,
 )
 
@@ -20,16 +19,16 @@ from engines import random_model, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.llm import LLM
-from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.json_file import read_json_file
 from quantizing import plan_of, quantize
-from test_llm import write_byte_tokenizer
-from test_models import VISION, prompts, whole_batch
+from test_convert import SETTINGS, TINY
+from test_convert_families import with_tokenizer
+from test_models import CASES, VISION, prompts, whole_batch
 from test_models_gguf import Add, gemma3, nothing, write
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0,
 }  # fmt: skip
 ROPES = {
@@ -43,7 +42,8 @@ CONFIGS: dict[str, tuple[Any, Add]] = {
     ),
     "phi3": (Phi3Config(**SIZES), nothing),
 }
-TOKENS = prompts(260)
+MINISTRAL = CASES["ministral3, before its scores grow"]
+TOKENS = prompts(4090)
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -57,11 +57,17 @@ def difference(path: Path, other: Path) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+def saved(model: Any, folder: Path) -> Path:
+    """With the bundled model's tokenizer."""
+    save(model, folder)
+    for name in SETTINGS:
+        shutil.copy(TINY / name, folder / name)
+    return folder
+
+
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    folder = save(random_model(CONFIGS[request.param][0]), tmp_path / "original")
-    write_byte_tokenizer(folder)
-    return folder
+    return saved(random_model(CONFIGS[request.param][0]), tmp_path / "original")
 
 
 @pytest.mark.parametrize(("folder", "algorithm"), [("gemma3", "rtn"), ("gemma3", "gptq"), ("gemma3", "awq"), ("phi3", "gptq")],
@@ -87,8 +93,7 @@ def test_quantized_while_loading(folder: Path) -> None:
 
 
 def test_columns_of_several_matrices_as_one_are_not_scaled(tmp_path: Path) -> None:
-    folder = save(random_model(CONFIGS["phi3"][0]), tmp_path / "original")
-    write_byte_tokenizer(folder)
+    folder = saved(random_model(CONFIGS["phi3"][0]), tmp_path / "original")
     with pytest.raises(UnsupportedError, match=r"awq of model\.layers\.0\.self_attn\.qkv_proj\.weight, which is several"):
         quantize("int8", tmp_path / "out", folder, algorithm="awq")
     assert not (tmp_path / "out").exists()
@@ -106,25 +111,29 @@ def test_what_stands_in_for_q_k_and_v_is_typed_as_llama_cpp_does(tmp_path: Path)
         assert (types["blk.1.attn_qkv.weight"], types["blk.1.ffn_up.weight"]) == (heads_type, others)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [("gemma3", CONFIGS["gemma3"][0]), ("glm4", Glm4Config(**SIZES)), ("granite", GraniteConfig(**SIZES))],
-)
-def test_conversions_that_are_not_known_are_refused_before_any_work(name: str, config: Any, tmp_path: Path) -> None:
-    folder = save(random_model(config), tmp_path / "original")
-    write_byte_tokenizer(folder)
-    with open_checkpoint(folder) as checkpoint, pytest.raises(UnsupportedError, match=f"conversions of {name} models"):
-        convert.plan(checkpoint, "gguf")
-    with pytest.raises(UnsupportedError, match=f"conversions of {name} models"):
+@pytest.mark.parametrize("folder", CONFIGS, indirect=True)
+def test_a_folder_becomes_a_gguf_file_of_eight_bits(folder: Path, tmp_path: Path) -> None:
+    quantize("q8_0", tmp_path / "q.gguf", folder)
+    assert 0 < difference(tmp_path / "q.gguf", folder) < 0.1
+
+
+def test_awq_for_a_gguf_file_moves_scales_into_gains_that_have_1_more(tmp_path: Path) -> None:
+    folder = saved(random_model(CONFIGS["gemma3"][0]), tmp_path / "original")
+    quantize("q8_0", tmp_path / "q.gguf", folder, algorithm="awq")
+    assert 0 < difference(tmp_path / "q.gguf", folder) < 0.1
+
+
+def test_a_format_that_needs_a_file_that_is_not_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    folder = saved(random_model(with_tokenizer(MINISTRAL)), tmp_path / "original")
+    with pytest.raises(UnsupportedError, match="GGUF files of mistral3 models are not written"):
         plan_of("q4_k_m", folder)
 
 
 def test_what_sees_stays_as_it_is(tmp_path: Path) -> None:
     config = Gemma3Config(
-        text_config=CONFIGS["gemma3"][0].to_dict(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=259
+        text_config=CONFIGS["gemma3"][0].to_dict(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=4095
     )
-    original = save(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "original")
-    write_byte_tokenizer(original)
+    original = saved(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "original")
     quantize("int8", tmp_path / "out", original)
     assert 0 < difference(tmp_path / "out", original) < 0.1
     ignored = read_json_file(tmp_path / "out" / "config.json", 1 << 20)["quantization_config"]["ignore"]

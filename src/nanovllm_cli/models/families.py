@@ -38,7 +38,7 @@ QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NA
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     """config.json -> ModelSpec, with the meanings that transformers gives its keys. Of a model that also sees or hears, the part
     that reads and writes text."""
-    config = _text_config(config)
+    config = text_config(config)
     read = ConfigReader({**family.defaults, **{key: value for key, value in config.items() if value is not None}}, "config.json")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -89,7 +89,8 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     return family.hf(spec, read)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json, or what it says of the part that reads and writes text."""
     inner = config.get("text_config")
     if inner is None:
         return config

@@ -17,6 +17,8 @@ FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
 FromGGUF = Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]
 """The third: a key's name without the architecture -> with it."""
 
+GGUFField = float | list[bool]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
@@ -29,7 +31,8 @@ class Family:
     its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. experts: what its configs
     call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise
     than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the
-    rest makes.
+    rest makes. gguf_activation: the one that its GGUF files mean without a word. gguf_keys: what they say beyond what all do, by
+    keys without the architecture; None: they are not written.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     hf: FromHF = lambda spec, read: spec
     gguf: FromGGUF = lambda spec, read, key: spec
+    gguf_activation: str = "silu"
+    gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
 _SANDWICH_HF_NAMES = {
@@ -85,7 +85,30 @@ def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     return _sandwich_from_gguf(46)(spec, read, key)
 
 
-GEMMA = Family("gemma", tied_by_default=True, defaults={"hidden_act": "gelu"}, hf=_from_hf, gguf=_from_gguf)
+def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
+    def keys(spec: ModelSpec) -> dict[str, GGUFField]:
+        attention = [block.attention for block in spec.blocks]
+        local = [a.rope.theta for a in attention if a.window is not None and a.rope is not None]
+        caps = {"attn_logit_softcapping": attention[0].softcap, "final_logit_softcapping": spec.logit_softcap}
+        found: dict[str, GGUFField] = {key: cap for key, cap in caps.items() if cap is not None}
+        if local:
+            found["rope.freq_base_swa"] = local[0]
+        windows = [a.window is not None for a in attention]
+        if local and windows != [(i + 1) % full_every != 0 for i in range(spec.num_layers)]:
+            found["attention.sliding_window_pattern"] = windows
+        return found
+
+    return keys
+
+
+GEMMA = Family(
+    "gemma",
+    tied_by_default=True,
+    defaults={"hidden_act": "gelu"},
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_activation="gelu_tanh",
+)
 GEMMA2 = Family(
     "gemma2",
     has_window=True,
@@ -98,6 +121,8 @@ GEMMA2 = Family(
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=_sandwich_from_hf,
     gguf=_gemma2_from_gguf,
+    gguf_activation="gelu_tanh",
+    gguf_keys=_sandwich_keys(2),
 )  # fmt: skip
 GEMMA3 = Family(
     "gemma3",
@@ -114,4 +139,6 @@ GEMMA3 = Family(
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=_sandwich_from_hf,
     gguf=_sandwich_from_gguf(62),
+    gguf_activation="gelu_tanh",
+    gguf_keys=_sandwich_keys(6),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.family import Family, GGUFField
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
@@ -26,4 +26,13 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))
 
 
-GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf)
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    return {
+        "embedding_scale": spec.embedding_scale,
+        "residual_scale": spec.residual_scale,
+        "attention.scale": spec.blocks[0].attention.score_scale,
+        "logit_scale": 1 / spec.logit_scale,
+    }
+
+
+GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=_keys)

@@ -40,4 +40,4 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _below_the_first_step(spec) if scales else spec
 
 
-MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf)
+MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=None)

@@ -70,7 +70,7 @@ class _Source:
         if step.source in self._changed:
             rows = self._read(*self._changed[step.source])
             assert isinstance(rows, torch.Tensor)
-            return iter([_turned(rows.float(), step)])
+            return iter([_turned(rows.float() + step.added, step)])
         return slices(self._checkpoint, step)
 
     def _read(self, unit: str, ours: str) -> Rows:

@@ -18,7 +18,7 @@ from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
-from nanovllm_cli.weights.convert_names import check_convertible, dense_mlp_of
+from nanovllm_cli.weights.convert_names import check_to_gguf, dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
@@ -177,7 +177,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
     if kind == "gguf":
         dense_mlp_of(original.spec)
         if original.checkpoint.format != "gguf":
-            check_convertible(family_of(original.checkpoint))
+            check_to_gguf(family_of(original.checkpoint))
     patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]
     used = set()
     notes: list[str] = []

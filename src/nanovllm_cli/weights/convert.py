@@ -34,13 +34,13 @@ from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
     attention_of,
-    check_convertible,
+    check_to_gguf,
+    check_to_hf,
     dense_mlp_of,
-    gguf_name,
     halves_to_pairs,
+    named_on_both_sides,
     pairs_to_halves,
     rotary_heads,
-    tensor_shapes,
 )
 from nanovllm_cli.weights.convert_tensors import (
     Step,
@@ -58,6 +58,7 @@ from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.tensor_names import left_aside, names_of
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
@@ -215,16 +216,17 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     family = hf_family(source.config)
     spec = read_spec(source, PlainReader(source))
     dense_mlp_of(spec)
-    check_convertible(family)
-    wanted = tensor_shapes(spec, family.names("hf"))
-    notes = _check_names(source, wanted, spec)
+    check_to_gguf(family)
+    named = named_on_both_sides(spec, names_of(source), family.names("gguf"))
+    notes = _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec)
+    missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
-    for name, shape in wanted.items():
-        info, theirs = source.info(name), gguf_name(name)
-        assert theirs is not None
+    for name, (theirs, shape) in named.items():
+        info = source.info(name)
         after = gguf_type(theirs, shape, info.dtype_name, outtype)
-        steps.append(_turned(Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after)),
-                             spec, family, to_gguf=True))  # fmt: skip
+        added = missing if theirs.endswith("norm.weight") else 0.0
+        step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
+        steps.append(_turned(step, spec, family, to_gguf=True))
     names = {step.name for step in steps}
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():
@@ -237,10 +239,10 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     family = gguf_family(source.config)
     spec = read_spec(source, PlainReader(source))
     dense_mlp_of(spec)
-    check_convertible(family)
-    wanted = tensor_shapes(spec, family.names("hf"))
-    named = {theirs: name for name in wanted if (theirs := gguf_name(name)) is not None}
-    notes = _check_names(source, {theirs: wanted[name] for theirs, name in named.items()}, spec)
+    check_to_hf(family)
+    both = named_on_both_sides(spec, family.names("hf"), names_of(source))
+    named = {theirs: name for name, (theirs, _) in both.items()}
+    notes = _check_names(source, dict(both.values()), spec)
     vectors = narrowed_vectors(source, list(named)) if outtype == "auto" else None
     steps = []
     for theirs, name in named.items():
@@ -305,13 +307,16 @@ def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
     """Raises CheckpointError where tensors are not those of the model; a line for each that is left out."""
     there = {name: source.info(name).shape for name in source.names()}
     head = {"lm_head.weight", "output.weight"} if spec.tied_head else set()
-    check_tensors(source.path, spec, wanted, there, head, misshapen="misshapen")
-    return [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
+    others = left_aside(source, there)
+    check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
+    notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
+    return notes + ([f"{len(others)} tensors of what sees or hears: {some(sorted(others))}"] if others else [])
 
 
 def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:
     """`step`, with the rows of q and k in the order of the other side."""
-    heads = rotary_heads(step.name if to_gguf else step.source or "", spec) if family.interleaved_gguf else None
+    turns = family.interleaved_gguf and not family.interleaved
+    heads = rotary_heads(step.name if to_gguf else step.source or "", spec) if turns else None
     rope = attention_of(spec).rope
     if heads is None or rope is None or step.name.endswith("_norm.weight"):
         return step

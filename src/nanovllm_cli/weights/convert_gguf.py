@@ -19,7 +19,7 @@ from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, RopeSpec
-from nanovllm_cli.models.families import MISTRAL, spec_from_gguf
+from nanovllm_cli.models.families import MISTRAL, spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
@@ -35,11 +35,14 @@ _CARRIED = {
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "partial_rotary_factor", "tie_word_embeddings", "vocab_size", "attention_bias", "mlp_bias",
     "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
+    "no_rope_layer_interval", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
+    "resid_pdrop", "embd_pdrop", "cache_implementation",
     "pretraining_tp", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip
 
@@ -67,7 +70,8 @@ def gguf_header(
     """
     architecture = "llama" if family is MISTRAL else family.name  # llama.cpp has one for both
     builder = HeaderBuilder(architecture)
-    context_length = checkpoint.config.get("max_position_embeddings", 2048)
+    config = {**family.defaults, **text_config(checkpoint.config)}
+    context_length = config.get("max_position_embeddings", 2048)
     rope = attention_of(spec).rope
     assert rope is not None
     sayable = sayable_in_gguf(replace(rope, interleaved=family.interleaved_gguf), context_length)
@@ -77,24 +81,28 @@ def gguf_header(
     notes += _add_card(builder, checkpoint, folder, name)
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
-    _add_model(builder, spec, context_length)
+    _add_model(builder, spec, family, context_length)
     _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
     end_ids = _end_ids(checkpoint.generation_config, spec.vocab_size)
-    vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, checkpoint.config)
+    vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
-    unread = ["sliding_window"] if attention_of(spec).window is not None else []
+    unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
     unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
     if unread:
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
 
 
-def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> None:
+def _windows(spec: ModelSpec) -> set[int]:
+    return {block.attention.window for block in spec.blocks if block.attention.window is not None}
+
+
+def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_length: int) -> None:
     attention, mlp = attention_of(spec), dense_mlp_of(spec)
-    if mlp.activation != "silu":
+    if mlp.activation != "silu" and family.gguf_activation != mlp.activation:
         raise UnsupportedError(
             f"the activation {mlp.activation} has no place in GGUF, which knows silu only here",
             "keep the model as a Hugging Face folder",
@@ -109,8 +117,12 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, context_length: int) -> 
     builder.add_key_length(attention.head_dim)
     builder.add_value_length(attention.head_dim)
     builder.add_layer_norm_rms_eps(spec.norm.eps)
-    if attention.window is not None:
-        builder.add_sliding_window(attention.window)
+    for window in _windows(spec):
+        builder.add_sliding_window(window)
+    assert family.gguf_keys is not None
+    add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
+    for key, value in family.gguf_keys(spec).items():
+        add[type(value)](f"{family.name}.{key}", value)
 
 
 def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> None:
@@ -186,7 +198,7 @@ def _end_ids(generation_config: Mapping[str, Any], vocab_size: int) -> list[int]
 def _unused_keys(checkpoint: Checkpoint) -> list[str]:
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
     files = {
-        "config.json": (checkpoint.config, _CARRIED),
+        "config.json": (text_config(checkpoint.config), _CARRIED),
         "generation_config.json": (checkpoint.generation_config, ids | set(SAMPLING_KEYS.values())),
     }
     return [
@@ -219,8 +231,13 @@ def _check(
         return tuple(tensors[name].tolist()) if name in tensors else None
 
     found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
-    blocks = tuple(replace(block, attention=replace(block.attention, rope=rope)) for block in spec.blocks)
-    lost = differences(replace(spec, blocks=blocks), found)
+    usual = attention_of(spec).rope
+    blocks = (
+        replace(block, attention=replace(block.attention, rope=rope)) if block.attention.rope == usual else block
+        for block in spec.blocks
+    )
+    norm = replace(spec.norm, stored_offset=spec.norm.offset)
+    lost = differences(replace(spec, blocks=tuple(blocks), norm=norm), found)
     if lost:
         raise UnsupportedError(
             f"GGUF cannot say this of a {family.name} model: {', '.join(lost)}",

@@ -15,28 +15,17 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
 from nanovllm_cli.models.family import Family
-from nanovllm_cli.models.names import GGUF_NAMES, HF_NAMES
 from nanovllm_cli.weights.tensor_names import checkpoint_name
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved")
-CONVERTIBLE = (LLAMA, MISTRAL, QWEN2, QWEN3)
+TO_HF = (LLAMA, MISTRAL, QWEN2, QWEN3)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 
-def gguf_name(hf_name: str) -> str | None:
-    """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight; None for a tensor that GGUF has no name for."""
-    parts = hf_name.split(".")
-    number = next((part for part in parts if part.isdecimal()), "")
-    pattern = ".".join("{i}" if part == number else part for part in parts) if number else hf_name
-    return _TO_GGUF[pattern].replace("{i}", number) if pattern in _TO_GGUF else None
-
-
-_TO_GGUF = {HF_NAMES[ours]: GGUF_NAMES[ours] for ours in HF_NAMES}
-
-
 def attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The attention that all layers have. Conversions are for families whose layers differ in their windows at most."""
-    return spec.blocks[0].attention
+    """The attention that all layers have, but for windows, and what those with one or without positions have of their own."""
+    found = [block.attention for block in spec.blocks]
+    return next((each for each in found if each.window is None and each.rope is not None), found[0])
 
 
 def dense_mlp_of(spec: ModelSpec) -> MLPSpec:
@@ -105,17 +94,31 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def check_convertible(family: Family) -> None:
-    """UnsupportedError for families whose configs are read, but not written."""
-    if family not in CONVERTIBLE:
+def check_to_gguf(family: Family) -> None:
+    """UnsupportedError for families whose GGUF files are read, but not written."""
+    if family.gguf_keys is None:
+        raise UnsupportedError(f"GGUF files of {family.name} models are not written", "llama.cpp's converter knows them")
+
+
+def check_to_hf(family: Family) -> None:
+    """UnsupportedError for families whose folders are read, but not written."""
+    if family not in TO_HF:
         raise UnsupportedError(
-            f"conversions of {family.name} models between Hugging Face and GGUF",
-            f"known: {', '.join(known.name for known in CONVERTIBLE)}; llama.cpp's converter knows the others",
+            f"folders of {family.name} models are not made of GGUF files",
+            f"known: {', '.join(known.name for known in TO_HF)}; take the publisher's own folder",
         )
 
 
+def named_on_both_sides(
+    spec: ModelSpec, hf_names: Mapping[str, str], gguf_names: Mapping[str, str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every weight of a model: its Hugging Face name -> its GGUF name, and its shape."""
+    hf, gguf = tensor_shapes(spec, hf_names), tensor_shapes(spec, gguf_names)
+    return {name: (theirs, shape) for (name, shape), theirs in zip(hf.items(), gguf, strict=True)}
+
+
 def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model under its name in a Hugging Face folder (`Family.names`). A tied head has none of its own."""
+    """Every weight of a model under its name in a checkpoint (`names_of`). A tied head has none of its own."""
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
     if not spec.tied_head:

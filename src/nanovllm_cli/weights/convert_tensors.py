@@ -43,7 +43,8 @@ Reorder = Callable[[torch.Tensor], torch.Tensor]
 class Step(NamedTuple):
     """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
 
-    `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows.
+    `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes
+    to each number.
     """
 
     name: str
@@ -56,10 +57,11 @@ class Step(NamedTuple):
     reorder: Reorder | None = None
     rows_together: int = 1
     value: torch.Tensor | None = None
+    added: float = 0.0
 
     @property
     def copied(self) -> bool:
-        return self.before == self.after
+        return self.before == self.after and not self.added
 
     def gguf(self) -> GGUFTensor:
         return GGUFTensor(self.name, self.shape, GGMLQuantizationType[self.after])
@@ -77,6 +79,8 @@ def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
     assert step.source is not None
     for rows in _rows(checkpoint, step):
         reordered = rows if step.reorder is None else step.reorder(rows)
+        if step.added:
+            reordered = reordered.float() + step.added
         yield reordered if step.copied else _as_type(reordered, step)
         checkpoint.release(step.source)
 

@@ -1,0 +1,113 @@
+"""Folders of every family made into GGUF files: tensor by tensor and key by key what the gguf package's names and llama.cpp's
+rules make of the same model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, Gemma3Config
+
+from engines import SMALL, random_model, save, worker_for
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.weights import convert
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_convert import SETTINGS, TINY
+from test_models import SEEING, prompts, whole_batch
+from test_models_gguf import CASES, write
+
+WRITTEN = [case for case in CASES if case not in ("mistral", "mistral3")]
+
+
+def fields(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def with_tokenizer(config: Any) -> Any:
+    """The same model with a row for each of the bundled tokenizer's tokens."""
+    values = config.to_dict()
+    values.get("text_config", values)["vocab_size"] = 4096
+    return type(config)(**values)
+
+
+def make_gguf(folder: Path, path: Path) -> list[str]:
+    """What got lost."""
+    for name in SETTINGS:
+        shutil.copy(TINY / name, folder / name)
+    with open_checkpoint(folder) as checkpoint:
+        made = convert.plan(checkpoint, "gguf", outtype="f32")
+        convert.write(checkpoint, made, path)
+    return made.notes
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Path) -> None:
+    arch, config, add = CASES[case]
+    reference = random_model(with_tokenizer(config))
+    expected = write(tmp_path / "expected.gguf", arch, reference, add)
+    make_gguf(save(reference, tmp_path / "folder"), tmp_path / "made.gguf")
+    found, wanted = tensors(tmp_path / "made.gguf"), tensors(expected)
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    keys = fields(tmp_path / "made.gguf")
+    for key, value in fields(expected).items():
+        if not key.startswith("GGUF."):
+            assert keys[key] == pytest.approx(value), key
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_windows_in_other_layers_than_usual_are_said(case: str, tmp_path: Path) -> None:
+    arch, config, _ = CASES[case]
+    kinds = ["full_attention", *["sliding_attention"] * (config.num_hidden_layers - 1)]
+    folder = save(random_model(with_tokenizer(type(config)(**config.to_dict() | {"layer_types": kinds}))), tmp_path / "folder")
+    make_gguf(folder, tmp_path / "made.gguf")
+    assert fields(tmp_path / "made.gguf")[f"{arch}.attention.sliding_window_pattern"] == [k != kinds[0] for k in kinds]
+    same(folder, tmp_path / "made.gguf")
+
+
+def same(folder: Path, path: Path) -> None:
+    """Logits of both forms."""
+    tokens = prompts(512)
+    with torch.inference_mode():
+        one, other = (
+            worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
+            for worker in (worker_for(folder), worker_for(path))
+        )
+    assert float((one - other).norm() / one.norm()) < 1e-4
+
+
+def test_of_a_model_that_sees_the_part_that_writes_is_written(tmp_path: Path) -> None:
+    config = SEEING["gemma3"].to_dict()
+    config["text_config"]["query_pre_attn_scalar"] = SMALL["head_dim"]
+    folder = save(random_model(with_tokenizer(Gemma3Config(**config)), auto=AutoModelForImageTextToText), tmp_path / "folder")
+    notes = make_gguf(folder, tmp_path / "made.gguf")
+    assert any("tensors of what sees or hears: " in note for note in notes)
+    assert not any("vision" in name for name in tensors(tmp_path / "made.gguf"))
+    same(folder, tmp_path / "made.gguf")
+
+
+def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
+    """The scale of scores follows from the layers in a Gemma file, and a Ministral's temperature is not kept when it is read."""
+    _, config, _ = CASES["gemma3"]
+    odd = type(config)(**config.to_dict() | {"query_pre_attn_scalar": 17})
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a gemma3 model: scale"):
+        make_gguf(save(random_model(with_tokenizer(odd)), tmp_path / "odd"), tmp_path / "made.gguf")
+    _, config, _ = CASES["mistral3"]
+    with pytest.raises(UnsupportedError, match="GGUF files of mistral3 models are not written"):
+        make_gguf(save(random_model(with_tokenizer(config)), tmp_path / "ministral"), tmp_path / "made.gguf")
+
+
+def test_folders_are_not_made_of_other_families_files(tmp_path: Path) -> None:
+    arch, config, add = CASES["granite"]
+    path = write(tmp_path / "m.gguf", arch, random_model(config), add)
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match="folders of granite models are not made"):
+        convert.plan(checkpoint, "hf")
