@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -138,6 +139,12 @@ def test_experts_are_chosen_on_the_host_and_such_steps_are_not_recorded(tmp_path
     device = EmulatedDevice()
     assert tokens(engine_on(model, device), greedy(4), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(4), PROMPTS[:3])
     assert not device.graphs
+
+
+def test_an_activation_without_a_kernel_is_refused(tmp_path: Path) -> None:
+    model = save(random_model(GptOssConfig(**SHAPE, num_local_experts=3, num_experts_per_tok=1), dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(UnsupportedError, match="swiglu_oai"):
+        engine_on(model, EmulatedDevice())
 
 
 def test_a_decode_step_has_five_launches_a_layer_and_six(folder: Path) -> None:

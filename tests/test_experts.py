@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from transformers import MixtralConfig, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu, reference
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import MLPSpec, MoESpec
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.estimate import Speed
 from nanovllm_cli.planning.plan import make_plan
 from nanovllm_cli.quant.cpu_formats import make_storage
@@ -175,10 +179,13 @@ def test_experts_that_nobody_takes_are_not_computed() -> None:
 # ---- models ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quant", [None, "int8"])
-def test_answers_do_not_depend_on_the_batch(dtype: str, quant: str | None, tmp_path: Path) -> None:
-    worker = worker_for(save(qwen(), tmp_path), dtype=dtype, quant=quant)
+@pytest.mark.parametrize(
+    ("family", "dtype", "quant"),
+    [("qwen", "float32", None), ("qwen", "bfloat16", None), ("qwen", "bfloat16", "int8"), ("gpt_oss", "bfloat16", "q4_0")],
+)
+def test_answers_do_not_depend_on_the_batch(family: str, dtype: str, quant: str | None, tmp_path: Path) -> None:
+    model = {"qwen": qwen, "gpt_oss": gpt_oss}[family]()
+    worker = worker_for(save(model, tmp_path), dtype=dtype, quant=quant)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
     tokens = prompts(SHAPE["vocab_size"])[:6]
     together = run(engine_for(worker, max_num_batched_tokens=40), [(ids, params) for ids in tokens])
@@ -238,8 +245,9 @@ def test_experts_in_every_format(name: str, tmp_path: Path) -> None:
 
 def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
-    config, mixtral = model.config, isinstance(model.config, MixtralConfig)
-    arch = "llama" if mixtral else "qwen3moe"
+    config = model.config
+    arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[config.model_type]
+    mixtral, gpt_oss = arch == "llama", arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -253,15 +261,19 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_count(config.num_local_experts if mixtral else config.num_experts)
+    writer.add_expert_count(config.num_local_experts if mixtral or gpt_oss else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if not mixtral:
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
+    if gpt_oss:
+        writer.add_sliding_window(config.sliding_window)
     writer.add_tokenizer_model("no_vocab")
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
              "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp"}  # fmt: skip
+    if gpt_oss:
+        names |= {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
              "lm_head.weight": "output.weight"}  # fmt: skip
     turn = 0
@@ -285,7 +297,20 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
             continue
         _, _, layer_id, *rest = key.split(".")
         place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight")
-        if own == "mlp.experts.gate_up_proj":
+        if own.endswith(("gate_up_proj_bias", "down_proj_bias")):
+            parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
+            for part, bias in parts.items():
+                writer.add_tensor(f"{place}ffn_{part}_exps.bias", bias.contiguous().numpy())
+        elif own.endswith((".bias", "sinks")):
+            theirs = "attn_sinks.weight" if "sinks" in own else f"{names[own.removesuffix('.bias')]}.bias"
+            writer.add_tensor(f"{place}{theirs}", tensor.numpy())
+        elif gpt_oss and own == "mlp.experts.gate_up_proj":
+            halves = [add(f"{place}ffn_{part}_exps.weight", tensor[..., first::2].transpose(1, 2).contiguous()).transpose(1, 2)
+                      for part, first in (("gate", 0), ("up", 1))]  # fmt: skip
+            parameter.data = torch.stack(halves, -1).flatten(-2)
+        elif gpt_oss and own == "mlp.experts.down_proj":
+            parameter.data = add(f"{place}ffn_down_exps.weight", tensor.transpose(1, 2).contiguous()).transpose(1, 2)
+        elif own == "mlp.experts.gate_up_proj":
             halves = [add(f"{place}ffn_{part}_exps.weight", half.contiguous())
                       for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True)]  # fmt: skip
             parameter.data = torch.cat(halves, 1)
@@ -309,20 +334,72 @@ def mixtral() -> Any:
     return random_model(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
 
 
-@pytest.mark.parametrize("types", [["F32"], ["Q8_0", "Q4_0", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, mixtral])
+def gpt_oss() -> Any:
+    config = GptOssConfig(
+        **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    return random_model(config)
+
+
+@pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
+@pytest.mark.parametrize("family", [qwen, mixtral, gpt_oss])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
-    model = family() if family is mixtral else qwen(mlp_only_layers=[1])
+    model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     path = write_gguf(tmp_path / "m.gguf", model, types)
     tokens = prompts(SHAPE["vocab_size"])[:5]
     assert difference(logits_of(worker_for(path, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-4
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4, [E, 2 N, K / 32, 16] with the rows of gate and up by turns; numbers by the table of OCP's MX 1.0."""
+    model = gpt_oss()
+    folder = save(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            experts, columns, rows = parameter.shape
+            del tensors[name]
+            codes = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=GENERATOR, dtype=torch.uint8)
+            scales = torch.randint(120, 125, codes.shape[:-1], generator=GENERATOR, dtype=torch.uint8)
+            numbers = values[torch.stack([codes & 15, codes >> 4], -1).long()].flatten(-2)
+            numbers = numbers * 2.0 ** (scales.float() - 127)[..., None]
+            parameter.data = numbers.flatten(-2).transpose(1, 2).contiguous()
+            tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = prompts(SHAPE["vocab_size"])[:5]
+    worker = worker_for(folder, dtype="float32")
+    assert {form.name for form in worker.formats if form is not None} == {"mxfp4"}
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
+    with pytest.raises(UsageError, match="its weights are mxfp4 already"):
+        worker_for(folder, quant="int8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"swiglu_limit": 8.0}, "'swiglu_limit' of 8"), ({"swiglu_alpha": 1.0}, "'swiglu_alpha' of 1 ")],
+)
+def test_another_clamped_activation_is_refused(changes: dict[str, float], words: str) -> None:
+    config = gpt_oss().config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    assert spec_from_hf(config, hf_family(config)).blocks[0].attention.sinks
+    with pytest.raises(UnsupportedError, match=words):
+        spec_from_hf(config | changes, hf_family(config))
+
+
+def test_windows_of_gpt_oss_are_in_every_second_layer_where_the_config_does_not_say() -> None:
+    config = gpt_oss().config.to_dict() | {"architectures": ["GptOssForCausalLM"], "layer_types": None}
+    assert [block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks] == [20, None]
 
 
 def test_llama_cpp_gives_the_logits_that_we_give(tmp_path: Path) -> None:
     """Its own matmuls round activations of Q8_0 to 8 bits too, by blocks of 32."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     tokens = prompts(SHAPE["vocab_size"])[3]
-    for model in (qwen(), mixtral()):
+    for model in (qwen(), mixtral(), gpt_oss()):
         path = write_gguf(tmp_path / f"{model.config.model_type}.gguf", model, ["F32"])
         theirs = llama_cpp.Llama(str(path), n_ctx=128, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0)
         theirs.eval(tokens)
@@ -355,6 +432,8 @@ def test_what_experts_can_not_be_made_into_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="with experts is not calibrated"):
             quantize_model("int4:group=32", tmp_path / "out", source, algorithm=algorithm)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UnsupportedError, match="the experts of a layer in one tensor"):
+        plan_of("int8", save(gpt_oss(), tmp_path / "stacked"))
     path = write_gguf(tmp_path / "m.gguf", qwen(), ["F32"])
     for model, target in ((source, "gguf"), (path, "hf")):
         with open_checkpoint(model) as checkpoint, pytest.raises(UnsupportedError, match="with experts is not converted"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8
     assert error(cpu.gated_activation(x, activation), reference.gated_activation(x, activation)) < TOLERANCE[dtype]
@@ -104,6 +105,17 @@ def test_activation_of_extremes_is_finite_and_nan_stays_nan() -> None:
     assert out[1].abs() < 1e-30
     assert out[2].isnan()
     assert out[3] == 0.0
+
+
+def test_the_clamped_activation_is_what_its_formula_says() -> None:
+    """Gates of 1, 9 and -9 beside ups of -9, 2 and 9, by hand: x * sigmoid(1.702 x) * (1 + up), both clamped at 7."""
+    x = torch.tensor([[1.0, 9.0, -9.0, float("nan"), 1.0, -9.0, 2.0, 9.0, 1.0, float("nan")]])
+    sigmoid = lambda z: 1 / (1 + math.exp(-1.702 * z))
+    expected = [sigmoid(1) * -6, 7 * sigmoid(7) * 3, -9 * sigmoid(-9) * 8]
+    for gated in (cpu.gated_activation, reference.gated_activation):
+        out = gated(x, "swiglu_oai")[0]
+        assert out[:3].tolist() == pytest.approx(expected, rel=1e-5)
+        assert out[3:].isnan().all()
 
 
 class Paged:

@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -143,6 +144,11 @@ CASES: dict[str, Any] = {
         **SMALL | {"tie_word_embeddings": True},
         num_experts=7, num_experts_per_tok=1, moe_intermediate_size=33, norm_topk_prob=False, decoder_sparse_step=2,
     ),
+    "gpt-oss, 2 of 5": GptOssConfig(
+        **SMALL | {"intermediate_size": 33}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, truncate=False),
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -208,6 +214,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 COUNTED = [
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
+    "gpt-oss, 2 of 5",
 ]  # fmt: skip
 
 

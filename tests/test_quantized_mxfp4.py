@@ -18,6 +18,8 @@ from nanovllm_cli.weights.quantized_mxfp4 import mxfp4_blocks
 from quantized_checkpoints import open_quantized, read_weight, small_slices, write
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
+DOWN = "model.layers.0.mlp.experts.down_proj"
+GATE = "model.layers.0.mlp.experts.1.gate_proj"
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
@@ -30,14 +32,28 @@ def random_experts(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_equal_to_transformers(tmp_path: Path, monkeypatch: Any) -> None:
     small_slices(monkeypatch)
-    codes, scales = random_experts(3, 67, 2)
+    """Experts lie in one tensor, and rows of gate and up by turns: here each is a weight of its own."""
+    codes, scales = random_experts(3, 134, 2)
     expected = convert_moe_packed_tensors(codes, scales, dtype=torch.float32).transpose(1, 2).double().numpy()
-    tensors = {f"{NAME}_blocks": codes, f"{NAME}_scales": scales, f"{NAME}_bias": torch.ones(3, 67)}
+    bias = torch.arange(3 * 134).view(3, 134).float()
+    down, down_scales = random_experts(3, 5, 2)
+    tensors = {f"{NAME}_blocks": codes, f"{NAME}_scales": scales, f"{NAME}_bias": bias, f"{DOWN}_blocks": down,
+               f"{DOWN}_scales": down_scales}  # fmt: skip
     reader = open_quantized(write(tmp_path, tensors, CONFIG))
-    assert reader.names() == {NAME, f"{NAME}_bias"}
-    assert reader.shape(NAME) == (3, 67, 64)
-    assert reader.format(NAME) == Blocks("MXFP4")
-    np.testing.assert_array_equal(read_weight(reader, NAME), expected.reshape(-1, 64))
+    place = NAME.removesuffix("gate_up_proj")
+    assert reader.names() == {f"{place}{e}.{part}_proj{kind}" for e in range(3) for part, kind in
+                              (("gate", ""), ("gate", "_bias"), ("up", ""), ("up", "_bias"), ("down", ""))}  # fmt: skip
+    for e in range(3):
+        for part, first in (("gate", 0), ("up", 1)):
+            name = f"{place}{e}.{part}_proj"
+            assert reader.shape(name) == (67, 64)
+            assert reader.format(name) == Blocks("MXFP4")
+            assert reader.num_bytes(name) == 67 * 2 * 17
+            np.testing.assert_array_equal(read_weight(reader, name), expected[e, first::2])
+            [(rows, _)] = reader.slices(f"{name}_bias")
+            assert torch.equal(rows, bias[e, first::2])  # type: ignore[arg-type]
+    expected = convert_moe_packed_tensors(down, down_scales, dtype=torch.float32).transpose(1, 2).double().numpy()
+    np.testing.assert_array_equal(read_weight(reader, f"{place}1.down_proj"), expected[1])
 
 
 def test_the_smallest_and_largest_scales() -> None:
@@ -53,12 +69,12 @@ def test_the_smallest_and_largest_scales() -> None:
 
 CODES, SCALES = random_experts(2, 5, 2)
 BAD = {
-    "no scales": ({f"{NAME}_blocks": CODES}, f"{NAME}_scales' is missing"),
-    "no codes": ({f"{NAME}_scales": SCALES}, f"{NAME}_blocks' is missing"),
-    "scales of other rows": ({f"{NAME}_blocks": CODES, f"{NAME}_scales": SCALES[:, :4]}, "expected [2, 5, 2]"),
+    "no scales": ({f"{NAME}_blocks": CODES}, f"{GATE.replace('1', '0')}_scales' is missing"),
+    "no codes": ({f"{NAME}_scales": SCALES}, f"{GATE.replace('1', '0')}_blocks' is missing"),
+    "scales of other rows": ({f"{NAME}_blocks": CODES, f"{NAME}_scales": SCALES[:, :4]}, "expected [3, 2]"),
     "short blocks": (
         {f"{NAME}_blocks": CODES[..., :8], f"{NAME}_scales": SCALES},
-        "_blocks' has the shape [2, 5, 2, 8]",
+        "_blocks' has the shape [3, 2, 8]",
     ),
     "nothing": ({f"{NAME}_blocks": CODES[:0], f"{NAME}_scales": SCALES[:0]}, "_blocks' has the shape [0, 5, 2, 16]"),
     "floats": ({f"{NAME}_blocks": CODES.float(), f"{NAME}_scales": SCALES}, "holds F32"),
@@ -74,7 +90,7 @@ def test_what_cannot_be_is_refused(case: str, tmp_path: Path) -> None:
     tensors, words = BAD[case]
     write(tmp_path, tensors, CONFIG)
     with pytest.raises(NanovllmError) as raised:
-        for _ in open_quantized(tmp_path).slices(NAME):
+        for _ in open_quantized(tmp_path).slices(GATE):
             pass
     assert type(raised.value) is CheckpointError
     assert words in raised.value.message

@@ -78,10 +78,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order."""
+    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
+    `kernels.reference.gated_activation`."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"] = "silu"
     bias: bool = False
     fused: bool = False
 

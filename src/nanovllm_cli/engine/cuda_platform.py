@@ -18,10 +18,11 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels.activation import ACTIVATIONS
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
@@ -104,6 +105,9 @@ class CudaPlatform:
         return CudaStacked(parts, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
+        for mlp in {block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp for block in spec.blocks}:
+            if mlp.activation not in ACTIVATIONS:
+                raise UnsupportedError(f"the activation {mlp.activation} has no kernel on a GPU yet", "use --device cpu")
         specs = [block.attention for block in spec.blocks]
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(

@@ -43,7 +43,9 @@ from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
 CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
 BLOCK = cpu_cache.BLOCK
-ACTIVATIONS = {"silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU}
+ACTIVATIONS = {
+    "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
+}  # fmt: skip
 _TAGS = {torch.bfloat16: "H", torch.float32: "f", torch.int8: "b", torch.float8_e4m3fn: "B"}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 

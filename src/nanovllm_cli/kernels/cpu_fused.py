@@ -15,7 +15,8 @@ from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
-SILU, GELU_TANH, GELU = 0, 1, 2
+SILU, GELU_TANH, GELU, SWIGLU_OAI = 0, 1, 2, 3
+SWIGLU_LIMIT = np.float32(7.0)
 CHUNK = 4096  # numbers of a task that is not a row
 
 
@@ -54,7 +55,8 @@ def scale(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
-    """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH or GELU (by erf)."""
+    """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI (see
+    reference.gated_activation)."""
     tag, x, out, num_rows, width, kind = fields(arguments)
     both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
     result = carray(typed_pointer(out, tag), (num_rows, width))
@@ -68,6 +70,15 @@ def gated_activation(arguments, thread, team):
                 e = exp_not_positive(-abs(z))
                 s = (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
                 store(target, i, g * s * load(up, i))
+        elif kind == SWIGLU_OAI:
+            for i in range(width):
+                g, u = load(gate, i), load(up, i)
+                g = SWIGLU_LIMIT if g > SWIGLU_LIMIT else g
+                u = SWIGLU_LIMIT if u > SWIGLU_LIMIT else (-SWIGLU_LIMIT if u < -SWIGLU_LIMIT else u)
+                z = np.float32(1.702) * g
+                e = exp_not_positive(-abs(z))
+                s = (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
+                store(target, i, g * s * (u + np.float32(1.0)))
         else:
             for i in range(width):
                 g = np.float64(load(gate, i))

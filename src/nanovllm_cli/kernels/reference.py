@@ -40,9 +40,13 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
 
 
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu."""
+    """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu; or swiglu_oai, gpt-oss's
+    gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7."""
     gate, up = wide(x).chunk(2, dim=-1)
-    if activation == "silu":
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        gate = gate * torch.sigmoid(1.702 * gate)
+    elif activation == "silu":
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])

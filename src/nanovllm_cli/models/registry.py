@@ -11,6 +11,7 @@ from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, 
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.glm import GLM4
+from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE
 from nanovllm_cli.models.mistral import MISTRAL3
 from nanovllm_cli.models.phi import PHI3
@@ -28,6 +29,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Glm4ForCausalLM": GLM4,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "Ministral3ForCausalLM": MISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
@@ -44,6 +46,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "glm4": GLM4,
+    "gpt-oss": GPT_OSS,
     "granite": GRANITE,
     "mistral3": MISTRAL3,
     "phi3": PHI3,

@@ -96,6 +96,7 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
         queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         found["attention"] += hidden * (2 * queries + 2 * keys)
         found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias
+        found["attention"] += attention.num_heads * attention.sinks
         found["mlp"] += block.mlp.num_weights(hidden)
         found["norms"] += (4 if block.order == "sandwich" else 2) * hidden + 2 * attention.head_dim * attention.qk_norm
     return found

@@ -20,6 +20,7 @@ from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.convert_names import check_to_gguf, dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
+from nanovllm_cli.weights.stacked_experts import unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
@@ -176,6 +177,11 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         )
     if kind == "gguf":
         dense_mlp_of(original.spec)
+    elif unstacked(original.checkpoint) is not original.checkpoint:
+        raise UnsupportedError(
+            f"{original.name} holds the experts of a layer in one tensor, and such a folder is not written yet",
+            "run it with --quant instead",
+        )
         if original.checkpoint.format != "gguf":
             check_to_gguf(family_of(original.checkpoint))
     patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]

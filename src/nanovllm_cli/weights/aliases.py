@@ -79,6 +79,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},
     "mixtral": {"8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1", "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
+    "gpt-oss": {"20b": "openai/gpt-oss-20b", "120b": "openai/gpt-oss-120b"},
     "deepseek-r1": {
         "1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
         "7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",

@@ -148,6 +148,8 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
     if block.order == "sandwich":
         shapes |= {"after_attention_norm.weight": (hidden,), "after_mlp_norm.weight": (hidden,)}
+    if attention.sinks:
+        shapes["sinks"] = (attention.num_heads,)
     if attention.qk_norm:
         shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
     return shapes

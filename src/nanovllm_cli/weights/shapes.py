@@ -78,6 +78,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "Mixtral", 32, 4096, 14336, 32, 8, 32000, tied=False, num_local_experts=8, num_experts_per_tok=2,
         max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
     ),
+    "gpt-oss-20b": _config(
+        "GptOss", 24, 2880, 2880, 64, 8, 201088, tied=False, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        max_position_embeddings=131072, rope_theta=150000.0, rms_norm_eps=1e-5, attention_bias=True, sliding_window=128,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    ),
     "tinyllama-1.1b": _config(
         "Llama", 22, 2048, 5632, 32, 4, 32000, tied=False, max_position_embeddings=2048, rope_theta=1e4, rms_norm_eps=1e-5
     ),

@@ -1,0 +1,68 @@
+"""gpt-oss: experts with biases and a clamped activation, a learned sink for each head, windows in every second layer.
+
+Its folders hold the experts of a layer in one tensor, in MXFP4 or turned over; weights/stacked_experts.py takes that apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import MATRICES, ExpertKeys
+from nanovllm_cli.models.family import Family
+
+_ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+_NAMES = {
+    "blocks.{i}.sinks": "model.layers.{i}.self_attn.sinks",
+    **{f"blocks.{{i}}.router.{kind}": f"model.layers.{{i}}.mlp.router.{kind}" for kind in ("weight", "bias")},
+    **{
+        f"blocks.{{i}}.experts.{{e}}.{part}.{kind}": f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj{theirs}"
+        for part in MATRICES
+        for kind, theirs in (("weight", ""), ("bias", "_bias"))
+    },
+}
+_GGUF_NAMES = {
+    "blocks.{i}.sinks": "blk.{i}.attn_sinks.weight",
+    "blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight",
+}
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    for key, known in _ACTIVATION.items():
+        if (value := read.number(key, known)) != known:
+            raise UnsupportedError(f"{read.where}: {key!r} of {value:g} is not supported", f"known: {known:g}")
+    return replace(spec, blocks=tuple(_block(block, read) for block in spec.blocks))
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """Its yarn rounds none of the frequencies between which it interpolates, which GGUF has no key for."""
+    blocks = []
+    for block in spec.blocks:
+        rope = block.attention.rope
+        assert rope is not None
+        blocks.append(_block(replace(block, attention=replace(block.attention, rope=replace(rope, truncate=False))), read))
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _block(block: BlockSpec, read: ConfigReader) -> BlockSpec:
+    if not isinstance(block.mlp, MoESpec):
+        raise CheckpointError(f"{read.where}: a gpt-oss model without experts", BROKEN)
+    expert = replace(block.mlp.expert, activation="swiglu_oai", bias=True)
+    mixture = replace(block.mlp, expert=expert, router_bias=True)
+    return replace(block, attention=replace(block.attention, sinks=True), mlp=mixture)
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    has_window=True,
+    full_every=2,
+    experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),
+    defaults={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "max_position_embeddings": 131072},
+    hf_names=_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf=_from_hf,
+    gguf=_from_gguf,
+)
