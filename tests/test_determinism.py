@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GraniteConfig, Qwen3Config
+from transformers import Gemma3TextConfig, GraniteConfig, Qwen3Config, Qwen3MoeConfig
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -24,14 +24,18 @@ SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SHAPE),
     "gemma3": lambda: Gemma3TextConfig(**SHAPE, sliding_window=20, query_pre_attn_scalar=32, final_logit_softcapping=9.0),
+    "experts": lambda: Qwen3MoeConfig(**SHAPE, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=40),
     "granite": lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
 }
 """Those whose layers have kernels of their own."""
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3 float32", "qwen3 bfloat16", "qwen3 bfloat16 int8", "gemma3 bfloat16", "granite bfloat16"]
-)
+    scope="module",
+    params=[
+        "qwen3 float32", "qwen3 bfloat16", "qwen3 bfloat16 int8", "gemma3 bfloat16", "granite bfloat16", "experts bfloat16",
+    ],
+)  # fmt: skip
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     family, dtype, *cache = request.param.split()
     folder = save(random_model(FAMILIES[family]()), tmp_path_factory.mktemp("model"))

@@ -38,6 +38,7 @@ from quantizing import quantize as quantize_model
 from test_llm import write_byte_tokenizer
 from test_models import prompts
 from test_quant_engine import difference, expected_logits, logits_of
+from test_quantized_models import CASES, PROMPTS, build
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
 SHAPE = SMALL | {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 2}
@@ -193,6 +194,19 @@ def test_answers_do_not_depend_on_the_batch(family: str, dtype: str, quant: str 
         alone = run(engine_for(worker), [(ids, params)])[0].outputs[0]
         assert (alone.token_ids, alone.logprobs) == (output.outputs[0].token_ids, output.outputs[0].logprobs)
     assert {shapes[0] for shapes in worker.runner.graphs._graphs} == {torch.Size([1])}, "several sequences would share experts"
+
+
+def test_experts_whose_columns_have_an_order_are_recorded_too(tmp_path: Path) -> None:
+    """GPTQ's: gate and up of an expert are two weights then, each with an order of its own."""
+    config, maker, quantization = CASES["gptq 4, in an order, experts"]
+    build(tmp_path, config, maker, quantization)
+    worker = worker_for(tmp_path, dtype="bfloat16")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    together = run(engine_for(worker), [(ids, params) for ids in PROMPTS])
+    for ids, output in zip(PROMPTS, together, strict=True):
+        alone = run(engine_for(worker), [(ids, params)])[0].outputs[0]
+        assert (alone.token_ids, alone.logprobs) == (output.outputs[0].token_ids, output.outputs[0].logprobs)
+    assert worker.runner.graphs._graphs
 
 
 def test_experts_in_several_formats_are_not_recorded_and_answer_alike(tmp_path: Path) -> None:

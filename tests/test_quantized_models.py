@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from engines import engine_for, greedy, random_model, run, worker_for
 from nanovllm_cli.engine.worker import Worker
@@ -23,6 +23,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 PROMPTS = [[7, 200, 31], list(range(40, 77)), [5]]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FP8_BLOCKS = FP8 | {"weight_block_size": [128, 128]}
@@ -43,6 +44,12 @@ CASES: dict[str, tuple[Any, Maker, dict[str, Any]]] = {
     "gptq 2": (LlamaConfig(**SIZES), gptq(2, 32), gptq_config(2, 32)),
     "gptq 8, one group": (LlamaConfig(**SIZES), gptq(8, 0), gptq_config(8, 0)),
     "awq, qwen3, tied": (Qwen3Config(**SIZES | {"tie_word_embeddings": True}), awq(64), awq_config(64)),
+    "fp8 blocks, experts": (Qwen3MoeConfig(**SIZES, **EXPERTS), fp8("block", "weight_scale_inv"), FP8_BLOCKS),
+    "gptq 4, in an order, experts": (
+        Qwen3MoeConfig(**SIZES, **EXPERTS), gptq(4, 64, symmetric=False, order=True, version=2),
+        gptq_config(4, 64, False, True, 2),
+    ),
+    "awq, experts": (Qwen3MoeConfig(**SIZES, **EXPERTS), awq(32), awq_config(32)),
 }  # fmt: skip
 
 
@@ -56,10 +63,24 @@ def build(folder: Path, config: Any, maker: Maker, quantization: dict[str, Any],
             made, weight = maker(*parameter.shape, random)
             parameter.copy_(torch.from_numpy(weight))
             tensors |= module(made, name.removesuffix(".weight"))
+        elif parameter.dim() == 3:
+            tensors |= _experts(name, parameter, maker, random)
         elif not (name.startswith("lm_head") and config.tie_word_embeddings):
             tensors[name] = parameter.detach()
     save_quantized(folder, tensors | extra, config, quantization)
     return reference
+
+
+def _experts(name: str, parameter: torch.Tensor, maker: Maker, random: np.random.Generator) -> Tensors:
+    """Each expert's matrices have tensors of their own; transformers has those of a layer in one."""
+    tensors: Tensors = {}
+    for e, expert in enumerate(parameter):
+        parts = {"gate": expert.chunk(2)[0], "up": expert.chunk(2)[1]} if "gate_up" in name else {"down": expert}
+        for part, rows in parts.items():
+            made, weight = maker(*rows.shape, random)
+            rows.copy_(torch.from_numpy(weight))
+            tensors |= module(made, f"{name.rpartition('.')[0]}.{e}.{part}_proj")
+    return tensors
 
 
 def save_quantized(folder: Path, tensors: Tensors, config: Any, quantization: dict[str, Any]) -> Path:
