@@ -177,13 +177,13 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         )
     if kind == "gguf":
         dense_mlp_of(original.spec)
+        if original.checkpoint.format != "gguf":
+            check_to_gguf(family_of(original.checkpoint))
     elif unstacked(original.checkpoint) is not original.checkpoint:
         raise UnsupportedError(
             f"{original.name} holds the experts of a layer in one tensor, and such a folder is not written yet",
             "run it with --quant instead",
         )
-        if original.checkpoint.format != "gguf":
-            check_to_gguf(family_of(original.checkpoint))
     patterns = [(_compiled(pattern), _format(form, kind)) for pattern, form in choices.tensor_types]
     used = set()
     notes: list[str] = []
