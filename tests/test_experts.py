@@ -17,7 +17,7 @@ from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu, reference
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.layers.kit import Kit
@@ -33,6 +33,7 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.stacked_experts import unstacked
 from quantizing import plan_of
 from quantizing import quantize as quantize_model
 from test_llm import write_byte_tokenizer
@@ -477,3 +478,11 @@ def test_a_plan_and_a_roofline_count_the_experts_that_a_token_takes(tmp_path: Pa
     assert work.step_bytes(1) == pytest.approx(matrices + 4 * 3 * expert)
     assert work.step_bytes(2) == pytest.approx(matrices + 4 * 5 * expert * (1 - 0.4**2))
     assert work.linear_flops == 2 * (attention + mlp + router + 3 * expert)
+
+
+def test_tensors_of_experts_without_end_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a name of its own: a small file could ask for gigabytes of them."""
+    path = write_gguf(tmp_path / "m.gguf", qwen(), ["F32"])
+    monkeypatch.setattr("nanovllm_cli.weights.stacked_experts.MAX_PARTS", 12)
+    with open_checkpoint(path) as checkpoint, pytest.raises(CheckpointError, match="more than 12 tensors of experts"):
+        unstacked(checkpoint)

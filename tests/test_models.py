@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,12 @@ from transformers import (
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.planning.facts import parameters
+from nanovllm_cli.planning.facts import facts_of, parameters
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 
 PROMPT_LENS = [1, 3, 17, 31, 40, 63, 64, 90]
 ORIGINAL = 32
@@ -294,3 +299,84 @@ def test_a_mistral_of_another_kind_is_refused() -> None:
     config["text_config"] |= {"model_type": "mistral4"}
     with pytest.raises(UnsupportedError, match="a text model of the kind 'mistral4'"):
         spec_from_hf(config, hf_family(config))
+
+
+DEFAULTS = {
+    "GemmaForCausalLM": GemmaConfig, "Gemma2ForCausalLM": Gemma2Config, "Gemma3ForCausalLM": Gemma3TextConfig,
+    "Glm4ForCausalLM": Glm4Config, "GptOssForCausalLM": GptOssConfig, "GraniteForCausalLM": GraniteConfig,
+    "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
+    "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", DEFAULTS)
+def test_what_a_config_leaves_out_is_what_transformers_has(architecture: str) -> None:
+    """Or it is refused; each key by itself."""
+    whole = DEFAULTS[architecture]().to_dict() | {"architectures": [architecture]}
+    spec = spec_from_hf(whole, hf_family(whole))
+    for key in whole.keys() - {"architectures", "dtype", "torch_dtype"}:
+        rest = {name: value for name, value in whole.items() if name != key}
+        found: ModelSpec | None = None
+        with contextlib.suppress(CheckpointError):
+            found = spec_from_hf(rest, hf_family(rest))
+        assert found in (spec, None), key
+
+
+def test_caps_and_windows_of_none_are_none() -> None:
+    config = CASES["gemma2, caps, window in every other layer"].to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
+    none = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"))
+    spec = spec_from_hf(config | none, hf_family(config))
+    assert spec.logit_softcap is None
+    assert {(block.attention.softcap, block.attention.window) for block in spec.blocks} == {(None, None)}
+
+
+def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
+    like = SmolLM3Config(**SMALL | {"num_hidden_layers": 5}, use_sliding_window=True, sliding_window=20)
+    config = like.to_dict() | {"architectures": ["SmolLM3ForCausalLM"], "layer_types": None}
+    found = [block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks]
+    assert found == [20 if kind == "sliding_attention" else None for kind in like.layer_types]
+
+
+def test_a_ministral_described_the_old_way_ends_where_its_scores_would_grow() -> None:
+    config = CASES["ministral3, before its scores grow"].to_dict() | {"architectures": ["Ministral3ForCausalLM"]}
+    config["rope_scaling"] = config.pop("rope_parameters")
+    assert spec_from_hf(config, hf_family(config)).max_position == 160
+
+
+ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
+    "a bias of experts": (
+        "qwen3 moe, 3 of 5, a dense layer between", {"mlp_bias": True}, UnsupportedError, "with 'experts.{e}.down.bias'",
+    ),
+    "layer types that are no list": ("gemma3, ropes of two bases", {"layer_types": {"a": 1}}, CheckpointError, "must be a list"),
+    "layers with positions that are no list": ("smollm3", {"no_rope_layers": {"a": 1}}, CheckpointError, "a list of 5 numbers"),
+    "a rope for some layers": (
+        "gemma3, ropes of two bases", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, CheckpointError,
+        "says nothing of sliding_attention",
+    ),
+    "another activation": ("gemma", {"hidden_act": "silu"}, UnsupportedError, "activation 'silu' in a gemma model"),
+    "another activation in Gemma 2": (
+        "gemma2, caps, window in every other layer", {"hidden_activation": "silu"}, UnsupportedError, "in a gemma2 model",
+    ),
+    "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> None:
+    name, changed, kind, message = ODD[case]
+    folder = save(random_model(CASES[name]), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(kind, match=re.escape(message)):
+        worker_for(folder)
+    with open_checkpoint(folder) as checkpoint, pytest.raises(kind, match=re.escape(message)):
+        facts_of(checkpoint)
+
+
+def test_a_plan_counts_what_writes_alone(tmp_path: Path) -> None:
+    folder = save(random_model(SEEING["gemma3"], auto=AutoModelForImageTextToText), tmp_path)
+    with open_checkpoint(folder) as checkpoint:
+        facts = facts_of(checkpoint)
+    assert facts.num_parameters == sum(parameters(facts.spec).values())
+    assert worker_for(folder).spec == facts.spec

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from engines import SMALL, random_model, worker_for
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
 from test_models import DIVISORS, ORIGINAL, prompts, whole_batch
 
@@ -214,12 +214,10 @@ def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
     assert worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add)).spec.max_position == 160
 
 
-def test_early_gemma2_files_say_nothing_of_their_window(tmp_path: Path) -> None:
-    def without(writer: Writer, config: Any) -> None:
-        writer.add_attn_logit_softcapping(50.0)
-
-    worker = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), without))
-    assert [block.attention.window for block in worker.spec.blocks] == [4096, None, 4096]
+def test_early_gemma2_files_say_nothing_of_their_window_and_caps(tmp_path: Path) -> None:
+    spec = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), nothing)).spec
+    assert [block.attention.window for block in spec.blocks] == [4096, None, 4096]
+    assert (spec.blocks[0].attention.softcap, spec.logit_softcap) == (50.0, 30.0)
 
 
 @pytest.mark.parametrize("kind", [1, [True, False, True]], ids=["every", "list"])
@@ -255,3 +253,68 @@ def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None
     arch, config, add = CASES[case]
     with pytest.raises(CheckpointError, match=f"1 missing: {name}"):
         worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add, leave_out=name))
+
+
+def test_a_granite_file_may_have_no_positions(tmp_path: Path) -> None:
+    def without(writer: Writer, config: Any) -> None:
+        granite(writer, config)
+        writer.add_rope_scaling_finetuned(False)
+
+    worker = worker_for(write(tmp_path / "m.gguf", "granite", random_model(CASES["granite"][1]), without))
+    assert {block.attention.rope for block in worker.spec.blocks} == {None}
+
+
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "experts where there are none": ("gemma3", EXPERTS, "gemma3 with experts"),
+    "weights of experts": ("llama", {**EXPERTS, "expert_weights_scale": 2.5}, "experts times 2.5"),
+    "a sigmoid": ("llama", {**EXPERTS, "expert_gating_func": 2}, "not weighed by a softmax"),
+    "positions in an image": ("glm4", {"rope.dimension_sections": [8, 12, 12, 0]}, "positions of a GLM that sees"),
+    "layers that see": ("granite", {"deepstack_mapping": [-1, 0, 1]}, "layers of a Granite that see"),
+    "layers that guess": ("glm4", {"nextn_predict_layers": 1}, "predict further tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_keys_that_can_not_be_followed(case: str, tmp_path: Path) -> None:
+    arch, keys, message = REFUSED[case]
+    _, config, usual = CASES[arch]
+
+    def add(writer: Writer, config: Any) -> None:
+        usual(writer, config)
+        for key, value in keys.items():
+            kinds = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+            kinds[type(value)](f"{arch}.{key}", value)
+
+    with pytest.raises(UnsupportedError, match=message):
+        worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add))
+
+
+def test_a_bias_of_q_k_and_v_as_one(tmp_path: Path) -> None:
+    """A file that some converters write of Qwen2."""
+    arch, config, add = CASES["qwen2"]
+    reference = random_model(config)
+    whole = write(tmp_path / "whole.gguf", arch, reference, add)
+    fused = gguf.GGUFWriter(tmp_path / "fused.gguf", arch)
+    reader = gguf.GGUFReader(whole)
+    for name, field in reader.fields.items():
+        if name.startswith(arch):
+            fused.add_key_value(name, field.contents(), field.types[0])
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    for kind in ("weight", "bias"):
+        for i in range(config.num_hidden_layers):
+            parts = [found.pop(f"blk.{i}.attn_{part}.{kind}") for part in "qkv"]
+            found[f"blk.{i}.attn_qkv.{kind}"] = np.concatenate(parts)
+    for name, numbers in found.items():
+        fused.add_tensor(name, np.array(numbers))
+    fused.write_header_to_file()
+    fused.write_kv_data_to_file()
+    fused.write_tensors_to_file()
+    fused.close()
+    tokens, results = prompts(config.vocab_size), []
+    for path in (whole, tmp_path / "fused.gguf"):
+        worker = worker_for(path)
+        with torch.inference_mode():
+            hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
+            results.append(worker.model.logits(hidden))
+    assert torch.equal(*results)

@@ -251,6 +251,19 @@ def test_a_file_system_without_locks_is_written_to(
     assert names(tmp_path) == ["model"]
 
 
+def test_a_lock_that_fails_for_another_reason_is_not_taken_for_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of an NFS share under Linux, whose handle can only be read."""
+
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OutputError, match="Bad file descriptor"):
+        OutputFile(tmp_path / "model")
+
+
 def test_a_lock_outlives_a_rename_by_the_process_that_held_it(tmp_path: Path) -> None:
     """A handle to a partial file that got its name meanwhile must not be written to."""
     first = OutputFile(tmp_path / "model")

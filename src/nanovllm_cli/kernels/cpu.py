@@ -161,6 +161,7 @@ class Program:
         self.pool = pool
         self.steps: list[Step] = []
         self._outer: Program | None = None
+        self._mean_work = 0.0
         self._rows = self._arguments = torch.empty(0)
 
     def __enter__(self) -> Program:
@@ -171,6 +172,7 @@ class Program:
         _thread.recording, self._outer = self._outer, None
         if kind is not None:
             return
+        self._mean_work = sum(step.work for step in self.steps) / max(1, len(self.steps))
         sizes = [len(step.arguments) for step in self.steps]
         assert all(size % ALIGNMENT == 0 for size in sizes)
         self._arguments = torch.frombuffer(bytearray(b"".join(step.arguments for step in self.steps)), dtype=torch.int64)
@@ -179,7 +181,7 @@ class Program:
 
     def replay(self) -> None:
         """Run every kernel in order."""
-        use_threads_for(sum(step.work for step in self.steps) / max(1, len(self.steps)))
+        use_threads_for(self._mean_work)
         entry.replay(self._rows.data_ptr(), len(self.steps))
 
 
@@ -318,7 +320,7 @@ def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch
 
 
 def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
-    """See `Ops.add_weighted_rows`."""
+    """See `reference.add_weighted_rows`; out is fp32."""
     n, width = y.shape
     ints = (
         address_of(out, torch.float32, *out.shape), address_of(y, y.dtype, n, out.shape[1]), address_of(rows, torch.int64, n),

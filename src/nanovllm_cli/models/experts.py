@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 
@@ -76,6 +76,10 @@ def mlps_from_gguf(
     count = read.integer(key("expert_count"), 0, least=0)
     if count == 0:
         return [dense] * layers
+    if (scale := read.number(key("expert_weights_scale"), 0.0, positive=False)) not in (0.0, 1.0):
+        raise UnsupportedError(f"{read.where}: weights of experts times {scale:g}", "known: 1")
+    if read.integer(key("expert_gating_func"), 0, least=0) not in (0, 1, 3):  # softmax, of all logits or of the chosen ones
+        raise UnsupportedError(f"{read.where}: experts that are not weighed by a softmax", "known: softmax")
     size = read.integer(key("expert_feed_forward_length"), dense.intermediate_size)
     expert = replace(dense, intermediate_size=size, bias="blk.0.ffn_gate_exps.bias" in names)
     mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm_topk=True)

@@ -27,19 +27,29 @@ ACTIVATIONS = {
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+_MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768}
+
 LLAMA = Family("llama", interleaved_gguf=True)
-MISTRAL = Family("mistral", has_window=True, interleaved_gguf=True)
-QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window")
-QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window")
-MIXTRAL = replace(MISTRAL, name="mixtral", experts=MIXTRAL_KEYS, hf_names=MIXTRAL_NAMES)
-QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES)
+MISTRAL = Family("mistral", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
+QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
+QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
+MIXTRAL = replace(
+    MISTRAL,
+    name="mixtral",
+    experts=MIXTRAL_KEYS,
+    hf_names=MIXTRAL_NAMES,
+    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+)
+QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES,
+                    defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
 
 
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
     """config.json -> ModelSpec, with the meanings that transformers gives its keys. Of a model that also sees or hears, the part
     that reads and writes text."""
     config = text_config(config)
-    read = ConfigReader({**family.defaults, **{key: value for key, value in config.items() if value is not None}}, "config.json")
+    read = ConfigReader({**family.defaults, **config}, "config.json")  # null is not the default: it is none
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
     hidden = read.integer("hidden_size")
@@ -52,7 +62,8 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         raise UnsupportedError(
             f"activation {activation!r} is not supported", f"known: {', '.join(sorted(ACTIVATIONS))}"
         )
-    window, kinds = _windows_from_hf(read, family, layers)
+    has_rope = _layers_with_rope(read, family, layers)
+    window, kinds = _windows_from_hf(read, family, has_rope)
     ropes = _ropes_from_hf(read, family, kinds, head_dim, max_position)
     attention = AttentionSpec(
         num_heads=heads,
@@ -70,7 +81,6 @@ def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:
         bias=read.flag("mlp_bias", False),
         fused=family.fused_mlp,
     )
-    has_rope = _layers_with_rope(read, family, layers)
     mlps = mlps_from_hf(read, family.experts, mlp, layers)
     blocks = (
         BlockSpec(replace(attention, window=window if kind == SLIDING else None, rope=ropes[kind] if rotates else None), each)
@@ -100,9 +110,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**inner, **outer}
 
 
-def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> tuple[int | None, list[str]]:
+def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -> tuple[int | None, list[str]]:
     """The window, and the kind of each layer: SLIDING or FULL. "layer_types" says it; older configs, a pattern or from which
-    layer on."""
+    layer on; where layers without positions are usual, those have it."""
+    layers = len(has_rope)
     everywhere = [FULL] * layers
     if not family.has_window or not read.has("sliding_window"):
         return None, everywhere
@@ -110,7 +121,9 @@ def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> tuple[i
         return None, everywhere
     window = read.integer("sliding_window")
     types = read.values.get("layer_types")
-    if isinstance(types, list):
+    if types is not None:
+        if not isinstance(types, list):
+            raise CheckpointError("config.json: 'layer_types' must be a list", BROKEN)
         if len(types) != layers:
             raise CheckpointError(f"config.json lists {len(types)} layer_types for {layers} layers", BROKEN)
         unknown = sorted({str(t) for t in types} - {SLIDING, FULL})
@@ -119,6 +132,8 @@ def _windows_from_hf(read: ConfigReader, family: Family, layers: int) -> tuple[i
         return window, types
     if family.full_every is not None:
         return window, _every(layers, read.integer("sliding_window_pattern", family.full_every))
+    if family.no_rope_every is not None:
+        return window, [FULL if rotates else SLIDING for rotates in has_rope]
     first = read.integer("max_window_layers", 0, least=0) if family.window_switch is not None else 0
     return window, [SLIDING if i >= first else FULL for i in range(layers)]
 
@@ -132,11 +147,12 @@ def _ropes_from_hf(
 ) -> dict[str, RopeSpec]:
     """Of each kind of layer; FULL is always there. "rope_parameters" may have a section for each kind."""
     sections = read.values.get("rope_parameters")
-    if isinstance(sections, Mapping) and isinstance(sections.get(FULL), Mapping):
-        readers = {
-            kind: ConfigReader({**read.values, "rope_parameters": sections.get(kind)}, f"{read.where}: {kind}")
-            for kind in {FULL, *kinds}
-        }
+    if isinstance(sections, Mapping) and {FULL, SLIDING} & sections.keys():
+        readers = {}
+        for kind in {FULL, *kinds}:
+            if not isinstance(sections.get(kind), Mapping):
+                raise CheckpointError(f"config.json: 'rope_parameters' says nothing of {kind}", BROKEN)
+            readers[kind] = ConfigReader({**read.values, "rope_parameters": sections[kind]}, f"{read.where}: {kind}")
         found = {kind: rope_from_hf(reader, head_dim, max_position) for kind, reader in readers.items()}
     else:
         found = dict.fromkeys((FULL, SLIDING), rope_from_hf(read, head_dim, max_position))
@@ -151,8 +167,8 @@ def _layers_with_rope(read: ConfigReader, family: Family, layers: int) -> list[b
     if family.no_rope_every is None:
         return [True] * layers
     listed = read.values.get("no_rope_layers")
-    if isinstance(listed, list):
-        if len(listed) != layers or not all(isinstance(entry, int) for entry in listed):
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != layers or not all(isinstance(entry, int) for entry in listed):
             raise CheckpointError(f"config.json: 'no_rope_layers' must be a list of {layers} numbers", BROKEN)
         return [bool(entry) for entry in listed]
     interval = read.integer("no_rope_layer_interval", family.no_rope_every)
@@ -162,7 +178,8 @@ def _layers_with_rope(read: ConfigReader, family: Family, layers: int) -> list[b
 def spec_from_gguf(
     metadata: Mapping[str, Any], family: Family, vocab_size: int, names: set[str], values: ReadValues
 ) -> ModelSpec:
-    """GGUF metadata -> ModelSpec, with the meanings that llama.cpp gives its keys.
+    """GGUF metadata -> ModelSpec, with the meanings that llama.cpp gives its keys. Phi-3's window counts here as it does in
+    transformers; llama.cpp leaves it out, because of what its converter wrote.
 
     vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head, what is
     one tensor).
@@ -205,7 +222,9 @@ def spec_from_gguf(
     sees_all = replace(attention, rope=rope)
     window = read.integer(key("attention.sliding_window"), 0, least=0) or None
     blocks = []
-    mlps = mlps_from_gguf(read, key, mlp, layers, names)
+    if family.experts is None and family is not LLAMA and read.integer(key("expert_count"), 0, least=0):
+        raise UnsupportedError(f"{arch} with experts is not supported", ANOTHER)
+    mlps = mlps_from_gguf(read, key, mlp, layers, names)  # Mixtral's are of the architecture llama
     for i, kind in enumerate(_windows_from_gguf(read, key, family, layers)):
         own = replace(attention, rope=local, window=window) if kind == SLIDING and window is not None else sees_all
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every

@@ -44,9 +44,17 @@ def _cap(read: ConfigReader, key: str) -> float | None:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.flag("use_bidirectional_attention", False):
+    if read.values.get("use_bidirectional_attention"):
         raise UnsupportedError("attention in both directions is not supported", ANOTHER)
     return _gemma(spec, 0.0)
+
+
+def _first_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """ "gelu" was written where its approximation by tanh was meant."""
+    for key in ("hidden_act", "hidden_activation"):
+        if (activation := read.text(key, "gelu")) not in ("gelu", "gelu_pytorch_tanh"):
+            raise UnsupportedError(f"activation {activation[:80]!r} in a gemma model", "known: gelu, gelu_pytorch_tanh")
+    return _from_hf(spec, read)
 
 
 def _sandwich_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -68,8 +76,7 @@ def _sandwich_from_gguf(largest: int) -> Callable[[ModelSpec, ConfigReader, Call
     def from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
         attention = spec.blocks[0].attention
         width = spec.hidden_size // attention.num_heads if spec.num_layers == largest else attention.head_dim
-        caps = (_cap(read, key(name)) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
-        return _sandwich(_gemma(spec, 1.0), width**-0.5, *caps)
+        return _sandwich(_gemma(spec, 1.0), width**-0.5, None, _cap(read, key("final_logit_softcapping")))
 
     return from_gguf
 
@@ -82,7 +89,9 @@ def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
             for block, window in zip(spec.blocks, windows, strict=True)
         )
         spec = replace(spec, blocks=tuple(blocks))
-    return _sandwich_from_gguf(46)(spec, read, key)
+    scale = _sandwich_from_gguf(46)(spec, read, key).blocks[0].attention.score_scale
+    score_cap = read.number(key("attn_logit_softcapping"), 50.0)
+    return _sandwich(_gemma(spec, 1.0), scale, score_cap, read.number(key("final_logit_softcapping"), 30.0))
 
 
 def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
@@ -104,8 +113,8 @@ def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField
 GEMMA = Family(
     "gemma",
     tied_by_default=True,
-    defaults={"hidden_act": "gelu"},
-    hf=_from_hf,
+    defaults={"hidden_act": "gelu", "head_dim": 256, "max_position_embeddings": 8192},
+    hf=_first_from_hf,
     gguf=_from_gguf,
     gguf_activation="gelu_tanh",
 )
@@ -116,6 +125,7 @@ GEMMA2 = Family(
     tied_by_default=True,
     defaults={
         "sliding_window": 4096, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "num_key_value_heads": 4,
     },
     hf_names=_SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,

@@ -20,6 +20,9 @@ def _sandwich(spec: ModelSpec) -> ModelSpec:
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     if read.integer(key("nextn_predict_layers"), 0, least=0):
         raise UnsupportedError("GLM files with layers that predict further tokens are not supported", ANOTHER)
+    sections = read.values.get(key("rope.dimension_sections"))
+    if isinstance(sections, list | tuple) and any(sections[:2]):
+        raise UnsupportedError("the positions of a GLM that sees are not supported", ANOTHER)
     return _sandwich(spec)
 
 
@@ -28,7 +31,8 @@ GLM4 = Family(
     interleaved=True,
     interleaved_gguf=True,
     fused_mlp=True,
-    defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+              "num_key_value_heads": 2, "max_position_embeddings": 131072},
     hf_names={
         "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_self_attn_layernorm.weight",
         "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_mlp_layernorm.weight",

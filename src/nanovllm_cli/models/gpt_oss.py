@@ -60,7 +60,13 @@ GPT_OSS = Family(
     has_window=True,
     full_every=2,
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),
-    defaults={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "max_position_embeddings": 131072},
+    defaults={
+        "attention_bias": True, "sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+        },
+    },
     hf_names=_NAMES,
     gguf_names=_GGUF_NAMES,
     hf=_from_hf,

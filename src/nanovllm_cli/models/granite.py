@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
@@ -21,6 +22,11 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    if read.has(key("deepstack_mapping")):
+        raise UnsupportedError("layers of a Granite that see are not supported", ANOTHER)
+    if not read.flag(key("rope.scaling.finetuned"), True):  # what says in its files that there are no positions
+        blocks = (replace(block, attention=replace(block.attention, rope=None)) for block in spec.blocks)
+        spec = replace(spec, blocks=tuple(blocks))
     scores = read.number(key("attention.scale"), 0.0, positive=False) or None
     embedding, residual = (read.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale"))
     return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))

@@ -12,6 +12,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.rotary import rope_section
 
 
 def _below_the_first_step(spec: ModelSpec) -> ModelSpec:
@@ -21,10 +22,7 @@ def _below_the_first_step(spec: ModelSpec) -> ModelSpec:
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    kind = read.text("model_type", "mistral")
-    if kind not in ("mistral", "ministral3"):
-        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a Mistral 3", ANOTHER)
-    scales = read.section("rope_parameters").number("llama_4_scaling_beta", 0.0, positive=False) != 0
+    scales = rope_section(read).number("llama_4_scaling_beta", 0.0, positive=False) != 0
     return _below_the_first_step(spec) if scales else spec
 
 
@@ -40,4 +38,26 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _below_the_first_step(spec) if scales else spec
 
 
-MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=None)
+def _mistral_text(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    kind = read.text("model_type", "mistral")
+    if kind != "mistral":
+        raise UnsupportedError(f"a text model of the kind {kind[:80]!r} in a Mistral 3", ANOTHER)
+    return spec
+
+
+MISTRAL3 = Family("mistral3", has_window=True, interleaved_gguf=True, hf=_mistral_text, gguf_keys=None)
+MINISTRAL3 = Family(
+    "mistral3",
+    has_window=True,
+    interleaved_gguf=True,
+    defaults={
+        "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 262144,
+        "rope_scaling": {
+            "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale_all_dim": 1.0, "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=None,
+)  # fmt: skip

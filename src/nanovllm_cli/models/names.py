@@ -19,8 +19,8 @@ HF_NAMES = {
         for part in ("gate", "up", "down")
         for kind in ("weight", "bias")
     },
-    "blocks.{i}.qkv.weight": "model.layers.{i}.self_attn.qkv_proj.weight",
-    "blocks.{i}.gate_up.weight": "model.layers.{i}.mlp.gate_up_proj.weight",
+    **{f"blocks.{{i}}.qkv.{kind}": f"model.layers.{{i}}.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.gate_up.{kind}": f"model.layers.{{i}}.mlp.gate_up_proj.{kind}" for kind in ("weight", "bias")},
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
@@ -38,8 +38,8 @@ GGUF_NAMES = {
         for part in ("gate", "up", "down")
         for kind in ("weight", "bias")
     },
-    "blocks.{i}.qkv.weight": "blk.{i}.attn_qkv.weight",
-    "blocks.{i}.gate_up.weight": "blk.{i}.ffn_up.weight",
+    **{f"blocks.{{i}}.qkv.{kind}": f"blk.{{i}}.attn_qkv.{kind}" for kind in ("weight", "bias")},
+    **{f"blocks.{{i}}.gate_up.{kind}": f"blk.{{i}}.ffn_up.{kind}" for kind in ("weight", "bias")},
     "norm.weight": "output_norm.weight",
     "head.weight": "output.weight",
 }

@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from nanovllm_cli.models.family import Family
 
-PHI3 = Family("phi3", qkv_bias=False, has_window=True, fused_qkv=True, fused_mlp=True, defaults={"rms_norm_eps": 1e-5})
+PHI3 = Family(
+    "phi3",
+    qkv_bias=False,
+    has_window=True,
+    fused_qkv=True,
+    fused_mlp=True,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+)

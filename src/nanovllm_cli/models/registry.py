@@ -13,7 +13,7 @@ from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.glm import GLM4
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE
-from nanovllm_cli.models.mistral import MISTRAL3
+from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.smollm import SMOLLM3
 
@@ -31,11 +31,13 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": GLM4,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
-    "Ministral3ForCausalLM": MISTRAL3,
+    "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,
 }
+TEXT_MODELS = {"ministral3": MINISTRAL3}
+"""Inside of models of several architectures, by "model_type"."""
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -48,7 +50,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "glm4": GLM4,
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
-    "mistral3": MISTRAL3,
+    "mistral3": MINISTRAL3,
     "phi3": PHI3,
     "smollm3": SMOLLM3,
 }
@@ -59,7 +61,9 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
-    return _look_up(names[0], HF_ARCHITECTURES)
+    inner = config.get("text_config")
+    kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+    return TEXT_MODELS.get(str(kind)) or _look_up(names[0], HF_ARCHITECTURES)
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> Family:

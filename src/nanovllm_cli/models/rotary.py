@@ -15,9 +15,14 @@ ReadValues = Callable[[str], tuple[float, ...] | None]
 """Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 
 
+def rope_section(read: ConfigReader) -> ConfigReader:
+    """Where config.json describes its rotary positions; empty where it has no scaling."""
+    return read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
+
+
 def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     """ "rope_parameters" (transformers 5), or "rope_theta" beside "rope_scaling" (before)."""
-    rope = read.section("rope_parameters" if read.has("rope_parameters") else "rope_scaling")
+    rope = rope_section(read)
     theta = rope.number("rope_theta") if rope.has("rope_theta") else read.number("rope_theta", 10000.0)
     share = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     kind = rope.text("rope_type", rope.text("type", "default"))

@@ -11,4 +11,5 @@ SMOLLM3 = Family(
     no_rope_every=4,
     interleaved_gguf=True,
     tied_by_default=True,
+    defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "max_position_embeddings": 32768},
 )

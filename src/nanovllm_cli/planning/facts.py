@@ -18,6 +18,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
+from nanovllm_cli.weights.tensor_names import left_aside
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 
@@ -66,11 +67,12 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
     if reader is not None:
         spec = read_spec(checkpoint, reader)
         weights = [(name, math.prod(reader.shape(name)), reader.num_bytes(name), _type(reader, checkpoint, name))
-                   for name in sorted(reader.names())]  # fmt: skip
+                   for name in sorted(reader.names() - left_aside(checkpoint, reader.names()))]  # fmt: skip
         classes = _classes(weights)
     else:
         spec = spec_from_hf(checkpoint.config, hf_family(checkpoint.config))
-        infos = [checkpoint.info(name) for name in sorted(checkpoint.names())]
+        names = set(checkpoint.names())
+        infos = [checkpoint.info(name) for name in sorted(names - left_aside(checkpoint, names))]
         stored = _classes((i.name, math.prod(i.shape), i.num_bytes, i.dtype_name) for i in infos)
         numbers = parameters(spec)
         classes = [TensorClass(each.name, each.count, numbers.get(each.name, each.numbers), each.num_bytes, each.types)

@@ -73,7 +73,8 @@ def gguf_header(
     config = {**family.defaults, **text_config(checkpoint.config)}
     context_length = config.get("max_position_embeddings", 2048)
     rope = attention_of(spec).rope
-    assert rope is not None
+    if rope is None:
+        raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     sayable = sayable_in_gguf(replace(rope, interleaved=family.interleaved_gguf), context_length)
     tensors = divisor_tensors(sayable.spec)
     notes = [*sayable.notes, *_unused_keys(checkpoint)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from nanovllm_cli.models.names import HF_IGNORED
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.format import Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
@@ -39,6 +41,7 @@ def read_spec(checkpoint: Checkpoint, reader: WeightReader) -> ModelSpec:
     else:
         spec = _gguf_spec(checkpoint)
     _check_scale(spec, checkpoint, reader)
+    tensor_shapes(replace(spec, blocks=tuple(dict.fromkeys(spec.blocks))), names_of(checkpoint))  # all of them have names
     return spec
 
 
@@ -119,7 +122,7 @@ class WeightFormats:
     def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes) -> int:
         """What the weights will take, those without a format in dtype."""
         total = 0.0
-        for name in self._reader.names():
+        for name in self._reader.names() - left_aside(self._checkpoint, self._reader.names()):
             shape = self._reader.shape(name)
             if len(shape) != 2:
                 total += math.prod(shape) * dtype.itemsize

@@ -23,6 +23,7 @@ from nanovllm_cli.models.experts import MAX_EXPERTS
 from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
+MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 _GGUF = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)")
 _GPT_OSS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)")
 _DIMS = {"weight": 3, "bias": 2, "": 3, "_blocks": 4, "_scales": 3, "_bias": 2}
@@ -45,7 +46,7 @@ class _Part:
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself where nothing is stacked. CheckpointError for more experts than are believed."""
+    """The checkpoint itself where nothing is stacked. CheckpointError for more experts, or tensors of them, than are believed."""
     parts: dict[str, _Part] = {}
     for name in checkpoint.names():
         found = (_GGUF if checkpoint.format == "gguf" else _GPT_OSS).fullmatch(name)
@@ -57,6 +58,8 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
         if shape[0] > MAX_EXPERTS:
             most = f"at most {MAX_EXPERTS} are believed"
             raise CheckpointError(f"{checkpoint.path}: tensor {name!r} has {shape[0]} experts; {most}", DOWNLOAD_AGAIN)
+        if len(parts) > MAX_PARTS:
+            raise CheckpointError(f"{checkpoint.path}: more than {MAX_PARTS} tensors of experts are not believed", DOWNLOAD_AGAIN)
         for e in range(shape[0]):
             parts.update(_parts(found, name, e, is_last=e == shape[0] - 1))
     return _Unstacked(checkpoint, parts) if parts else checkpoint

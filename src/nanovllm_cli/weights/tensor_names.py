@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
@@ -31,14 +32,17 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
-    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert."""
-    parts = ours.split(".")
-    if parts[0] != "blocks":
-        return table[ours]
-    number, parts[1], expert = parts[1], "{i}", ""
-    if parts[2] == "experts":
-        expert, parts[3] = parts[3], "{e}"
-    return table[".".join(parts)].replace("{i}", number).replace("{e}", expert)
+    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert.
+    UnsupportedError where the table has none: no model of the family has such a tensor."""
+    parts, number, expert = ours.split("."), "", ""
+    if parts[0] == "blocks":
+        number, parts[1] = parts[1], "{i}"
+        if parts[2] == "experts":
+            expert, parts[3] = parts[3], "{e}"
+    pattern = ".".join(parts)
+    if pattern not in table:
+        raise UnsupportedError(f"a model of this family with {pattern.removeprefix('blocks.{i}.')!r}", ANOTHER)
+    return table[pattern].replace("{i}", number).replace("{e}", expert)
 
 
 def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
