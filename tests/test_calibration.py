@@ -172,13 +172,12 @@ def test_gptq_goes_through_a_block_in_the_order_of_its_computation(kept: tuple[s
     model, _, sequences, calibration = setting("qwen2")
     weights = block_weights(model, 0)
     form = Integer(4, 0)
-    inputs = {source: [part for part in parts if f"{part}.weight" in weights] for source, parts in INPUTS.items()}
-    formats = {f"{part}.weight": None if part in kept else form for parts in inputs.values() for part in parts}
+    formats = {f"{part}.weight": None if part in kept else form for parts in INPUTS.values() for part in parts}
     calibration.load(weights)
     walk = SimpleNamespace(calibration=calibration)
     found = by_gptq(cast(Walk, walk), weights, formats, cast(Original, None))
     assert found.keys() == {slot for slot, each in formats.items() if each is not None}
-    for source, parts in inputs.items():  # the model's own rows, with what comes before in the computation rounded
+    for source, parts in INPUTS.items():  # the model's own rows, with what comes before in the computation rounded
         rows = seen_by_hooks(model, sequences)[0, source]
         hessian = (rows.T @ rows / len(rows)).float()
         for slot in (f"{part}.weight" for part in parts if part not in kept):

@@ -37,16 +37,20 @@ from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics
 
 INPUTS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v", "qkv"),
+    "qkv": ("q", "k", "v"),
     "o": ("o",),
-    "gate_up": ("gate", "up", "gate_up"),
+    "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-"""What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows; a model
-that has several of them as one has no others."""
+"""What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows."""
 
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
+
+
+def parts_reading(source: str, slots: Collection[str]) -> list[str]:
+    """Of a block with these slots, the weights that read an input: those of INPUTS, or the one that has their rows together."""
+    return [part for part in dict.fromkeys((*INPUTS[source], source)) if f"{part}.weight" in slots]
 
 
 class Calibration:
