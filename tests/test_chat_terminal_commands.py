@@ -131,7 +131,8 @@ def test_arguments_are_completed(chat: Open) -> None:
 
 
 def test_a_conversation_with_the_bundled_model(chat: Open, tmp_path: Path) -> None:
-    screen = chat("tiny", "--seed", "1", command=REAL, XDG_CACHE_HOME=CACHE)
+    # One thread: with more, the context of 2,048 tokens can be full before Ctrl-C.
+    screen = chat("tiny", "--seed", "1", "--threads", "1", command=REAL, XDG_CACHE_HOME=CACHE)
     assert resources.files("nanovllm_cli").joinpath("assets/tiny").is_dir()
     screen.type("Once upon a time\n")
     screen.expect(lambda text: "tok/s" in text.split("\n")[-1])
@@ -144,9 +145,9 @@ def test_a_conversation_with_the_bundled_model(chat: Open, tmp_path: Path) -> No
     screen.press("C-c")
     screen.expect("(stopped; /continue goes on)\n\n›")
     screen.type("/continue\n")
-    time.sleep(0.3)
+    time.sleep(0.15)
     screen.resize(50, 20)
-    time.sleep(0.5)
+    time.sleep(0.15)
     screen.press("C-c")
     screen.expect("(stopped; /continue goes on)\n\n›")
     assert all(len(line) <= 50 for line in screen.screen.split("\n"))
