@@ -10,7 +10,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from engines import SMALL, random_model, save, worker_for
@@ -18,8 +17,9 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert import SETTINGS, TINY
-from test_models import SEEING, prompts, whole_batch
+from test_models import SEEING, prompts
 from test_models_gguf import CASES, write
+from test_quant_engine import difference, logits_of
 
 WRITTEN = [case for case in CASES if case not in ("mistral", "mistral3")]
 
@@ -76,13 +76,7 @@ def test_windows_in_other_layers_than_usual_are_said(case: str, tmp_path: Path) 
 
 def same(folder: Path, path: Path) -> None:
     """Logits of both forms."""
-    tokens = prompts(512)
-    with torch.inference_mode():
-        one, other = (
-            worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
-            for worker in (worker_for(folder), worker_for(path))
-        )
-    assert float((one - other).norm() / one.norm()) < 1e-4
+    assert difference(*(logits_of(worker_for(each), prompts(512)) for each in (folder, path))) < 1e-4
 
 
 def test_of_a_model_that_sees_the_part_that_writes_is_written(tmp_path: Path) -> None:

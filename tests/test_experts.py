@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-from engines import SMALL, engine_for, random_model, run, save, worker_for
+from engines import SMALL, add_shape, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
@@ -264,17 +264,9 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
     arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[config.model_type]
     mixtral, gpt_oss = arch == "llama", arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    add_shape(writer, config)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_expert_count(config.num_local_experts if mixtral or gpt_oss else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)

@@ -25,10 +25,11 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engines import SMALL, random_model, worker_for
+from engines import SMALL, add_shape, random_model, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
-from test_models import DIVISORS, ORIGINAL, prompts, whole_batch
+from test_models import DIVISORS, ORIGINAL, prompts
+from test_quant_engine import difference, expected_logits, logits_of
 
 Writer = gguf.GGUFWriter
 Add = Callable[[Writer, Any], None]
@@ -141,15 +142,7 @@ PAIRS = ("llama", "granite", "mistral3", "smollm3")
 def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> Path:
     config = model.config
     writer = Writer(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_shape(writer, config)
     add(writer, config)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -175,12 +168,9 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     reference = random_model(config)
     worker = worker_for(write(tmp_path / "m.gguf", arch, reference, add))
     tokens = prompts(config.vocab_size)
-    with torch.inference_mode():
-        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
-        actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
-        for ids, rows in zip(tokens, actual, strict=True):
-            expected = reference(torch.tensor([ids])).logits[0]
-            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+    both = logits_of(worker, tokens), expected_logits(reference, tokens)
+    actual, expected = (logits.split([len(ids) for ids in tokens]) for logits in both)
+    assert all(difference(*rows) < 1e-4 for rows in zip(actual, expected, strict=True))
 
 
 def test_bfloat16_gains_of_gemma_lose_nothing(tmp_path: Path) -> None:
@@ -311,10 +301,5 @@ def test_a_bias_of_q_k_and_v_as_one(tmp_path: Path) -> None:
     fused.write_kv_data_to_file()
     fused.write_tensors_to_file()
     fused.close()
-    tokens, results = prompts(config.vocab_size), []
-    for path in (whole, tmp_path / "fused.gguf"):
-        worker = worker_for(path)
-        with torch.inference_mode():
-            hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
-            results.append(worker.model.logits(hidden))
-    assert torch.equal(*results)
+    tokens = prompts(config.vocab_size)
+    assert torch.equal(*(logits_of(worker_for(path), tokens) for path in (whole, tmp_path / "fused.gguf")))

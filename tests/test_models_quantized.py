@@ -15,6 +15,7 @@ from transformers import (
     Phi3Config,
 )
 
+import test_quant_engine as quant_engine
 from engines import random_model, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UnsupportedError
@@ -24,8 +25,9 @@ from nanovllm_cli.weights.json_file import read_json_file
 from quantizing import plan_of, quantize
 from test_convert import SETTINGS, TINY
 from test_convert_families import with_tokenizer
-from test_models import CASES, VISION, prompts, whole_batch
+from test_models import CASES, VISION, prompts
 from test_models_gguf import Add, gemma3, nothing, write
+from test_quant_engine import logits_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -46,15 +48,9 @@ MINISTRAL = CASES["ministral3, before its scores grow"]
 TOKENS = prompts(4090)
 
 
-def logits(path: Path) -> torch.Tensor:
-    worker = worker_for(path, dtype="float32")
-    with torch.inference_mode():
-        return worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(TOKENS)), worker.runner.cache))
-
-
 def difference(path: Path, other: Path) -> float:
-    actual, expected = logits(path), logits(other)
-    return float((actual - expected).norm() / expected.norm())
+    """Of the logits of two forms."""
+    return quant_engine.difference(*(logits_of(worker_for(each, dtype="float32"), TOKENS) for each in (path, other)))
 
 
 def saved(model: Any, folder: Path) -> Path:

@@ -13,7 +13,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from transformers import LlamaConfig, Qwen3Config
 
-from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from engines import SMALL, add_shape, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
@@ -106,15 +106,7 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> None:
     """A file with the types by turns; the model's own weights become what the file says."""
     config = model.config
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_shape(writer, config)
     writer.add_rope_freq_base(10000.0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     matrices = 0

@@ -152,3 +152,10 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
     huge = small(hidden_size=1 << 16, intermediate_size=1 << 20, num_hidden_layers=50)
     with pytest.raises(DoesNotFitError, match="GiB"):
         LLM(f"random:{write(tmp_path, huge)}", config=EngineConfig(max_model_len=64))
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if not name.startswith("gpt-oss")])
+def test_no_layer_of_these_has_a_window(name: str) -> None:
+    """Not even where transformers has one for a config that says nothing, as for Mistral."""
+    config = shape_config(name)
+    assert {block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks} == {None}

@@ -70,28 +70,27 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     return _gemma(spec, 1.0)
 
 
-def _sandwich_from_gguf(largest: int) -> Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]:
+def _score_scale(spec: ModelSpec, largest: int) -> float:
     """largest: layers of the 27B model."""
-
-    def from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-        attention = spec.blocks[0].attention
-        width = spec.hidden_size // attention.num_heads if spec.num_layers == largest else attention.head_dim
-        return _sandwich(_gemma(spec, 1.0), width**-0.5, None, _cap(read, key("final_logit_softcapping")))
-
-    return from_gguf
+    attention = spec.blocks[0].attention
+    width = spec.hidden_size // attention.num_heads if spec.num_layers == largest else attention.head_dim
+    return float(width**-0.5)
 
 
 def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    if not read.has(key("attention.sliding_window")):  # early files
-        windows = (None if i % 2 else 4096 for i in range(spec.num_layers))
-        blocks = (
-            replace(block, attention=replace(block.attention, window=window))
-            for block, window in zip(spec.blocks, windows, strict=True)
-        )
-        spec = replace(spec, blocks=tuple(blocks))
-    scale = _sandwich_from_gguf(46)(spec, read, key).blocks[0].attention.score_scale
-    score_cap = read.number(key("attn_logit_softcapping"), 50.0)
-    return _sandwich(_gemma(spec, 1.0), scale, score_cap, read.number(key("final_logit_softcapping"), 30.0))
+    """Early files say nothing of windows and caps."""
+    caps = read.number(key("attn_logit_softcapping"), 50.0), read.number(key("final_logit_softcapping"), 30.0)
+    spec = _sandwich(_gemma(spec, 1.0), _score_scale(spec, 46), *caps)
+    if read.has(key("attention.sliding_window")):
+        return spec
+    blocks = (
+        replace(block, attention=replace(block.attention, window=None if i % 2 else 4096)) for i, block in enumerate(spec.blocks)
+    )
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    return _sandwich(_gemma(spec, 1.0), _score_scale(spec, 62), None, _cap(read, key("final_logit_softcapping")))
 
 
 def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
@@ -148,7 +147,7 @@ GEMMA3 = Family(
     hf_names=_SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=_sandwich_from_hf,
-    gguf=_sandwich_from_gguf(62),
+    gguf=_gemma3_from_gguf,
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(6),
 )  # fmt: skip

@@ -72,11 +72,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),
     "llama-3.1-70b": _config("Llama", 80, 8192, 28672, 64, 8, 128256, tied=False, **_llama(8.0)),
     "mistral-7b": _config(
-        "Mistral", 32, 4096, 14336, 32, 8, 32768, tied=False, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
+        "Mistral", 32, 4096, 14336, 32, 8, 32768, tied=False, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5,
+        sliding_window=None,
     ),
     "mixtral-8x7b": _config(
         "Mixtral", 32, 4096, 14336, 32, 8, 32000, tied=False, num_local_experts=8, num_experts_per_tok=2,
-        max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5
+        max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5,
+        sliding_window=None,
     ),
     "gpt-oss-20b": _config(
         "GptOss", 24, 2880, 2880, 64, 8, 201088, tied=False, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
