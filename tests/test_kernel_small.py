@@ -71,15 +71,28 @@ def test_activation_far_from_zero(kind: str) -> None:
     got = activation.gated_activation(Emulator(), x, kind)
     # In float64 from forms without cancellation: torch's own have one.
     gate = x[0, :16].double()
-    sigmoid = {"silu": gate, "gelu_tanh": math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)}
+    if kind == "swiglu_oai":
+        gate = gate.clamp(max=7.0)
+    cubic = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+    sigmoid = {"silu": gate, "gelu_tanh": cubic, "swiglu_oai": 1.702 * gate}
     expected = gate * (torch.special.erfc(-gate / 2**0.5) / 2 if kind == "gelu" else sigmoid[kind].sigmoid())
-    close_to_rounding(got[0], expected, sums=0.0)
+    close_to_rounding(got[0], 2 * expected if kind == "swiglu_oai" else expected, sums=0.0)
 
 
-def test_activation_passes_nan_on() -> None:
+def test_gpt_oss_bounds_the_gate_from_above_and_up_from_both_sides() -> None:
+    gates, ups = torch.tensor([6.5, 7.0, 7.5, 1e30, -7.5, -9.0, 2.0]), torch.tensor([-1e30, -7.5, -7.0, -1.0, 7.0, 7.5, 1e30])
+    x = torch.stack((gates.repeat_interleave(7), ups.repeat(7))).view(1, 98).to(BF16)
+    got = activation.gated_activation(Emulator(), x, "swiglu_oai")
+    gate, up = (half.double() for half in x.chunk(2, dim=-1))
+    gate, up = gate.minimum(torch.tensor(7.0)), up.maximum(torch.tensor(-7.0)).minimum(torch.tensor(7.0))
+    close_to_rounding(got, gate / (1 + (-1.702 * gate).exp()) * (up + 1), sums=0.0)
+
+
+@pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
+def test_activation_passes_nan_on(kind: str) -> None:
     x = torch.ones(1, 32, dtype=BF16)
     x[0, 3] = x[0, 20] = torch.nan
-    got = activation.gated_activation(Emulator(), x, "silu")
+    got = activation.gated_activation(Emulator(), x, kind)
     assert got.isnan().nonzero()[:, 1].tolist() == [3, 4]
 
 

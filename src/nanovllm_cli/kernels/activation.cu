@@ -1,4 +1,4 @@
-// out [T, width] = act(x[:, :width]) * x[:, width:], x [T, 2 width] DTYPE; width a multiple of VECTOR.
+// out [T, width] = gated(x[:, :width], x[:, width:]), x [T, 2 width] DTYPE; width a multiple of VECTOR.
 //
 // One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory
 // needs. Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
@@ -7,10 +7,10 @@
 typedef Vector<DTYPE, VECTOR> Elements;
 
 template <int KIND>
-DEVICE Elements gated(const Elements& gate, const Elements& up) {
+DEVICE Elements gated_elements(const Elements& gate, const Elements& up) {
   Elements result;
 #pragma unroll
-  for (int j = 0; j < VECTOR; ++j) result.at[j] = from_float<DTYPE>(activate<KIND>(to_float(gate.at[j])) * to_float(up.at[j]));
+  for (int j = 0; j < VECTOR; ++j) result.at[j] = from_float<DTYPE>(gated<KIND>(to_float(gate.at[j]), to_float(up.at[j])));
   return result;
 }
 
@@ -26,9 +26,10 @@ gated_activation(const DTYPE* x, DTYPE* out, int width, int kind) {
   let_next_kernel_start();
   Elements result;
   switch (kind) {
-    case SILU: result = gated<SILU>(gate, up); break;
-    case GELU_TANH: result = gated<GELU_TANH>(gate, up); break;
-    default: result = gated<GELU>(gate, up);
+    case SILU: result = gated_elements<SILU>(gate, up); break;
+    case GELU_TANH: result = gated_elements<GELU_TANH>(gate, up); break;
+    case SWIGLU_OAI: result = gated_elements<SWIGLU_OAI>(gate, up); break;
+    default: result = gated_elements<GELU>(gate, up);
   }
   result.store(out + (int64_t)blockIdx.x * width + column);
 }

@@ -3,13 +3,20 @@
 #include "common.cuh"
 
 // As in activation.py, which has 0 for none.
-constexpr int SILU = 1, GELU_TANH = 2, GELU = 3;
+constexpr int SILU = 1, GELU_TANH = 2, GELU = 3, SWIGLU_OAI = 4;
+constexpr float OAI_LIMIT = 7.0f, OAI_SLOPE = 1.702f;
 
-// All in forms that keep their precision where the gate is far below zero: no 1 + tanh, no 1 + erf.
+// act(gate) * up. All in forms that keep their precision where the gate is far below zero: no 1 + tanh, no 1 + erf. gpt-oss's has
+// bounds for the gate and for up, and 1 is added to up; a NaN stays one.
 template <int WHICH>
-DEVICE float activate(float gate) {
-  if (WHICH == GELU) return 0.5f * gate * erfcf(gate * -0.70710678f);
+DEVICE float gated(float gate, float up) {
+  if (WHICH == GELU) return 0.5f * gate * erfcf(gate * -0.70710678f) * up;
+  if (WHICH == SWIGLU_OAI) {
+    gate = gate > OAI_LIMIT ? OAI_LIMIT : gate;
+    up = (up > OAI_LIMIT ? OAI_LIMIT : up < -OAI_LIMIT ? -OAI_LIMIT : up) + 1.0f;
+    return __fdividef(gate, 1.0f + expf(-OAI_SLOPE * gate)) * up;
+  }
   // gelu_tanh(g) = g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
   const float z = WHICH == SILU ? gate : 1.5957691f * (gate + 0.044715f * gate * gate * gate);
-  return __fdividef(gate, 1.0f + expf(-z));
+  return __fdividef(gate, 1.0f + expf(-z)) * up;
 }

@@ -8,7 +8,7 @@ import torch
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name, widest
 
 THREADS = 256
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4}
 """By name, as in activation.cuh."""
 
 
