@@ -88,7 +88,7 @@ def test_gated_is_what_two_kernels_leave(rows: int, outputs: int, width: int, or
     assert ((got.double() - expected).abs() <= 2.0**-6 * (gate * up).abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai"])
 def test_activations(activation: str) -> None:
     x, weight = torch.eye(8, 16, dtype=FP16), 3 * random(34, 16, dtype=FP16)
     got = gemv(Emulator(), x, weight, None, activation=activation)

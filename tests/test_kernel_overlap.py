@@ -9,11 +9,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import test_kernel_expert_products as expert_tests
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, emulation_alone, load
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.expert_sum import expert_sum
+from nanovllm_cli.kernels.experts import MANY_ROWS
+from nanovllm_cli.kernels.gemm import expert_gemm
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
 from nanovllm_cli.kernels.ops import Normed
@@ -21,6 +25,7 @@ from nanovllm_cli.kernels.packed_gemm import Shape, new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import Plan, packed_wgmma
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
+from nanovllm_cli.kernels.route import route
 from nanovllm_cli.quant.format import Integer
 from test_kernel_block_gemv import weights
 
@@ -114,9 +119,49 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return call, (weight.data,)
 
 
+LARGE_TASKS = expert_tests.KINDS["bf16"]._replace(
+    rows=MANY_ROWS, product=lambda launcher, x, weight, tasks, matrix: expert_gemm(launcher, x, weight, tasks, matrix)
+)
+
+
+def experts(name: str, matrix: int) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]:
+    """The first matrix of a token's experts follows the router, which makes the tasks; at the second they are there."""
+
+    def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
+        kind = expert_tests.KINDS.get(name, LARGE_TASKS)
+        made = [kind.expert(32, 256) for _ in range(3)]
+        own = [expert for _, expert in made]
+        tasks = expert_tests.tasks_of(expert_tests.choose(9, 3, 2), own, own, kind.rows)
+        x = random(18 if matrix else 9, 256, dtype=BF16)
+
+        def call(launcher: Launcher) -> torch.Tensor:
+            return kind.product(launcher, x, made[0][0], tasks, matrix)
+
+        return call, (tasks.words,) if matrix else ()
+
+    case.__name__ = f"matrix {matrix} of experts in {name}"
+    return case
+
+
+def routing() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    logits, matrices = random(40, 33), torch.arange(33 * 8).view(33, 8)
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        tasks, weights = route(launcher, logits, matrices, 3, True)
+        return torch.cat((tasks.words.flatten(), weights.view(torch.int32).flatten()))
+
+    return call, (matrices,)
+
+
+def sum_of_experts() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    y, weights, residual = random(6, 40, dtype=BF16), random(3, 2), random(3, 40, dtype=BF16)
+    return lambda launcher: expert_sum(launcher, y, weights, residual.clone()), ()
+
+
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks,
+    product_of_blocks, routing, sum_of_experts,
+    *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ def test_kernels_run_as_ptx(capability: int) -> None:
 def test_an_engine_on_ptx_has_the_tokens_of_a_cpu() -> None:
     tests = [f"{HERE}/test_cuda_engine.py::test_greedy_tokens_are_those_of_the_cpu"]
     tests += [f"{HERE}/test_cuda_quantized.py::test_gguf_files_of_mixed_types"]
+    tests += [f"{HERE}/test_cuda_experts.py::test_large_tasks_give_the_same"]
     few_cases.run(tests, os.environ | {"NANOVLLM_TEST_PTX": "90", "NANOVLLM_TEST_CASES": "2"})
 
 
@@ -170,6 +171,7 @@ SINGLE = {
     "div.s32 %d, -7, 2;": 0xFFFFFFFD,
     "rem.s32 %d, -7, 2;": 0xFFFFFFFF,
     "clz.b32 %d, 0x00ffffff;": 8,
+    "popc.b32 %d, 0x80f00001;": 6,
     "cvt.s32.s8 %d, 0x1ff; cvt.u32.u64 %d, %d;": 0xFFFFFFFF,
     "cvt.s8.s32 %x, -1; cvt.s64.s16 %d, %x;": 0xFFFFFFFFFFFFFFFF,
     "max.ftz.f32 %d, 0f80000000, 0f00000000;": 0,
@@ -262,6 +264,20 @@ def test_lanes_read_the_lane_that_the_isa_says(shuffle: str, sources: torch.Tens
     values = LANES * 3 + 100
     got = run(OFFSETS + f"shfl.sync.{shuffle}\nst.global.u64 [%to], %d;\n", values, 32)
     assert torch.equal(got, values[sources])
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("setp.gt.u64 %p, %a, 122; vote.sync.ballot.b32 %d, %p, -1;", 0xFFFFFF00),
+        ("setp.le.u64 %p, %a, 192; vote.sync.ballot.b32 %d, %p, -1;", 0x7FFFFFFF),
+        ("xor.b32 %x, %a, 0x80000000; redux.sync.max.u32 %d, %x, -1;", 0x800000C1),
+        ("sub.u32 %x, 100, %a; redux.sync.max.u32 %d, %x, -1;", 0xFFFFFFFF),
+    ],
+)
+def test_lanes_vote_and_compare_as_the_isa_says(lines: str, expected: int) -> None:
+    got = run(OFFSETS + lines + "\ncvt.u64.u32 %d, %d; st.global.u64 [%to], %d;\n", LANES * 3 + 100 + (LANES == 0), 32)
+    assert got.tolist() == [expected] * 32
 
 
 EXCHANGE = """

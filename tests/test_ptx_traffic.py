@@ -22,6 +22,7 @@ from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
 from nanovllm_cli.kernels.packed_gemv import packed_gemv
 from nanovllm_cli.kernels.packed_wgmma import SHAPES, Plan, packed_wgmma
+from nanovllm_cli.kernels.route import route
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
 from nanovllm_cli.quant.format import Integer
 from ptx.device import PtxMachine
@@ -74,6 +75,10 @@ def dense(machine: PtxMachine, rows: int) -> None:
         gemm(machine, x, weight, None, residual=residual, tile=SMALL)
 
 
+def routing(machine: PtxMachine) -> None:
+    route(machine, random(64, 128), torch.zeros(128, 8, dtype=torch.int64), 8, True)
+
+
 # The most that is taken, in turns of the banks and in sectors, of what would do.
 KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
@@ -90,6 +95,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "int8 by int8": (scaled, 1.0, 1.1),
     "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
+    "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 
 

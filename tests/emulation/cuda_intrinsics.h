@@ -135,6 +135,7 @@ template <class T>
 inline T __ldcs(const T* address) { return *address; }
 template <class T>
 inline T __ldcg(const T* address) { return *address; }
+inline void* __cvta_global_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
 template <class T>
 inline void __stcs(T* address, T value) { *address = value; }
 template <class T>

@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,11 @@ def _inside(packages: tuple[str, ...], file: str, folder: str) -> list[Path]:
     return []
 
 
+def reads_tasks(kernel: Kernel) -> bool:
+    """Whether it finds tensors by addresses in its first argument."""
+    return "EXPERTS" in dict(kernel.constants)
+
+
 def missing() -> str | None:
     """Why kernels can't be emulated here, or None."""
     if on_gpu.ENABLED:
@@ -97,8 +102,10 @@ class Emulator:
 
     bugs: macros that plant a bug, for tests of the tests; OVERLAP is none, but emulates dependent launch (overlap.h).
     only_block: the one block of a launch that runs, for grids too large to emulate. `launches` counts, by entry; `launched` and
-    `rehearsed` are the kernels.
+    `rehearsed` are the kernels. by_address: what kernels find by addresses in tasks of experts, for those who ask what is theirs.
     """
+
+    by_address: Sequence[torch.Tensor] = ()
 
     def __init__(
         self,
@@ -138,6 +145,7 @@ class Emulator:
             from ptx.device import PtxMachine
 
             machine = PtxMachine(self.order, PTX, bugs=self.bugs, only_block=self.only_block)
+            machine.by_address = self.by_address
             machine.launch(kernel, grid, block, args, shared_bytes)
             return
         library = load(kernel, self.bugs)

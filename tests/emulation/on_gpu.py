@@ -2,13 +2,15 @@
 
 Tensors stay on the host. A launch takes the memory they lie in to the GPU, whole and with its contents, runs the kernel and
 brings it back: views of one memory stay views of one memory. Thread orders are the GPU's own, so there is one order. Skipped,
-with the reason: planted bugs, memory of gigabytes, and launches that read addresses from a table.
+with the reason: planted bugs, memory of gigabytes, and launches that read addresses from a table; addresses in tasks of experts
+become those of the copies.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,8 +46,10 @@ def launch(
         pytest.skip("its table has addresses of host memory")
     if not kernel.min_capability <= (launcher := _launcher()).capability <= kernel.max_capability:
         pytest.skip(f"this GPU is older or newer than {kernel} needs")
+    if "EXPERTS" in dict(kernel.constants) and not emulator.by_address:
+        pytest.skip("its tasks have addresses of host memory")
     try:
-        launch_there(launcher, kernel, grid, block, args, shared_bytes)
+        launch_there(launcher, kernel, grid, block, args, shared_bytes, emulator.by_address)
         torch.cuda.synchronize()
     except RuntimeError as error:
         _give_up_if_lost(kernel, error)
@@ -61,9 +65,16 @@ def _give_up_if_lost(kernel: Kernel, error: RuntimeError) -> None:
 
 
 def launch_there(
-    launcher: Launcher, kernel: Kernel, grid: Dims, block: Dims, args: tuple[Arg, ...], shared_bytes: int
+    launcher: Launcher,
+    kernel: Kernel,
+    grid: Dims,
+    block: Dims,
+    args: tuple[Arg, ...],
+    shared_bytes: int,
+    by_address: Sequence[torch.Tensor] = (),
 ) -> None:
-    """On a launcher whose memory is another one than that of the tensors in args."""
+    """On a launcher whose memory is another one than that of the tensors in args. by_address: whose addresses are in the first of
+    them, which the kernel only reads."""
     moved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def there(arg: Arg) -> Arg:
@@ -80,7 +91,15 @@ def launch_there(
         view = torch.empty(0, dtype=arg.dtype, device=launcher.device)
         return view.set_(memory, arg.storage_offset(), arg.shape, arg.stride())  # type: ignore[call-overload]
 
-    launcher.launch(kernel, grid, block, tuple(there(arg) for arg in args), shared_bytes)
+    if by_address:
+        tasks, *others = args
+        assert isinstance(tasks, torch.Tensor)
+        places = {each.data_ptr(): there(each) for each in by_address}
+        words = [places[word].data_ptr() if word in places else word for word in tasks.flatten().tolist()]  # type: ignore[union-attr]
+        target = torch.tensor(words, dtype=torch.int64).view(tasks.shape).to(launcher.device)
+        launcher.launch(kernel, grid, block, (target, *(there(arg) for arg in others)), shared_bytes)
+    else:
+        launcher.launch(kernel, grid, block, tuple(there(arg) for arg in args), shared_bytes)
     for host, device in moved.values():
         host.copy_(device)
 

@@ -221,6 +221,7 @@ void add_arithmetic(Table& table) {
   table["xor.pred"] = {binary<Bit, Bit, [](Bit a, Bit b) { return a ^ b; }>};
   table["not.pred"] = {unary<Bit, Bit, [](Bit a) { return a ^ 1; }>};
   table["clz.b32"] = {unary<uint32_t, uint32_t, [](uint32_t a) { return a ? __builtin_clz(a) : 32; }>};
+  table["popc.b32"] = {unary<uint32_t, uint32_t, [](uint32_t a) { return uint32_t(__builtin_popcount(a)); }>};
   table["prmt.b32"] = {ternary<uint32_t, uint32_t, permuted>};
   table["fma.rm.ftz.f32"] = {float_ternary<float, true, fma_downward>};
   table["copysign.f32"] = {binary<float, float, [](float sign, float value) { return std::copysign(value, sign); }>};

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.emulator import CACHE, Emulator, KernelFailed, appearing
+from emulation.emulator import CACHE, Emulator, KernelFailed, appearing, reads_tasks
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 from ptx.code import PARAM_BYTES, RESERVED_BYTES, Code, read
@@ -72,6 +72,8 @@ class PtxMachine(Emulator):
             pytest.skip("dependent launch is for the emulation")
         if kernel.stem == "blocks":
             pytest.skip("its table has addresses")
+        if reads_tasks(kernel) and not self.by_address:
+            pytest.skip("its tasks have addresses, and nobody says of what")
         program = _program(kernel, self.bugs, self.capability, self.change)
         self.run(f"{kernel}, as PTX for {self.capability}", program, grid, block, args, shared_bytes)
 
@@ -85,6 +87,7 @@ class PtxMachine(Emulator):
         params, ranges = np.zeros((len(args), PARAM_BYTES), np.uint8), []
         for place, arg in enumerate(args):
             params[place, : len(_bytes(arg))] = _bytes(arg)
+        for arg in (*args, *self.by_address):
             if isinstance(arg, torch.Tensor):
                 storage = arg.untyped_storage()
                 ranges += [storage.data_ptr(), storage.data_ptr() + storage.nbytes()]

@@ -95,6 +95,19 @@ void vote_any(Threads& threads, const Op& op) {
   for (Thread* t : threads) t->set<uint64_t>(op, 0, any);
 }
 
+// Bit l is lane l's, 0 where it takes no part (PTX ISA, vote.sync).
+void vote_ballot(Threads& threads, const Op& op) {
+  uint32_t bits = 0;
+  for (Thread* t : threads) bits |= uint32_t(t->get<uint64_t>(op, 1) & 1) << t->lane;
+  for (Thread* t : threads) t->set<uint32_t>(op, 0, bits);
+}
+
+void largest(Threads& threads, const Op& op) {
+  uint32_t most = 0;
+  for (Thread* t : threads) most = std::max(most, t->get<uint32_t>(op, 1));
+  for (Thread* t : threads) t->set<uint32_t>(op, 0, most);
+}
+
 }  // namespace
 
 void add_meetings(Table& table) {
@@ -103,6 +116,8 @@ void add_meetings(Table& table) {
   lanes("shfl.sync.bfly.b32", shuffle<across>);
   lanes("shfl.sync.idx.b32", shuffle<at_index>);
   lanes("vote.sync.any.pred", vote_any);
+  lanes("vote.sync.ballot.b32", vote_ballot);
+  lanes("redux.sync.max.u32", largest);
   lanes("bar.warp.sync", warp_barrier);
   table["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = {nullptr, load_matrices<false>, Kind::WARP};
   table["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {nullptr, load_matrices<true>, Kind::WARP};

@@ -5,6 +5,7 @@
 //   codes [rows, padded] int8 and factors [rows, padded / GROUP] (scale, sum), as round_blocks (quantize_activations.cu) leaves them
 //   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
 //   GATED: out = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them
+//   tasks: as in gemv.cu, with rows that are rounded already
 //
 //   y[row, n] = sum over groups of factor * (scale * (sum of codes * (code - OFFSET)) + low * sum of codes)
 //
@@ -45,17 +46,17 @@ struct Rows {
   const float4* factors;
   int code_at[ROW_TILES], factor_at[ROW_TILES][LANE_COLUMNS];
 
-  DEVICE Rows(const uint32_t* codes, const float2* factors, int rows, int padded)
+  DEVICE Rows(const Assignment& work, const uint32_t* codes, const float2* factors, int padded)
       : codes(reinterpret_cast<const uint4*>(codes)), factors(reinterpret_cast<const float4*>(factors)) {
     const int n = threadIdx.x % WARP_SIZE / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
       const int b_row = LANE_ROWS == 1 ? n / 2 : tile * 8 + n;  // with one row a lane, only every second column counts
-      code_at[tile] = min(b_row, rows - 1) * (padded / 16) + c;
+      code_at[tile] = work.source(min(b_row, work.rows - 1)) * (padded / 16) + c;
 #pragma unroll
       for (int i = 0; i < LANE_COLUMNS; ++i) {
         const int d_row = LANE_ROWS == 1 ? c : tile * 8 + c * 2 + i;
-        factor_at[tile][i] = min(d_row, rows - 1) * (padded / GROUP / 2);
+        factor_at[tile][i] = work.source(min(d_row, work.rows - 1)) * (padded / GROUP / 2);
       }
     }
   }
@@ -117,11 +118,16 @@ DEVICE void multiply(Sums& sums, const uint8_t* record, const Rows& x, int first
 DEVICE int place_of_sum(int row, int output) { return (row ^ row / 2 % 2) * 16 + (output ^ (row / 2 ^ row / 4) % 2 * 8); }
 
 KERNEL __launch_bounds__(THREADS, LANE_ROWS == 8 ? 1 : 2)
-block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint32_t* codes, const float2* factors,
-           const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts, float eps,
-           float offset) {
+block_gemv(const int64_t* tasks, const uint8_t* given_weight, const DTYPE* x, const DTYPE* gain, const uint32_t* codes,
+           const float2* factors, const DTYPE* bias, const DTYPE* residual, OUT* out, int given_rows, int width,
+           int outputs, int parts, float eps, float offset, int taken) {
+  static_assert(!EXPERTS || !FUSED);
   DYNAMIC_SHARED(shared);  // rings; FUSED: codes and factors of x
   __shared__ __align__(16) float partial[WARPS][PASSES][TILE * MOST_ROWS];
+  const Assignment work(tasks, given_rows, taken);
+  const int rows = work.rows;
+  if (EXPERTS && !rows) return;
+  const uint8_t* weight = work.tensor(given_weight, 0);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, first_warp = warp - part, groups = WARPS / parts;
   const int records = (width + COLUMNS - 1) / COLUMNS, padded = records * COLUMNS;
@@ -129,7 +135,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
   uint8_t* ring = shared + warp * (STAGES * RECORD_BYTES);
 
   // Records of this warp, one after another: along the width, from gate to up, then on to the block's next tile.
-  int next_tile = blockIdx.x * groups + warp / parts, next_pass = 0, next_record = part, writing = 0;
+  int next_tile = work.block() * groups + warp / parts, next_pass = 0, next_record = part, writing = 0;
   const auto place_of_next = [&] {
     return weight + (((Index)next_tile + next_pass * tiles) * records + part) * RECORD_BYTES + lane * 16;
   };
@@ -149,7 +155,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
     next_record = part;
     if (++next_pass == PASSES) {
       next_pass = 0;
-      next_tile += gridDim.x * groups;
+      next_tile += work.blocks() * groups;
     }
     source = place_of_next();
   };
@@ -176,11 +182,11 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
     factors = own_factors;
   }
   let_next_kernel_start();
-  const Rows rounded(codes, factors, rows, padded);
+  const Rows rounded(work, codes, factors, padded);
 
-  const Results<TILE> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Results<TILE> team = {work, bias, residual, out, outputs, parts, part * WARP_SIZE + lane};
   int reading = 0;
-  for (int first_tile = blockIdx.x * groups; first_tile < tiles; first_tile += gridDim.x * groups) {
+  for (int first_tile = work.block() * groups; first_tile < tiles; first_tile += work.blocks() * groups) {
     const int tile = first_tile + warp / parts, first_output = tile * TILE;
     const float added_to_mine = team.added(first_output, team.mine);  // there when it is needed
 #pragma unroll 1
@@ -212,6 +218,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
         }
       }
     }
+    const DTYPE* bias_of_gates = team.bias_of_gates();
     team.meet();
     const auto sum_of = [&](int side, int row, int output) {
       const int pass = GATED ? side : 0, place = place_of_sum(row, output);
@@ -219,7 +226,7 @@ block_gemv(const uint8_t* weight, const DTYPE* x, const DTYPE* gain, const uint3
       for (int i = 1; i < parts; ++i) sum += partial[first_warp + i][pass][place];
       return sum;
     };
-    team.write(sum_of, first_output, added_to_mine);
+    team.write(sum_of, first_output, added_to_mine, bias_of_gates);
     team.meet();  // before the next tile's sums
   }
   wait_copies<0>();

@@ -11,6 +11,7 @@ from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels import quantize_activations as rounding
 from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
 from nanovllm_cli.kernels.block_records import TILE, PackedBlocks
+from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, largest_shared_bytes, type_name
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.record_kinds import RecordLayout
@@ -63,14 +64,42 @@ def block_gemv(
         part = slice(first, last)
         target = out[part]
         args = (
-            weight.data, source if fused else None, gain if fused else None,
+            None, weight.data, source if fused else None, gain if fused else None,
             rounded.codes[part] if rounded else None, rounded.factors[part] if rounded else None,
             bias, None if residual is None else target, target, np.int32(last - first), np.int32(width), np.int32(outputs),
-            np.int32(parts), np.float32(eps), np.float32(offset),
+            np.int32(parts), np.float32(eps), np.float32(offset), np.int32(1),
         )  # fmt: skip
         kernel = variant(layout, dtype, out.dtype, lane_rows, fused, activation, stages_of(layout, capability))
         shared = ring_bytes(layout, capability) + (rounded_bytes(layout, rows) if fused else 0)
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
+    return out
+
+
+def expert_gemv(
+    launcher: Launcher, x: torch.Tensor, weight: PackedBlocks, tasks: Tasks, matrix: int, *, activation: str | None = None
+) -> torch.Tensor:
+    """See `gemv.expert_gemv`, of x rounded to int8."""
+    width, layout, num_rows, dtype = weight.width, weight.layout, weight.num_rows, x.dtype
+    check_rows(launcher, x, tasks, matrix, width)
+    check(weight.data, launcher, torch.uint8, *records.shape(layout))
+    if activation and num_rows // 2 % TILE:  # up begins within a tile
+        return gated_activation(launcher, expert_gemv(launcher, x, weight, tasks, matrix), activation)
+    out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
+    outputs, capability = out.shape[1], launcher.capability
+    lane_rows = lane_rows_of(tasks.most_rows)
+    assert fits(layout, 0, lane_rows, bool(activation), capability)
+    across = records.padded_width(layout) // records.columns_of(layout)
+    parts = parts_of(outputs, across, launcher.num_multiprocessors)
+    rounded = rounding.to_blocks(launcher, x, layout.group)
+    args = (
+        tasks.words, None, None, None, rounded.codes, rounded.factors, None, None, out, np.int32(0), np.int32(width),
+        np.int32(outputs), np.int32(parts), np.float32(0), np.float32(0), np.int32(tasks.taken),
+    )  # fmt: skip
+    plain = variant(layout, dtype, dtype, lane_rows, False, activation, stages_of(layout, capability))
+    tiles = -(-outputs // (WARPS // parts * TILE))
+    blocks = blocks_of(tasks, tiles, launcher.num_multiprocessors * RESIDENT)
+    shared = ring_bytes(layout, capability)
+    launcher.launch(from_tasks(plain, matrix), (tasks.words.shape[0], blocks, 1), (WARPS * WARP, 1, 1), args, shared)
     return out
 
 
@@ -159,4 +188,7 @@ def variants() -> list[Kernel]:
         *(of(name, 8, False) for name in ("Q2_K", "Q5_1", "Q6_K", "IQ4_XS")),
         of("Q4_K", activation="silu"), of("Q4_K", 2, False, "silu"), of("Q6_K", out=torch.float32),
         of("Q4_K", dtype=fp16, out=fp16), of("Q4_K", dtype=fp16, out=fp16, capability=75),
+        *(from_tasks(of(name, rows, False, "silu"), 0) for name in ("Q4_K", "MXFP4") for rows in (1, 2)),
+        *(from_tasks(of(name, rows, False), 1) for name in ("Q6_K", "MXFP4") for rows in (1, 2)),
+        from_tasks(of("MXFP4", 2, False, "swiglu_oai"), 0),
     ]  # fmt: skip

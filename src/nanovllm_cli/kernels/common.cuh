@@ -93,6 +93,16 @@ DEVICE float warp_max(float value, int width = WARP_SIZE) {
   return value;
 }
 
+// Whole numbers have an instruction for it from Ampere on.
+DEVICE uint32_t warp_max(uint32_t value) {
+#if defined(EMULATION) || __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(ALL_LANES, value);
+#else
+  for (int bits = WARP_SIZE / 2; bits; bits >>= 1) value = max(value, __shfl_xor_sync(ALL_LANES, value, bits));
+  return value;
+#endif
+}
+
 // scratch: 32 floats of shared memory. All threads of a block whose size is a multiple of 32 call it; it begins and ends with a
 // barrier, so scratch may be used again at once.
 DEVICE float block_sum(float value, float* scratch) {

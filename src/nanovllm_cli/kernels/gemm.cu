@@ -2,6 +2,7 @@
 //
 //   x [rows, width], weight [outputs, width] DTYPE; bias [outputs] DTYPE, or null
 //   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
+//   EXPERTS: a task (experts.cuh) has a tile's rows, weight and bias, and there is no residual
 //
 // Every element of y is one chain of mma.m16n8k16 over the width, from zero, sixteen columns at a time, in order; the tail is
 // filled with zeros. So neither the other rows nor the tile's shape enter its bits, and a tile may fit the number of rows. Nothing
@@ -9,7 +10,12 @@
 //
 // A block computes TILE_M rows by TILE_N outputs, a warp its share of them (WARPS_M by WARPS_N). Both operands pass through
 // STAGES buffers of DEPTH columns (gemm_parts.cuh), filled by cp.async STAGES - 1 steps ahead.
-// Blocks are numbered down BAND row tiles before they go across, so that those that run together share both operands in L2.
+// Blocks are numbered down BAND row tiles before they go across, so that those that run together share both operands in L2; those
+// of tasks, down all of them.
+#ifdef EXPERTS
+#define TASK_ROWS TILE_M
+#endif
+#include "experts.cuh"
 #include "gemm_parts.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = WARPS * WARP_SIZE;
@@ -36,6 +42,19 @@ DEVICE void copy_tile(DTYPE* tile, const DTYPE* matrix, int first_row, int rows,
   }
 }
 
+// The same of TILE_M rows that lie anywhere: `rows` are this thread's. Behind a task's last it comes again, and is nobody's.
+constexpr int ROWS_AT_ONCE = THREADS / CHUNKS, OWN_ROWS = (TILE_M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+DEVICE void copy_rows(DTYPE* tile, const DTYPE* matrix, const int* rows, int first_column, int width) {
+  const int column = first_column + threadIdx.x % CHUNKS * CHUNK;
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const int row = threadIdx.x / CHUNKS + i * ROWS_AT_ONCE;
+    if (TILE_M % ROWS_AT_ONCE && row >= TILE_M) break;
+    DTYPE* target = chunk_of(tile, row, threadIdx.x % CHUNKS);
+    copy_chunk(target, matrix + (int64_t)rows[i] * width + column, matrix, column < width, width - column);
+  }
+}
+
 #if __CUDA_ARCH__ >= 900
 constexpr int WARPS_AN_SM = 16;
 #else
@@ -43,21 +62,39 @@ constexpr int WARPS_AN_SM = 8;  // shared memory has no room for two of the larg
 #endif
 
 KERNEL __launch_bounds__(THREADS, WARPS_AN_SM / WARPS)
-gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs) {
+gemm(const int64_t* tasks, const DTYPE* x, const DTYPE* given_weight, const DTYPE* given_bias, const DTYPE* residual, OUT* out,
+     int given_rows, int width, int outputs, int taken) {
   DYNAMIC_SHARED(shared);
+  const Assignment work(tasks, given_rows, taken);
+  const int rows = work.rows;
+  if (EXPERTS && !rows) return;
+  const DTYPE *weight = work.tensor(given_weight, 0), *bias = work.tensor(given_bias, BIAS);
   constexpr int STAGE = (TILE_M + TILE_N) * DEPTH;  // elements: rows of x, then of the weight
   DTYPE* stages = reinterpret_cast<DTYPE*>(shared);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int down = (rows + TILE_M - 1) / TILE_M, across = (outputs + TILE_N - 1) / TILE_N;
   const int band = blockIdx.x / (BAND * across), in_band = blockIdx.x % (BAND * across);
   const int height = min(BAND, down - band * BAND);
-  const int first_row = (band * BAND + in_band % height) * TILE_M, first_output = in_band / height * TILE_N;
+  const int first_row = EXPERTS ? 0 : (band * BAND + in_band % height) * TILE_M;
+  const int first_output = (EXPERTS ? work.block() : in_band / height) * TILE_N;
   const int warp_row = warp / WARPS_N * ROW_TILES * 16, warp_output = warp % WARPS_N * COLUMN_TILES * 8;
   const int steps = (width + DEPTH - 1) / DEPTH;
 
+  int sources[OWN_ROWS];  // of x
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS && EXPERTS; ++i)
+    sources[i] = work.source(min((int)threadIdx.x / CHUNKS + i * ROWS_AT_ONCE, TILE_M - 1));
+  const auto copy_x = [&](DTYPE* tile, int column) {
+    if (EXPERTS) {
+      copy_rows(tile, x, sources, column, width);
+    } else {
+      copy_tile<TILE_M>(tile, x, first_row, rows, column, width);
+    }
+  };
+
   wait_for_previous_kernel();  // the weight, too, may be what it has just unpacked
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    copy_tile<TILE_M>(stages + stage * STAGE, x, first_row, rows, stage * DEPTH, width);
+    copy_x(stages + stage * STAGE, stage * DEPTH);
     copy_tile<TILE_N>(stages + stage * STAGE + TILE_M * DEPTH, weight, first_output, outputs, stage * DEPTH, width);
     commit_copies();
   }
@@ -73,7 +110,7 @@ gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residu
 #endif
     const int column = (step + STAGES - 1) * DEPTH;
     if (column < width) {
-      copy_tile<TILE_M>(stages + writing, x, first_row, rows, column, width);
+      copy_x(stages + writing, column);
       copy_tile<TILE_N>(stages + writing + TILE_M * DEPTH, weight, first_output, outputs, column, width);
     }
     commit_copies();
@@ -107,10 +144,11 @@ gemm(const DTYPE* x, const DTYPE* weight, const DTYPE* bias, const DTYPE* residu
   for (int i = 0; i < ROW_TILES * 2; ++i) {
     const int row = first_row + warp_row + i * 8 + lane / 4;
     if (row >= rows) break;
+    const int64_t line = (int64_t)work.place(row) * outputs;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
       const int output = first_output + warp_output + j * 8 + lane % 4 * 2;
-      const int64_t place = (int64_t)row * outputs + output;
+      const int64_t place = line + output;
       const float* pair = sums[i / 2][j] + i % 2 * 2;
       if (output >= outputs) break;
       if (outputs % 2 == 0) {

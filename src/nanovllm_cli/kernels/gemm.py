@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import product
+from nanovllm_cli.kernels.experts import MANY_ROWS, Tasks, check_rows, from_tasks
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name, widest
 
 DEPTH = 64
@@ -34,6 +35,8 @@ class Tile(NamedTuple):
 
 # The small one waits for memory, and has much of it under way. All have the same bits.
 SMALL, MEDIUM, LARGE = Tile(16, 16, 1, 2, 12), Tile(64, 64, 2, 2, 4), Tile(128, 128, 2, 4, 3)
+WIDE = Tile(MANY_ROWS, 128, 2, 4, 4)
+"""For tasks of experts."""
 
 
 def gemm(
@@ -56,10 +59,28 @@ def gemm(
     out = product.output_for(launcher, rows, outputs, dtype, bias, residual=residual, out_dtype=out_dtype)
     if out.numel():
         tile = tile or tile_for(rows, outputs, launcher)
-        args = (x, weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs))
+        sizes = (np.int32(rows), np.int32(width), np.int32(outputs), np.int32(1))
+        args = (None, x, weight, bias, residual, out, *sizes)
         threads = tile.warps_down * tile.warps_across * WARP
         kernel = variant(dtype, out.dtype, widest(width, dtype), tile)
         launcher.launch(kernel, (tile.needed(rows, outputs), 1, 1), (threads, 1, 1), args, tile.shared_bytes)
+    return out
+
+
+def expert_gemm(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, tasks: Tasks, matrix: int) -> torch.Tensor:
+    """See `gemv.expert_gemv`, of tasks of MANY_ROWS rows and without an activation. A row's bits are what `gemm` gives it."""
+    (outputs, width), dtype = weight.shape, x.dtype
+    product.check_tensor_cores(launcher, dtype)
+    check_rows(launcher, x, tasks, matrix, width)
+    check(weight, launcher, dtype, outputs, width)
+    out = torch.empty(tasks.num_pairs, outputs, dtype=dtype, device=launcher.device)
+    tile = MEDIUM if launcher.capability < 80 else WIDE
+    assert tile.rows == tasks.rows, tasks.rows
+    sizes = (np.int32(0), np.int32(width), np.int32(outputs), np.int32(tasks.taken))
+    args = (tasks.words, x, None, None, None, out, *sizes)
+    kernel = from_tasks(variant(dtype, dtype, widest(width, dtype), tile), matrix)
+    grid = (tasks.words.shape[0], tile.needed(1, outputs), 1)
+    launcher.launch(kernel, grid, (tile.warps_down * tile.warps_across * WARP, 1, 1), args, tile.shared_bytes)
     return out
 
 
@@ -87,4 +108,5 @@ def variants() -> list[Kernel]:
         kernels += [variant(dtype, dtype, 8, tile) for tile in (SMALL, MEDIUM, LARGE)]
         kernels += [variant(dtype, torch.float32, 8, tile) for tile in (SMALL, LARGE)]
         kernels.append(variant(dtype, dtype, 1, MEDIUM))
+        kernels += [from_tasks(variant(dtype, dtype, 8, tile), matrix) for tile in (MEDIUM, WIDE) for matrix in (0, 1)]
     return kernels

@@ -4,6 +4,7 @@
 //   weight [outputs, width] DTYPE; GATED: [2 * outputs, width], the gate's rows before up's. bias: one a weight row, or null
 //   out [rows, outputs] OUT = y + bias + residual, rounded once; residual, where it is not null, may be out itself
 //   GATED: out = act(gate) * up, gate and up rounded to DTYPE before, as two kernels would leave them
+//   EXPERTS: rows, weight and bias are a task's (experts.cuh), and there is neither norm nor residual
 //
 // The tensor cores serve as a wide dot product, so that eight rows cost what one does, and no number is converted: a warp
 // multiplies x (A) by a strip of eight weight rows (B). A lane's 16-byte load holds eight neighbouring columns of one weight row,
@@ -48,10 +49,15 @@ struct Unit {
 };
 
 KERNEL __launch_bounds__(THREADS, VECTOR == 8 ? 2 : 1)
-gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, const DTYPE* residual, OUT* out, int rows,
-     int width, int outputs, int parts, float eps, float offset) {
+gemv(const int64_t* tasks, const DTYPE* x, const DTYPE* gain, const DTYPE* given_weight, const DTYPE* bias,
+     const DTYPE* residual, OUT* out, int given_rows, int width, int outputs, int parts, float eps, float offset, int taken) {
+  static_assert(!EXPERTS || !NORM);
   DYNAMIC_SHARED(shared);
   __shared__ __align__(16) Sums<STRIP> partial[2][WARPS];
+  const Assignment work(tasks, given_rows, taken);
+  const int rows = work.rows;
+  if (EXPERTS && !rows) return;
+  const DTYPE* weight = work.tensor(given_weight, 0);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_column = part * UNIT, column_stride = parts * UNIT;
@@ -60,7 +66,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
 
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   // Units of this warp, one after another: along the width, then on to the block's next tile.
-  int next_tile = blockIdx.x, next_column = first_column;
+  int next_tile = work.block(), next_column = first_column;
   const auto load_next = [&] {
     const int output = next_tile * tile_outputs + team_index * TEAM_OUTPUTS + row, column = next_column + lane % 4 * 8;
     const DTYPE* start = weight + (Index)output * width + column;
@@ -75,7 +81,7 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
     next_column += column_stride;
     if (next_column >= width) {
       next_column = first_column;
-      next_tile += gridDim.x;
+      next_tile += work.blocks();
     }
     return loaded;
   };
@@ -95,11 +101,11 @@ gemv(const DTYPE* x, const DTYPE* gain, const DTYPE* weight, const DTYPE* bias, 
   }
   let_next_kernel_start();  // it may ask for its weights while we wait for ours
 
-  const DTYPE* input_row = source + (int64_t)row * stride + lane % 4 * 8;
+  const DTYPE* input_row = source + (int64_t)(row < rows ? work.source(row) : 0) * stride + lane % 4 * 8;
   const int input_columns = row < rows ? width - lane % 4 * 8 : 0;
-  const Team<STRIP> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Team<STRIP> team = {work, bias, residual, out, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
-  for (int tile = blockIdx.x; tile * tile_outputs < outputs; tile += gridDim.x, odd = !odd) {
+  for (int tile = work.block(); tile * tile_outputs < outputs; tile += work.blocks(), odd = !odd) {
     const int first = tile * tile_outputs + team_index * TEAM_OUTPUTS;
     const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float chains[STRIPS][2][4] = {};

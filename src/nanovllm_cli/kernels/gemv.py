@@ -8,6 +8,7 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.kernel import (
     WARP,
     Kernel,
@@ -56,10 +57,7 @@ def gemv(
     if not outputs:
         return out
 
-    strips = 2 if activation else strips_of(outputs, STRIP, launcher.num_multiprocessors)
-    warp_outputs = STRIP if activation else STRIP * strips
-    parts = parts_of(outputs, width, warp_outputs, STEP * LOADS // strips, launcher.num_multiprocessors)
-    tiles = -(-outputs // (WARPS // parts * STRIP * (1 if activation else strips)))
+    strips, parts, tiles = _division(launcher, outputs, width, bool(activation))
     grid = min(tiles, launcher.num_multiprocessors * RESIDENT)
     has_norm = gain is not None
     kernel = variant(dtype, out.dtype, widest(width, dtype), strips, has_norm, activation)
@@ -68,12 +66,50 @@ def gemv(
         last = min(rows, first + at_once)
         target = out[first:last]
         args = (
-            source[first:last], gain, weight, bias, None if residual is None else target, target,
+            None, source[first:last], gain, weight, bias, None if residual is None else target, target,
             np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts), np.float32(eps), np.float32(offset),
+            np.int32(1),
         )  # fmt: skip
         shared = (last - first + 1) * padded(width) * 2 if has_norm else 0
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
     return out
+
+
+def expert_gemv(
+    launcher: Launcher,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tasks: Tasks,
+    matrix: int,
+    *,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Rows of x [T, K], of the second matrix [P, K], each multiplied with the weight of its task's expert, whose bias, if it
+    has any, is added: [P, N] or, with an activation, [P, N / 2]. weight [N, K]: any of the experts, which are alike. A row's
+    bits are what `gemv` gives it."""
+    (num_rows, width), dtype = weight.shape, x.dtype
+    check_rows(launcher, x, tasks, matrix, width)
+    product.check_tensor_cores(launcher, dtype)
+    check(weight, launcher, dtype, num_rows, width)
+    out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
+    outputs = out.shape[1]
+    strips, parts, tiles = _division(launcher, outputs, width, bool(activation))
+    args = (
+        tasks.words, x, None, None, None, None, out, np.int32(0), np.int32(width), np.int32(outputs), np.int32(parts),
+        np.float32(0), np.float32(0), np.int32(tasks.taken),
+    )  # fmt: skip
+    kernel = from_tasks(variant(dtype, dtype, widest(width, dtype), strips, False, activation), matrix)
+    blocks = blocks_of(tasks, tiles, launcher.num_multiprocessors * RESIDENT)
+    launcher.launch(kernel, (tasks.words.shape[0], blocks, 1), (WARPS * WARP, 1, 1), args)
+    return out
+
+
+def _division(launcher: Launcher, outputs: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """Strips of a warp, warps that share a row, and tiles."""
+    strips = 2 if gated else strips_of(outputs, STRIP, launcher.num_multiprocessors)
+    warp_outputs = STRIP if gated else STRIP * strips
+    parts = parts_of(outputs, width, warp_outputs, STEP * LOADS // strips, launcher.num_multiprocessors)
+    return strips, parts, -(-outputs // (WARPS // parts * warp_outputs))
 
 
 def padded(width: int) -> int:
@@ -129,4 +165,6 @@ def variants() -> list[Kernel]:
         kernels += [variant(dtype, dtype, 8, strips, norm, None) for strips in (1, 2) for norm in (False, True)]
         kernels += [variant(dtype, dtype, 8, 2, True, "silu"), variant(dtype, torch.float32, 8, 2, True, None)]
         kernels += [variant(dtype, dtype, 1, 2, True, None), variant(dtype, dtype, 1, 2, False, None)]
+        kernels += [from_tasks(variant(dtype, dtype, 8, 2, False, activation), 0) for activation in ("silu", "swiglu_oai")]
+        kernels += [from_tasks(variant(dtype, dtype, 8, strips, False, None), 1) for strips in (1, 2)]
     return kernels

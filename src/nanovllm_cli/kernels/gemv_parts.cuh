@@ -99,6 +99,7 @@ struct Team : Results<GATED ? STRIP : STRIP * STRIPS> {
   // sums: of its first warp, the others' behind them. first: the panel's first output of the team. added_to_mine: as in `write`.
   // One meeting is enough, where sums have two places in turn: who writes one again has met all of its readers at the other.
   DEVICE void finish(const Sums<STRIP>* sums, int first, float added_to_mine) const {
+    const DTYPE* bias = this->bias_of_gates();
     this->meet();
     const auto sum_of = [&](int side, int row, int column) {
       const int strip = GATED ? side : column / STRIP;
@@ -106,6 +107,6 @@ struct Team : Results<GATED ? STRIP : STRIP * STRIPS> {
       for (int i = 1; i < this->parts; ++i) sum += sums[i].of(strip, row, column % STRIP);
       return sum;
     };
-    this->write(sum_of, first, added_to_mine);
+    this->write(sum_of, first, added_to_mine, bias);
   }
 };

@@ -2,7 +2,7 @@
 //
 //   x [rows, width] DTYPE; with NORM it is normalised first, as in gemv.cu; with ORDERED column j here is column order[j] of x
 //   codes [strips, tiles, TILE_BYTES], scales SCALE [strips, groups, 16], zeros uint8 the same (ZEROS), order int32 [width]
-//   GATED: outputs is a multiple of 16, and the weight has the gate's rows before up's. bias, residual, out: as in gemv.cu
+//   GATED: outputs is a multiple of 16, and the weight has the gate's rows before up's. bias, residual, out, tasks: as in gemv.cu
 //
 // Weights are A of mma.m16n8k16, sixteen outputs by sixteen columns, and x is B: eight rows of x cost what one does, and no lane
 // works in vain. Codes are converted in registers (packed.cuh); a group's sums are exact products in fp32 accumulators, which are
@@ -65,11 +65,17 @@ DEVICE void gather(DTYPE* shared, int stride, const DTYPE* x, int rows, int widt
 }
 
 KERNEL __launch_bounds__(THREADS, RESIDENT)
-packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE* scales, const uint8_t* zeros, const int* order,
-            const DTYPE* bias, const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts, float eps,
-            float offset) {
+packed_gemv(const int64_t* tasks, const DTYPE* x, const DTYPE* gain, const uint8_t* given_codes, const SCALE* given_scales,
+            const uint8_t* given_zeros, const int* order, const DTYPE* bias, const DTYPE* residual, OUT* out,
+            int given_rows, int width, int outputs, int parts, float eps, float offset, int taken) {
+  static_assert(!EXPERTS || !STAGED);
   DYNAMIC_SHARED(shared);
   __shared__ __align__(16) Sums<TILE_OUTPUTS> partial[2][WARPS];
+  const Assignment work(tasks, given_rows, taken);
+  const int rows = work.rows;
+  if (EXPERTS && !rows) return;
+  const uint8_t *codes = work.tensor(given_codes, 0), *zeros = ZEROS ? work.tensor(given_zeros, 2) : nullptr;
+  const SCALE* scales = work.tensor(given_scales, 1);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_tile = part * STEPS, tile_stride = parts * STEPS;
@@ -85,10 +91,10 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
     tile += tile_stride;
     if (tile >= tiles) {
       tile = first_tile;
-      panel += gridDim.x;
+      panel += work.blocks();
     }
   };
-  const int first_panel = first_tile < tiles ? blockIdx.x : strips;  // behind the last: a narrow row has too few units for all
+  const int first_panel = first_tile < tiles ? work.block() : strips;  // behind the last: a narrow row has too few units for all
   int next_panel = first_panel, next_tile = first_tile;
   const auto load_next = [&] {
     Unit loaded;
@@ -131,7 +137,7 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
   Factors factors = load_factors(first_panel, first_tile);
 
   const int row = min(STAGED ? lane % 8 : lane / 4, rows - 1);  // of x; what the rows past the last one give is nobody's
-  const DTYPE* input = x + (int64_t)row * width + lane % 4 * 2;
+  const DTYPE* input = x + (int64_t)work.source(row) * width + lane % 4 * 2;
   if (STAGED) {
     DTYPE* staged = reinterpret_cast<DTYPE*>(shared);
     const int stride = tiles * TILE_COLUMNS + 8;  // eight rows' 16 bytes are in different banks
@@ -149,9 +155,9 @@ packed_gemv(const DTYPE* x, const DTYPE* gain, const uint8_t* codes, const SCALE
 
   // The constant, as the compiler can't know it; but where zero points take the last registers.
   const uint32_t kept = KIND == INT8 && ZEROS ? KEPT : KEPT ^ (uint32_t)(rows >> 31);
-  const Team<TILE_OUTPUTS> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Team<TILE_OUTPUTS> team = {work, bias, residual, out, outputs, parts, part * WARP_SIZE + lane};
   bool odd = false;
-  for (int panel = blockIdx.x; panel * panel_strips < strips; panel += gridDim.x, odd = !odd) {
+  for (int panel = work.block(); panel * panel_strips < strips; panel += work.blocks(), odd = !odd) {
     const int first = strip_of(panel) * TILE_OUTPUTS;
     const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float totals[STRIPS][4] = {};

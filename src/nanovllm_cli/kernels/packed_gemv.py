@@ -7,6 +7,7 @@ import torch
 
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.activation import ACTIVATIONS, gated_activation
+from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.gemv import MAX_ROWS, RESIDENT, WARPS, parts_of, rows_at_once, strips_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, mma_capability, type_name, widest
 from nanovllm_cli.kernels.ops import Hidden
@@ -44,10 +45,7 @@ def packed_gemv(
     if not outputs:
         return out
 
-    strips = 2 if activation else strips_of(outputs, TILE_OUTPUTS, launcher.num_multiprocessors)
-    warp_outputs, unit = TILE_OUTPUTS * (1 if activation else strips), unit_of(weight, strips)
-    parts = parts_of(outputs, width, warp_outputs, unit, launcher.num_multiprocessors)
-    panels = -(-outputs // (WARPS // parts * warp_outputs))
+    strips, parts, panels = _division(launcher, weight, outputs, bool(activation))
     grid = min(panels, launcher.num_multiprocessors * RESIDENT)
     has_norm = gain is not None
     kernel = variant(weight, dtype, out.dtype, strips, has_norm, activation)
@@ -58,13 +56,46 @@ def packed_gemv(
         last = min(rows, first + at_once)
         target = out[first:last]
         args = (
-            source[first:last], gain, weight.codes, weight.scales, weight.zeros, weight.order, bias,
+            None, source[first:last], gain, weight.codes, weight.scales, weight.zeros, weight.order, bias,
             None if residual is None else target, target,
             np.int32(last - first), np.int32(width), np.int32(outputs), np.int32(parts), np.float32(eps), np.float32(offset),
+            np.int32(1),
         )  # fmt: skip
         shared = (last - first + has_norm) * stride * 2 if staged else 0
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args, shared)
     return out
+
+
+def expert_gemv(
+    launcher: Launcher, x: torch.Tensor, weight: Packed, tasks: Tasks, matrix: int, *, activation: str | None = None
+) -> torch.Tensor:
+    """See `gemv.expert_gemv`. Not for weights with an order of columns."""
+    width, num_rows, dtype = weight.width, weight.num_rows, x.dtype
+    assert weight.order is None
+    check_rows(launcher, x, tasks, matrix, width)
+    if activation and num_rows // 2 % TILE_OUTPUTS:  # gate and up share a tile
+        return gated_activation(launcher, expert_gemv(launcher, x, weight, tasks, matrix), activation)
+    product.check_tensor_cores(launcher, dtype)
+    weight.check(launcher)
+    out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
+    outputs = out.shape[1]
+    strips, parts, panels = _division(launcher, weight, outputs, bool(activation))
+    args = (
+        tasks.words, x, None, None, None, None, None, None, None, out, np.int32(0), np.int32(width), np.int32(outputs),
+        np.int32(parts), np.float32(0), np.float32(0), np.int32(tasks.taken),
+    )  # fmt: skip
+    kernel = from_tasks(variant(weight, dtype, dtype, strips, False, activation), matrix)
+    blocks = blocks_of(tasks, panels, launcher.num_multiprocessors * RESIDENT)
+    launcher.launch(kernel, (tasks.words.shape[0], blocks, 1), (WARPS * WARP, 1, 1), args)
+    return out
+
+
+def _division(launcher: Launcher, weight: Packed, outputs: int, gated: bool) -> tuple[int, int, int]:
+    """Strips of a warp, warps that share a row, and panels."""
+    strips = 2 if gated else strips_of(outputs, TILE_OUTPUTS, launcher.num_multiprocessors)
+    warp_outputs = TILE_OUTPUTS * (1 if gated else strips)
+    parts = parts_of(outputs, weight.width, warp_outputs, unit_of(weight, strips), launcher.num_multiprocessors)
+    return strips, parts, -(-outputs // (WARPS // parts * warp_outputs))
 
 
 def unit_of(weight: Packed, strips: int) -> int:
@@ -100,5 +131,7 @@ def variants() -> list[Kernel]:
     kernels += [variant(of("int8", 32, half, True), bf16, bf16, 2, True, activation) for activation in (None, "silu")]
     kernels += [variant(int4, bf16, single, 2, True, None)]
     kernels += [variant(of("int4", 32, single, True, True), half, half, 2, True, None)]
+    kernels += [from_tasks(variant(weight, bf16, bf16, 2, False, "silu"), 0) for weight in (int4, int8, fp8, nf4)]
+    kernels += [from_tasks(variant(weight, bf16, bf16, strips, False, None), 1) for weight in (int4, fp8) for strips in (1, 2)]
     kernels += [variant(of("int8", 0, bf16, width=1001), half, half, 1, False, None)]
     return kernels

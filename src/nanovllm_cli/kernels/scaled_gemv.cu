@@ -4,7 +4,7 @@
 //   x [rows, width], weight [outputs, width] CODE; GATED: [2 * outputs, width], the gate's rows before up's
 //   width is a multiple of 16
 //   x_scales [groups, rows], scales [groups, weight rows] fp32; GROUPED: a group for every 128 columns, else one
-//   bias, residual, out: as in gemv.cu
+//   bias, residual, out, tasks: as in gemv.cu. A task's scales are its expert's, its rows' those of x: num_inputs rows there are
 //
 // Weights are A of mma.m16n8k32, sixteen outputs by 32 columns, and x is B. A lane's 16-byte load holds sixteen neighbouring
 // columns of one row, where two mma would have it hold four fours far apart; x is read in the same way, so the columns of both
@@ -15,7 +15,7 @@
 #include "mma_bytes.cuh"
 
 constexpr int STRIP = 16, TEAM_OUTPUTS = Team<STRIP>::OUTPUTS;
-constexpr int LOADS = 4, QUEUE = 3;
+constexpr int LOADS = 4, QUEUE = EXPERTS && GROUPED ? 2 : 3;  // with more, those spill
 constexpr int STEP = 64, STEPS = LOADS / (2 * STRIPS), UNIT = STEP * STEPS;  // columns of a load, loads and columns of a unit
 constexpr int GROUP = 128;
 static_assert(GROUP % UNIT == 0, "a unit has one scale a row");
@@ -26,9 +26,15 @@ struct Unit {
 };
 
 KERNEL __launch_bounds__(THREADS, 2)
-scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const float* scales, const DTYPE* bias,
-            const DTYPE* residual, OUT* out, int rows, int width, int outputs, int parts) {
+scaled_gemv(const int64_t* tasks, const CODE* x, const float* x_scales, const CODE* given_weight, const float* given_scales,
+            const DTYPE* bias, const DTYPE* residual, OUT* out, int num_inputs, int width, int outputs, int parts,
+            int taken) {
   __shared__ __align__(16) Sums<STRIP> partial[2][WARPS];
+  const Assignment work(tasks, num_inputs, taken);
+  const int rows = work.rows;
+  if (EXPERTS && !rows) return;
+  const CODE* weight = work.tensor(given_weight, 0);
+  const float* scales = work.tensor(given_scales, 1);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int part = warp % parts, team_index = warp / parts, first_warp = warp - part;
   const int first_column = part * UNIT, column_stride = parts * UNIT;
@@ -46,7 +52,7 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
     return output < outputs ? output + (GATED ? strip * outputs : 0) : -1;
   };
   // Units of this warp, one after another: along the width, then on to the block's next panel.
-  int next_panel = blockIdx.x, next_column = first_column;
+  int next_panel = work.block(), next_column = first_column;
   const int64_t strip_stride = (int64_t)(GATED ? outputs : STRIP) * width;
   const auto load_next = [&] {
     const int output = next_panel * panel_outputs + team_index * TEAM_OUTPUTS + lane / 4, column = next_column + lane % 4 * 16;
@@ -67,7 +73,7 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
     next_column += column_stride;
     if (next_column >= width) {
       next_column = first_column;
-      next_panel += gridDim.x;
+      next_panel += work.blocks();
     }
     return loaded;
   };
@@ -77,11 +83,13 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
   wait_for_previous_kernel();
   let_next_kernel_start();  // it may ask for its weights while we wait for ours
 
-  const CODE* input = x + (int64_t)min(lane / 4, rows - 1) * width + lane % 4 * 16;  // past the last row: sums that are nobody's
+  // Past the last row: sums that are nobody's.
+  const CODE* input = x + (int64_t)work.source(min(lane / 4, rows - 1)) * width + lane % 4 * 16;
   const int input_columns = end - lane % 4 * 16;
-  const Team<STRIP> team = {bias, residual, out, rows, outputs, parts, part * WARP_SIZE + lane};
+  const Team<STRIP> team = {work, bias, residual, out, outputs, parts, part * WARP_SIZE + lane};
+  const int sources[2] = {work.source(min(lane % 4 * 2, rows - 1)), work.source(min(lane % 4 * 2 + 1, rows - 1))};
   bool odd = false;
-  for (int panel = blockIdx.x; panel * panel_outputs < outputs; panel += gridDim.x, odd = !odd) {
+  for (int panel = work.block(); panel * panel_outputs < outputs; panel += work.blocks(), odd = !odd) {
     const int first = panel * panel_outputs + team_index * TEAM_OUTPUTS;
     const float added_to_mine = team.added(first, team.mine);  // there when it is needed
     float totals[STRIPS][4] = {};
@@ -92,8 +100,9 @@ scaled_gemv(const CODE* x, const float* x_scales, const CODE* weight, const floa
       for (int strip = 0; strip < STRIPS; ++strip) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = row_of(panel, strip, i / 2), of_x = min(lane % 4 * 2 + i % 2, rows - 1);
-          const float factor = row < 0 ? 0.0f : scales[(int64_t)group * weight_rows + row] * x_scales[group * rows + of_x];
+          const int row = row_of(panel, strip, i / 2), of_x = sources[i % 2];
+          const float of_input = x_scales[(int64_t)group * num_inputs + of_x];
+          const float factor = row < 0 ? 0.0f : scales[(int64_t)group * weight_rows + row] * of_input;
           totals[strip][i] += factor * (float)chains[strip][i];
           chains[strip][i] = 0;
         }

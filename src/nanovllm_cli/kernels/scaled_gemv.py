@@ -7,6 +7,7 @@ import torch
 
 from nanovllm_cli.kernels import product
 from nanovllm_cli.kernels.activation import ACTIVATIONS
+from nanovllm_cli.kernels.experts import Tasks, blocks_of, check_rows, from_tasks
 from nanovllm_cli.kernels.gemv import LOADS, MAX_ROWS, RESIDENT, WARPS, parts_of, strips_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, mma_capability, type_name
 from nanovllm_cli.kernels.scaled_matmul import SIZES, Scaled
@@ -47,16 +48,47 @@ def scaled_gemv(
     )
     outputs = out.shape[1]
     if outputs:
-        strips = 2 if activation else 1 if groups > 1 else strips_of(outputs, STRIP, launcher.num_multiprocessors)
-        warp_outputs = STRIP if activation else STRIP * strips
-        unit = STEP * LOADS // (2 * strips)
-        parts = parts_of(outputs, width, warp_outputs, unit, launcher.num_multiprocessors)
-        panels = -(-outputs // (WARPS // parts * warp_outputs))
+        strips, parts, panels = _division(launcher, outputs, width, groups > 1, bool(activation))
         grid = min(panels, launcher.num_multiprocessors * RESIDENT)
-        args = (*x, *weight, bias, residual, out, np.int32(rows), np.int32(width), np.int32(outputs), np.int32(parts))
+        sizes = (np.int32(rows), np.int32(width), np.int32(outputs), np.int32(parts), np.int32(1))
+        args = (None, *x, *weight, bias, residual, out, *sizes)
         kernel = variant(kind, dtype, out.dtype, groups > 1, strips, activation)
         launcher.launch(kernel, (grid, 1, 1), (WARPS * WARP, 1, 1), args)
     return out
+
+
+def expert_gemv(
+    launcher: Launcher,
+    x: Scaled,
+    weight: Scaled,
+    tasks: Tasks,
+    matrix: int,
+    *,
+    dtype: torch.dtype,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """See `gemv.expert_gemv`."""
+    (num_rows, width), groups, kind = weight.codes.shape, weight.scales.shape[0], weight.codes.dtype
+    check_rows(launcher, x.codes, tasks, matrix, width)
+    check(x.codes, launcher, kind, *x.codes.shape)
+    check(x.scales, launcher, torch.float32, groups, x.codes.shape[0])
+    out = product.output_for(launcher, tasks.num_pairs, num_rows, dtype, None, activation=activation)
+    outputs = out.shape[1]
+    strips, parts, panels = _division(launcher, outputs, width, groups > 1, bool(activation))
+    sizes = (np.int32(x.codes.shape[0]), np.int32(width), np.int32(outputs), np.int32(parts), np.int32(tasks.taken))
+    args = (tasks.words, *x, None, None, None, None, out, *sizes)
+    kernel = from_tasks(variant(kind, dtype, dtype, groups > 1, strips, activation), matrix)
+    blocks = blocks_of(tasks, panels, launcher.num_multiprocessors * RESIDENT)
+    launcher.launch(kernel, (tasks.words.shape[0], blocks, 1), (WARPS * WARP, 1, 1), args)
+    return out
+
+
+def _division(launcher: Launcher, outputs: int, width: int, grouped: bool, gated: bool) -> tuple[int, int, int]:
+    """Strips of a warp, warps that share a row, and panels."""
+    strips = 2 if gated else 1 if grouped else strips_of(outputs, STRIP, launcher.num_multiprocessors)
+    warp_outputs = STRIP if gated else STRIP * strips
+    parts = parts_of(outputs, width, warp_outputs, STEP * LOADS // (2 * strips), launcher.num_multiprocessors)
+    return strips, parts, -(-outputs // (WARPS // parts * warp_outputs))
 
 
 def variant(
@@ -77,4 +109,6 @@ def variants() -> list[Kernel]:
         kernels += [variant(kind, bf16, bf16, grouped, strips, None) for strips in ((1,) if grouped else (1, 2))]
         kernels += [variant(kind, bf16, torch.float32, grouped, 1, None)]
         kernels += [variant(kind, dtype, dtype, grouped, 2, "silu") for dtype in (bf16, half)]
+        kernels += [from_tasks(variant(kind, bf16, bf16, grouped, 2, "silu"), 0)]
+        kernels += [from_tasks(variant(kind, bf16, bf16, grouped, 1, None), 1)]
     return kernels

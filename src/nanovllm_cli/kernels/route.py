@@ -1,0 +1,74 @@
+"""The router of a mixture of experts on a GPU (route.cu): who takes which, and the tasks that come of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks, most_tasks, words_of
+from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check
+
+VALUES = (1, 2, 4, 8, 16)
+"""Experts a lane: what the kernel is compiled for."""
+MAX_EXPERTS = VALUES[-1] * WARP
+ADDRESSES = 2 * MATRIX_WORDS
+SHARED_PAIRS = 2048
+"""At most so many are kept in shared memory: with the kernel's own it is no more than a block has without asking."""
+
+
+def route(
+    launcher: Launcher,
+    logits: torch.Tensor,
+    matrices: torch.Tensor,
+    taken: int,
+    norm_topk: bool,
+    slots: torch.Tensor | None = None,
+    rows: int = FEW_ROWS,
+) -> tuple[Tasks, torch.Tensor]:
+    """logits [T, E] fp32; see `reference.route`. matrices [E, 8] int64: addresses of each expert's tensors, which no kernel
+    writes. slots [T] int64: a token without one (-1) is padding, and has no pairs. Returns tasks of so many rows, and weights [T,
+    taken] fp32, of padding anything. UnsupportedError past 512 experts."""
+    tokens, experts = logits.shape
+    assert 0 < taken <= experts, (taken, experts)
+    check(logits, launcher, torch.float32, tokens, experts)
+    check(matrices, launcher, torch.int64, experts, ADDRESSES)
+    if slots is not None:
+        check(slots, launcher, torch.int64, tokens)
+    assert matrices.data_ptr() % 16 == 0
+    assert tokens * taken < 1 << 31, (tokens, taken)
+    num_tasks, values = most_tasks(tokens, taken, experts, rows), values_of(experts)
+    tasks = torch.empty(num_tasks, words_of(rows), dtype=torch.int64, device=launcher.device)
+    weights = torch.empty(tokens, taken, dtype=torch.float32, device=launcher.device)
+    if tokens:
+        is_small = tokens * taken <= SHARED_PAIRS
+        chosen = None if is_small else torch.empty(tokens, taken, dtype=torch.int32, device=launcher.device)
+        warps = max(-(-experts // WARP), min(tokens, most_warps(values)))
+        args = (
+            logits, slots, matrices, chosen, weights, tasks,
+            np.int32(tokens), np.int32(experts), np.int32(taken), np.int32(norm_topk), np.int32(num_tasks),
+        )  # fmt: skip
+        launcher.launch(variant(values, rows), (1, 1, 1), (warps * WARP, 1, 1), args, 4 * tokens * taken if is_small else 0)
+    return Tasks(tasks, tokens, taken, experts, rows), weights
+
+
+def values_of(experts: int) -> int:
+    """Experts a lane."""
+    for values in VALUES:
+        if experts <= values * WARP:
+            return values
+    raise UnsupportedError(f"a mixture of {experts} experts on a GPU", f"at most {MAX_EXPERTS}, or use --device cpu")
+
+
+def most_warps(values: int) -> int:
+    """As route.cu has it."""
+    return 16 if values > 8 else 32
+
+
+def variant(values: int, rows: int) -> Kernel:
+    return Kernel("route", "route", (("VALUES", values), ("TASK_ROWS", rows)))
+
+
+def variants() -> list[Kernel]:
+    """What the compile gate builds."""
+    return [variant(values, rows) for values in VALUES for rows in (FEW_ROWS, MANY_ROWS)]
