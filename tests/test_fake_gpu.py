@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from emulation.fake_gpu import CUDA, FakeGpu, fake_cuda
 from engines import SMALL, greedy, random_model, run, save
@@ -33,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256)
+    return save(random_model(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("experts"))
+
+
 def test_what_is_not_on_the_device_is_noticed() -> None:
     with fake_cuda():
         there = torch.zeros(3, device=CUDA)
@@ -54,6 +60,17 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
     ids=str,
 )
 def test_steps_need_nothing_of_the_host(settings: dict[str, Any], count: int, folder: Path) -> None:
+    serve(settings, count, folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"deterministic": True}, *({"quant": name} for name in ("fp8:block=128", "int8", "int4", "q4_k"))], ids=str
+)
+def test_steps_of_experts_need_nothing_of_the_host(settings: dict[str, Any], of_experts: Path) -> None:
+    serve(settings, 11, of_experts)
+
+
+def serve(settings: dict[str, Any], count: int, folder: Path) -> None:
     config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | settings)
     device = FakeGpu()
     with fake_cuda():

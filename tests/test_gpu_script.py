@@ -30,16 +30,17 @@ from emulation import on_gpu
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from gpu import all as command_line
-from gpu import breakdown, cases, checks, engine_runs, peers, quantized, report, sections, sweeps
+from gpu import breakdown, cases, checks, engine_runs, experts, peers, quantized, report, sections, sweeps
 from gpu.engines import decode, load, overlaps, release, serve
 from gpu.sections import Output, Section, Skipped
 from gpu.shapes import POOL, SHAPES, RandomCheckpoint, Shape
 from gpu.timing import copies_for
-from gpu.workload import Request, nano_vllm, prompt
+from gpu.workload import PROMPT, Request, nano_vllm, prompt
 from nanovllm_cli.kernels.kernel import Kernel
 from nanovllm_cli.kernels.launcher import why_unavailable
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.rows import num_rows
+from nanovllm_cli.weights import shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "all.py"
@@ -723,6 +724,23 @@ def test_rows_of_the_engines_sections() -> None:
     assert filled["TFLOP/s"] == pytest.approx(TINY.prefill_flops(40) / filled["ms"] / 1e9)
 
 
+@needs_emulation
+def test_mixtures_of_experts_are_measured_by_the_bytes_of_those_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for name, _ in experts.MODELS} <= set(shapes.SHAPES)
+    small = TINY.config | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }  # fmt: skip
+    monkeypatch.setitem(shapes.SHAPES, "small", small)  # type: ignore[arg-type]
+    loaded = load(experts.Cut("small", 1), EmulatedDevice(), num_blocks=64, max_num_seqs=2, max_model_len=256)
+    result = experts.measure(loaded, 2, 2)
+    attention, head, router, each = 8 * 64 * 64 + 64 * 4 * 64, 320 * 64, 6 * 64, 3 * 32 * 64
+    matrices = attention + head + router + 6 * each * (1 - (4 / 6) ** 2)
+    cache = 2 * 2 * (2 * 64) * (PROMPT + 17)
+    assert result["GB/s"] * result["ms a step"] * 1e6 == pytest.approx(2 * (matrices + cache), rel=1e-6)
+    assert 0 < result["CPU ms a step"] <= result["ms a step"]
+
+
 def test_transformers_is_measured_between_two_lengths() -> None:
     model = peers.make_model(TINY, "cpu")
     assert model.dtype == torch.bfloat16
@@ -864,3 +882,23 @@ def test_a_launch_elsewhere_takes_memory_there_and_back_once() -> None:
     assert (seen[0].tolist(), seen[0].stride()) == ([3, -1], (5,))
     assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1, 9]
     assert other.tolist() == [2, 2, 2, 2]
+
+
+def test_addresses_in_tasks_become_those_of_copies_elsewhere() -> None:
+    weight, bias, unknown = torch.arange(4.0), torch.ones(2), 77
+    tasks = torch.tensor([[weight.data_ptr(), 0, unknown, bias.data_ptr()]])
+    before = tasks.clone()
+
+    class Elsewhere:
+        device, capability, num_multiprocessors = torch.device("cpu"), 90, 1
+
+        def launch(self, kernel: Kernel, grid: object, block: object, args: tuple, shared_bytes: int = 0) -> None:
+            first, nothing, same, second = args[0].flatten().tolist()
+            assert (nothing, same) == (0, unknown)
+            assert weight.data_ptr() != first
+            assert (ctypes.c_float * 4).from_address(first)[:] == weight.tolist()
+            assert (ctypes.c_float * 2).from_address(second)[:] == bias.tolist()
+
+    kernel = Kernel("x", "x", (("EXPERTS", 1),))
+    on_gpu.launch_there(Elsewhere(), kernel, (1, 1, 1), (1, 1, 1), (tasks, None), 0, [weight, bias])
+    assert torch.equal(tasks, before)

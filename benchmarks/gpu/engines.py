@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gpu import sections
-from gpu.shapes import RandomCheckpoint, Shape
+from gpu.shapes import HasConfig, RandomCheckpoint
 from gpu.workload import Request, prompt
 from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.config import EngineConfig
@@ -102,7 +102,7 @@ def overlaps() -> bool:
     return sections.ONE_BY_ONE not in os.environ
 
 
-def load(shape: Shape, device: Device | None, **settings: Any) -> Loaded:
+def load(shape: HasConfig, device: Device | None, **settings: Any) -> Loaded:
     """An engine on a GPU, or on the CPU where device is None. settings: of EngineConfig. What is loaded is kept out of the
     collector's rounds, as the command line keeps it, until `release`."""
     defaults = {"enable_prefix_caching": False, "max_model_len": 4096, "dtype": "bfloat16"}

@@ -59,6 +59,7 @@ SECTIONS = (
     Section("quantized", "products of one row in every format", "quantized:kernels", 90),
     Section("quantized-prefill", "prompts of Qwen3-8B in fp8, int4 and Q4_K_M", "quantized:prefill", 120),
     Section("crossover", "packed GEMMs, unpacking and bf16 by rows: lines for the table of ways", "quantized:crossover", 120),
+    Section("experts", "decode of mixtures of experts", "experts:section", 120),
     Section("tokens", "GPU tokens against CPU tokens", "checks:tokens", 140),
     Section("step", "which kernels a decode step's time goes to", "breakdown:section", 75),
     Section("recording", "what launches wait for in a recorded step", "checks:recording", 30),

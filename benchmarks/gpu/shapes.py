@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -14,7 +14,15 @@ from nanovllm_cli.weights import random_weights, shapes
 from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.random_weights import BF16_BYTES, POOL
 
-__all__ = ["POOL", "SHAPES", "RandomCheckpoint", "Shape"]
+__all__ = ["POOL", "SHAPES", "HasConfig", "RandomCheckpoint", "Shape"]
+
+
+class HasConfig(Protocol):
+    """A model's shape."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +108,5 @@ SHAPES = {name: Shape.known(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-
 class RandomCheckpoint(random_weights.RandomCheckpoint):
     """Made-up weights of a Shape, on a device."""
 
-    def __init__(self, shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(self, shape: HasConfig, device: torch.device | str = "cpu", seed: int = 0) -> None:
         super().__init__(shape.config, device, seed)

@@ -18,11 +18,10 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
-from nanovllm_cli.kernels.activation import ACTIVATIONS
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
@@ -105,9 +104,6 @@ class CudaPlatform:
         return CudaStacked(parts, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
-        for mlp in {block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp for block in spec.blocks}:
-            if mlp.activation not in ACTIVATIONS:
-                raise UnsupportedError(f"the activation {mlp.activation} has no kernel on a GPU yet", "use --device cpu")
         specs = [block.attention for block in spec.blocks]
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
@@ -139,10 +135,9 @@ class CudaPlatform:
         assert isinstance(backend, CudaAttention)
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
-        on_host = reads_lengths or model.has_experts
-        recordable = recordable and model.recordable and not on_host and not self.config.eager
+        recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
         guesses = self.config.num_speculative_tokens > 0
-        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, recordable)
+        decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, model.most_unread if recordable else 0)
         vocab_size, most_guesses = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_guesses)
         if on_device.knows_vocabulary:
@@ -177,10 +172,17 @@ class CudaPlatform:
                 with torch.inference_mode():
                     model.logits(model.run(model.prepare(batch), cache))
 
-        self.launcher.rehearse(lambda: run([*chunks, prompt]))
+        def rehearse() -> None:
+            run([*chunks, prompt])
+            with torch.inference_mode():
+                model.rehearse_experts(tokens)
+
+        self.launcher.rehearse(rehearse)
         self.device.forget_peak()
         before = self.device.memory().allocated
         run([*chunks[:1], prompt])
+        if 0 < model.most_unread < tokens:  # of no more, all experts' rows are there at once; of more, an expert's at a time
+            run([prompt._replace(token_ids=[0] * int(model.most_unread))])
         return max(0, self.device.memory().peak - before)
 
     def _too_large(self, what: str) -> DoesNotFitError:

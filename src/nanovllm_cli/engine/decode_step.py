@@ -40,7 +40,7 @@ NUM_LINES = 7
 
 class DecodeStep:
     """max_rows: most sequences of a step. guesses: whether any will be fed; a step has max_tokens tokens at most then.
-    table_width: blocks of the longest sequence. recordable: whether graphs are made."""
+    table_width: blocks of the longest sequence. most_recorded: of steps with so many tokens graphs are made."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DecodeStep:
         max_rows: int,
         guesses: bool,
         table_width: int,
-        recordable: bool,
+        most_recorded: float,
     ) -> None:
         self._device = device
         self._model = model
@@ -74,7 +74,7 @@ class DecodeStep:
         self._work = DecodeWork(device, backend, max_tokens) if backend.deterministic or guesses else None
         self._graphs: dict[Key, tuple[Graph, torch.Tensor]] = {}
         self._seen: set[Key] = set()
-        self._recordable = recordable
+        self._most_recorded = most_recorded
         self.drawn_tokens = self._state[:max_rows]
         self.sampling_rows = self._lines[SAMPLING_ROW].view(torch.int32)[:max_rows]
 
@@ -98,7 +98,7 @@ class DecodeStep:
 
     def _run(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
         recorded = self._graphs.get(key)
-        if recorded is None and self._recordable and key in self._seen and key[1] != 0:
+        if recorded is None and key[0] <= self._most_recorded and key in self._seen and key[1] != 0:
             recorded = self._record(key, sampler)
         self._seen.add(key)
         if recorded is None:
@@ -127,7 +127,7 @@ class DecodeStep:
         try:
             recorded = self._device.capture(lambda: self._launch(key, sampler))
         except RuntimeError as error:
-            self._recordable = False
+            self._most_recorded = 0
             reason = str(error).strip().partition("\n")[0]
             logger.warning("the decode step could not be recorded and runs without graphs: %s", reason)
             return None

@@ -23,16 +23,16 @@ from nanovllm_cli.kernels.mixture import Expert, Mixture
 class CpuMixture(Mixture):
     """A Mixture that can be recorded where all experts are in the same formats."""
 
-    def __init__(self, experts: Sequence[Expert]) -> None:
-        super().__init__(experts, cpu.add_weighted_rows)
+    def __init__(self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool) -> None:
+        super().__init__(experts, num_chosen, norm_topk, cpu.route, cpu.add_weighted_rows)
         self._recorded: _Experts | None = None
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         if cpu.recording() is None:
-            return super().__call__(x, chosen, weights)
+            return super().__call__(x, logits, slots)
         if self._recorded is None:
             self._recorded = _Experts(self.experts, x.shape[1], x.dtype)
-        return self._recorded.record(x, chosen, weights)
+        return self._recorded.record(x, *cpu.route(logits, self.num_chosen, self.norm_topk))
 
 
 class _Place:
@@ -77,7 +77,7 @@ class _Experts:
         self._teams: dict[int, _Gang] = {}
 
     def record(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Record `Mixture.__call__`."""
+        """Record `Mixture.__call__` behind the router: chosen [T, k] int64 in ascending order, weights [T, k] fp32."""
         tokens, num_chosen = chosen.shape
         num_places = tokens * num_chosen
         if num_places not in self._teams:

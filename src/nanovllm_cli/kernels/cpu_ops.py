@@ -13,7 +13,6 @@ class CpuOps:
 
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
-    route = staticmethod(cpu.route)
     mixture = CpuMixture
 
     def add_rms_norm(

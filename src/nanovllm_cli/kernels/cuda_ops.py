@@ -6,24 +6,21 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.kernels import gemv, norm, reference, rope_tables, scale
+from nanovllm_cli.kernels import gemv, norm, rope_tables, scale
+from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.mixture import Mixture
 from nanovllm_cli.kernels.ops import Hidden, Normed
 
 
 class CudaOps:
-    """See `ops.Ops`. Of few rows the norm is left to the matmul behind it; a deterministic GPU has one way for any number.
-    What mixes experts is plain torch: such steps are not recorded."""
-
-    route = staticmethod(reference.route)
-    mixture = staticmethod(partial(Mixture, add_weighted_rows=reference.add_weighted_rows))
+    """See `ops.Ops`. Of few rows the norm is left to the matmul behind it; a deterministic GPU has one way for any number."""
 
     def __init__(self, launcher: Launcher, deterministic: bool) -> None:
         self.launcher = launcher
         self.device = launcher.device
         self.deterministic = deterministic
         self.rope_tables = partial(rope_tables.rope_tables, launcher)
+        self.mixture = partial(CudaMixture, launcher, deterministic)
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float

@@ -1,35 +1,80 @@
 """Mixtures of experts beside their matmuls: each expert that somebody takes computes over the rows of those who do.
 
-Not covered: which experts a token takes (`Ops.route`).
-
-Legend: T tokens, k experts a token.
+Legend: T tokens, E experts, k experts a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-Expert = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [n, width] -> [n, width], each by itself."""
+
+class Matrix(Protocol):
+    """What a linear layer has. weight: a WeightStorage, of which a device may know more."""
+
+    @property
+    def weight(self) -> object: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
+class Expert(Protocol):
+    """down(act(gate) * up), with gate and up in one weight."""
+
+    @property
+    def gate_up(self) -> Matrix: ...
+
+    @property
+    def down(self) -> Matrix: ...
+
+    @property
+    def activation(self) -> str: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [n, width] -> [n, width], each by itself."""
+
+
+Route = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+"""See `reference.route`."""
 AddWeightedRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """See `reference.add_weighted_rows`."""
 
 
 class Mixture:
-    """sum over a token's experts of weight * expert(x), in ascending order and in fp32: a token's bits are its own."""
+    """sum over a token's experts of weight * expert(x), in ascending order and in fp32: a token's bits are its own. A token takes
+    num_chosen; norm_topk: see `reference.route`."""
 
-    def __init__(self, experts: Sequence[Expert], add_weighted_rows: AddWeightedRows) -> None:
+    def __init__(
+        self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, route: Route, add_weighted_rows: AddWeightedRows
+    ) -> None:
         self.experts = experts
+        self.num_chosen = num_chosen
+        self.norm_topk = norm_topk
+        self._route = route
         self._add_weighted_rows = add_weighted_rows
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, width]; chosen [T, k] int64 in ascending order, weights [T, k] fp32. The host reads who takes what."""
+    @property
+    def most_unread(self) -> float:
+        """Most tokens that the host does not have to read the choices of."""
+        return 0
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, width], logits [T, E] fp32 of the router. The host reads who takes what. slots [T] int64: -1 for rows that nobody
+        asks for, which a device may leave out."""
+        chosen, weights = self._route(logits, self.num_chosen, self.norm_topk)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e, tokens, own in _by_expert(chosen, weights, len(self.experts)):
             self._add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)
         return out.to(x.dtype)
+
+    def onto(
+        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """residual += the sum: None where that is done, else the sum."""
+        return self(x, logits, slots)
 
 
 def _by_expert(

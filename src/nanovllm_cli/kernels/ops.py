@@ -62,11 +62,8 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
-    def route(self, logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token the experts that take part and their weights; see `reference.route`."""
-
-    def mixture(self, experts: Sequence[Expert]) -> Mixture:
-        """The sum of what these say."""
+    def mixture(self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool) -> Mixture:
+        """Of each token the sum of what those say that it takes; see `reference.route`."""
 
 
 def plain(hidden: Hidden, ops: Ops) -> torch.Tensor:

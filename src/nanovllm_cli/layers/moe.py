@@ -24,17 +24,20 @@ class MoE:
         self.router = kit.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
-        self.mixture = kit.ops.mixture(self.experts)
+        self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk)
 
-    def __call__(self, x: Hidden) -> torch.Tensor:
+    def __call__(self, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
-        logits = self.router.matmul(x, self.router_bias, torch.float32)
-        chosen, weights = self.ops.route(logits, self.spec.experts_per_token, self.spec.norm_topk)
-        return self.mixture(x, chosen, weights)
+        return self.mixture(x, self._logits(x), slots)
 
-    def onto(self, residual: torch.Tensor, x: Hidden) -> torch.Tensor:
-        """See `Linear.onto`: there is always something left to add."""
-        return self(x)
+    def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
+        """See `Linear.onto`."""
+        x = plain(x, self.ops)
+        return self.mixture.onto(residual, x, self._logits(x), slots)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router.matmul(x, self.router_bias, torch.float32)
 
     @property
     def expert_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class StepInputs(NamedTuple):
 
 
 class Block:
-    """One layer. `x` is what the layer before has still to add to the residual stream, or None."""
+    """One layer. `x` is what the layer before has still to add to the residual stream, or None; slots: the batch's."""
 
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         width = model.hidden_size
@@ -49,19 +50,29 @@ class Block:
         self.after_mlp = norm() if spec.order == "sandwich" else None
 
     def __call__(
-        self, x: torch.Tensor | None, residual: torch.Tensor, angles: Angles, cache: LayerCache, step: Any
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        angles: Angles,
+        cache: LayerCache,
+        step: Any,
+        slots: torch.Tensor,
     ) -> torch.Tensor | None:
         h = self.attention_norm(x, residual)
         if self.mlp_norm is None:
-            return self.attention(h, angles, cache, step) + self.mlp(h)
+            return self.attention(h, angles, cache, step) + self._mlp(h, slots)
         if self.after_attention is not None and self.after_mlp is not None:
             x = self.after_attention.alone(self.attention(h, angles, cache, step))
-            return self.after_mlp.alone(self.mlp(self.mlp_norm(x, residual)))
+            return self.after_mlp.alone(self._mlp(self.mlp_norm(x, residual), slots))
         if self.scale != 1.0:
             x = self.ops.scale(self.attention(h, angles, cache, step), self.scale)
-            return self.ops.scale(self.mlp(self.mlp_norm(x, residual)), self.scale)
+            return self.ops.scale(self._mlp(self.mlp_norm(x, residual), slots), self.scale)
         x = self.attention.onto(residual, h, angles, cache, step)
-        return self.mlp.onto(residual, self.mlp_norm(x, residual))
+        h = self.mlp_norm(x, residual)
+        return self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
+
+    def _mlp(self, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
+        return self.mlp(h, slots) if isinstance(self.mlp, MoE) else self.mlp(h)
 
     def slots(self) -> Slots:
         norms = {
@@ -110,6 +121,19 @@ class Decoder:
     def has_experts(self) -> bool:
         return any(isinstance(block.mlp, MoESpec) for block in self.spec.blocks)
 
+    @property
+    def most_unread(self) -> float:
+        """Most tokens of a step in which the host reads nothing that the device computes: see `Mixture.most_unread`."""
+        return min((block.mlp.mixture.most_unread for block in self.blocks if isinstance(block.mlp, MoE)), default=math.inf)
+
+    def rehearse_experts(self, num_tokens: int) -> None:
+        """Runs an expert of each layer where the host will divide a step of so many tokens on 1, 2, 4, … rows: how many meet an
+        expert, no rehearsal of a step can tell."""
+        for block in self.blocks:
+            if isinstance(block.mlp, MoE) and block.mlp.mixture.most_unread < num_tokens:
+                for i in range(num_tokens.bit_length()):
+                    block.mlp.experts[0](torch.empty(1 << i, self.spec.hidden_size, dtype=self.dtype, device=self.device))
+
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there = batch.to(self.device)
@@ -129,7 +153,7 @@ class Decoder:
             self.ops.scale(residual, self.embedding_scale)
         x: torch.Tensor | None = None
         for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
-            x = block(x, residual, inputs.angles[spec.attention.rope], layer, inputs.step)
+            x = block(x, residual, inputs.angles[spec.attention.rope], layer, inputs.step, batch.slots)
         rows = batch.logit_rows
         if rows.shape[0] == batch.num_tokens:
             return self.norm(x, residual)

@@ -6,11 +6,13 @@ numbers in 16 bits. A deterministic GPU rounds any number: to unpack the weight 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Unpack
 
 import torch
 
 from nanovllm_cli.kernels import block_gemv, block_unpack
+from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -44,6 +46,21 @@ class CudaBlocks(CudaStorage):
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return block_unpack.block_rows(self._launcher, self._weight, ids, self._dtype, table)
+
+    @property
+    def task_form(self) -> Hashable:
+        return self._form if self._rounds else None
+
+    @property
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self._weight.data,)
+
+    @property
+    def task_rows(self) -> int:
+        return FEW_ROWS
+
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
+        return block_gemv.expert_gemv(self._launcher, x, self._weight, tasks, matrix, activation=activation)
 
     def _are_few(self, num_rows: int) -> bool:
         few = choose("blocks", num_rows, self._launcher.capability) == "gemv"

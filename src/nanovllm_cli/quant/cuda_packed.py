@@ -6,11 +6,13 @@ that gain by it (int8 and fp8 with a scale a row, say) are cuda_scaled.py's, whe
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Unpack
 
 import torch
 
 from nanovllm_cli.kernels import packed, packed_gemm, packed_gemv, packed_wgmma, unpack
+from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -73,6 +75,21 @@ class CudaPacked(CudaStorage):
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return unpack.packed_rows(self._launcher, self._weight, ids, self._dtype, table)
+
+    @property
+    def task_form(self) -> Hashable:
+        return None if self._weight.order is not None else self._form
+
+    @property
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self._weight.codes, self._weight.scales, self._weight.zeros)
+
+    @property
+    def task_rows(self) -> int:
+        return FEW_ROWS
+
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
+        return packed_gemv.expert_gemv(self._launcher, x, self._weight, tasks, matrix, activation=activation)
 
     def _are_few(self, num_rows: int) -> bool:
         return self._way(num_rows) == "gemv"

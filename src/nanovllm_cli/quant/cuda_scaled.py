@@ -6,12 +6,14 @@ the library takes: see `fits`. Sums of int8 are whole numbers, so a row has the 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Unpack
 
 import torch
 
 from nanovllm_cli.kernels import quantize_activations, scaled_gemv, scaled_matmul
 from nanovllm_cli.kernels.embedding import scaled_rows
+from nanovllm_cli.kernels.experts import FEW_ROWS, Tasks
 from nanovllm_cli.kernels.gemv import MAX_ROWS
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
@@ -72,6 +74,26 @@ class CudaScaled(CudaStorage):
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return scaled_rows(self._launcher, ids, *self._weight, self._dtype, table)
+
+    @property
+    def task_form(self) -> Hashable:
+        """Experts with a scale of their own for what goes in would each need a rounding of their own."""
+        there = self._launcher.capability >= scaled_gemv.CAPABILITIES[self._weight.codes.dtype]
+        return self._form if there and self._input_scale is None else None
+
+    @property
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self._weight
+
+    @property
+    def task_rows(self) -> int:
+        return FEW_ROWS
+
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
+        rounded = self._rounded(x)
+        return scaled_gemv.expert_gemv(
+            self._launcher, rounded, self._weight, tasks, matrix, dtype=self._dtype, activation=activation
+        )
 
     def _are_few(self, num_rows: int) -> bool:
         """By our kernel, which reads the weight once for up to eight rows."""

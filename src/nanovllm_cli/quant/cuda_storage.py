@@ -53,6 +53,10 @@ class CudaStorage(ABC):
         """See `gemm.gemm`."""
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        if bias is not None and bias.dtype != self._dtype:  # a router's: kernels add what has the type of their inputs
+            y = self._multiply(x, None, out_dtype=out_dtype)
+            self._launcher.torch_op(lambda: y.add_(bias))
+            return y
         return self._multiply(x, bias, out_dtype=out_dtype)
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Unpack
 
 import torch
 
+from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import embedding, gemm, gemv, library
+from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, Tasks
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.kernels.product import After, AfterFew
@@ -35,6 +38,24 @@ class CudaDense(CudaStorage):
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
         return embedding.embedding(self._launcher, ids, self._weight, tokens=table)
+
+    @property
+    def task_form(self) -> Hashable:
+        return "dense"
+
+    @property
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self._weight,)
+
+    @property
+    def task_rows(self) -> int:
+        return MANY_ROWS
+
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
+        if tasks.rows == FEW_ROWS:
+            return gemv.expert_gemv(self._launcher, x, self._weight, tasks, matrix, activation=activation)
+        y = gemm.expert_gemm(self._launcher, x, self._weight, tasks, matrix)
+        return activations.gated_activation(self._launcher, y, activation) if activation else y
 
     def _are_few(self, num_rows: int) -> bool:
         return 0 < num_rows <= gemv.MAX_ROWS and not self._deterministic

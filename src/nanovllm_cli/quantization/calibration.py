@@ -135,7 +135,7 @@ class _Block:
         """The residual stream [T, hidden] behind the layer; the one before it is overwritten."""
         inputs = self.model.prepare(batch)
         angles = inputs.angles[self.model.spec.blocks[0].attention.rope]
-        x = self.model.blocks[0](None, residual, angles, self.cache.layers[0], inputs.step)
+        x = self.model.blocks[0](None, residual, angles, self.cache.layers[0], inputs.step, batch.slots)
         return residual if x is None else residual.add_(x)
 
     def storages(self) -> dict[str, _Watched]:

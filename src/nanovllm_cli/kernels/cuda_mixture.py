@@ -1,0 +1,118 @@
+"""A mixture of experts on a GPU. The device itself divides the work: `route` makes tasks of who takes what, and kernels of few
+rows or of many multiply theirs, so that a step is recorded and the host reads nothing. Of many tokens, where the experts' format
+has no kernel for large tasks, each expert has a matmul of its own.
+
+Legend: T tokens, E experts, P pairs of a token and an expert it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from nanovllm_cli.kernels import reference
+from nanovllm_cli.kernels.expert_sum import expert_sum
+from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks
+from nanovllm_cli.kernels.kernel import Launcher
+from nanovllm_cli.kernels.mixture import Expert, Matrix, Mixture
+from nanovllm_cli.kernels.route import MAX_EXPERTS, route
+
+READ_MEANWHILE = 100_000_000
+"""Bytes: what a GPU of 4 TB/s reads while an expert's own five kernels are launched. An estimate, no GPU has measured it."""
+LEAST_ROWS = 16
+"""Of pairs, so many an expert on average are few: two tasks, whose blocks read the same part of a matrix one behind the other, in
+about the time that tensor cores take for a task of 64. An estimate too."""
+
+
+@runtime_checkable
+class TaskWeight(Protocol):
+    """An expert's weight that kernels find by its addresses."""
+
+    @property
+    def task_form(self) -> Hashable:
+        """What the experts of a layer must have in common; None where no kernel takes tasks."""
+
+    @property
+    def task_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What kernels read of it, in their order. They never move."""
+
+    @property
+    def task_rows(self) -> int:
+        """Pairs of the largest tasks that there is a kernel for: FEW_ROWS or MANY_ROWS."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def multiply_tasks(self, x: torch.Tensor, tasks: Tasks, matrix: int, activation: str | None) -> torch.Tensor:
+        """See `gemv.expert_gemv`; this weight stands for all."""
+
+
+class CudaMixture(Mixture):
+    """A Mixture. deterministic: small tasks for any number of tokens, as a row's bits would depend on which way it goes.
+
+    Otherwise many tokens have large tasks where the experts' format has a kernel for these. Where it has none, small ones go on
+    as long as it takes less time to read a matrix for each of them than to launch each expert's own matmuls.
+    """
+
+    def __init__(
+        self, launcher: Launcher, deterministic: bool, experts: Sequence[Expert], num_chosen: int, norm_topk: bool
+    ) -> None:
+        super().__init__(experts, num_chosen, norm_topk, reference.route, reference.add_weighted_rows)
+        self._launcher = launcher
+        self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
+        self._most_few: float = 0
+        self._most_tokens: float = 0
+        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS:
+            return
+        rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in experts]
+        self._matrices = torch.tensor(rows, dtype=torch.int64).to(launcher.device)
+        has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS
+        affordable = FEW_ROWS * READ_MEANWHILE // (self._up.num_bytes + self._down.num_bytes)
+        few = LEAST_ROWS if has_large else max(LEAST_ROWS, affordable)
+        self._most_few = math.inf if deterministic else few * len(experts) // num_chosen
+        self._most_tokens = math.inf if has_large else self._most_few
+
+    @property
+    def most_unread(self) -> float:
+        return self._most_tokens
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[0] > self._most_tokens:
+            return super().__call__(x, logits, slots)
+        return self._sum(x, logits, slots, None)
+
+    def onto(
+        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if x.shape[0] > self._most_tokens:
+            return super().onto(residual, x, logits, slots)
+        self._sum(x, logits, slots, residual)
+        return None
+
+    def _sum(
+        self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert self._up is not None
+        assert self._down is not None
+        rows = FEW_ROWS if x.shape[0] <= self._most_few else MANY_ROWS
+        tasks, weights = route(self._launcher, logits, self._matrices, self.num_chosen, self.norm_topk, slots, rows)
+        inner = self._up.multiply_tasks(x, tasks, 0, self.experts[0].activation)
+        return expert_sum(self._launcher, self._down.multiply_tasks(inner, tasks, 1, None), weights, residual, slots)
+
+
+def _shared(matrices: Sequence[Matrix]) -> TaskWeight | None:
+    """One that stands for all, or None where they are not alike."""
+    weights = [matrix.weight for matrix in matrices if isinstance(matrix.weight, TaskWeight)]
+    forms = {weight.task_form for weight in weights}
+    alike = len(weights) == len(matrices) and len(forms) == 1 and None not in forms
+    return weights[0] if alike else None
+
+
+def _addresses(matrix: Matrix) -> list[int]:
+    assert isinstance(matrix.weight, TaskWeight)
+    tensors = matrix.weight.task_tensors
+    padding = (None,) * (MATRIX_WORDS - 1 - len(tensors))
+    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *padding, matrix.bias)]
