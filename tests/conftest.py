@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator
 
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # two workers on two cores: a thread that spins keeps the other's from working
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a shell, under nohup: commands would inherit it
+        signal.signal(number, default)
 
 LONGEST = (
     "test_examples", "test_ptx", "test_sanitizers", "test_chat_loop", "test_kv_file", "test_quantize_model", "test_verify",

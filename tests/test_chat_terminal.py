@@ -46,7 +46,8 @@ class Chat(Tmux):
 
     @property
     def received(self) -> list[str]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        """Whole lines: one may be on its way."""
+        return [json.loads(line) for line in self.log.read_text().split("\n")[:-1]] if self.log.exists() else []
 
     def expect_received(self, *messages: str) -> None:
         end = time.monotonic() + 20
