@@ -18,8 +18,9 @@ from engines import SMALL, add_shape, engine_for, random_model, run, save, worke
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels import cpu, cpu_experts, reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
+from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import MLPSpec, MoESpec
@@ -166,6 +167,23 @@ def test_a_recorded_step_takes_the_experts_of_its_own_tokens(
         assert torch.equal(outs[i % 2], mixture(x))
         taken |= set(cpu.route(mixture.router.matmul(x, None, torch.float32), 3, True)[0].flatten().tolist())
     assert len(taken) >= 6, "nearly all of them are tried"
+
+
+def test_all_kernels_beside_matmuls_are_compiled_before_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [kernel for kernel in vars(cpu_experts).values() if isinstance(kernel, Kernel)]
+    assert len(kernels) >= 5
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "_compiled", {})
+    warm.warm_up_experts(torch.bfloat16)
+    known = [set(kernel._compiled) for kernel in kernels]
+    mixture = layer(MoESpec(5, 2, MLPSpec(64), norm_topk=True), 32, torch.bfloat16, None)
+    x = randn(3, 32).bfloat16()
+    expected = mixture(x)
+    with cpu.Program(cpu.MemoryPool()) as program:
+        recorded = mixture(x)
+    program.replay()
+    assert torch.equal(recorded, expected)
+    assert [set(kernel._compiled) for kernel in kernels] == known
 
 
 def test_experts_that_nobody_takes_are_not_computed() -> None:

@@ -16,7 +16,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -95,6 +95,8 @@ class CpuPlatform:
         return CpuStacked(parts, dtype)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
+        if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
+            self._warm_up(warm.experts_are_compiled(dtype), lambda: warm.warm_up_experts(dtype))
         groups = {block.attention.num_heads // block.attention.num_kv_heads for block in spec.blocks}
         return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 

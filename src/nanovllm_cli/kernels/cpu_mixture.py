@@ -17,13 +17,13 @@ import torch
 from nanovllm_cli.kernels import cpu, cpu_experts
 from nanovllm_cli.kernels.cpu import Program, Step, address_of, tags_of
 from nanovllm_cli.kernels.entry import team_bytes
-from nanovllm_cli.kernels.mixture import Expert, Mixture
+from nanovllm_cli.kernels.mixture import Mixture, OfRows
 
 
 class CpuMixture(Mixture):
     """A Mixture that can be recorded where all experts are in the same formats."""
 
-    def __init__(self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool) -> None:
+    def __init__(self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool) -> None:
         super().__init__(experts, num_chosen, norm_topk, cpu.route, cpu.add_weighted_rows)
         self._recorded: _Experts | None = None
 
@@ -54,7 +54,7 @@ class _Place:
         assert memory.nbytes == num_bytes, "experts of one shape, in the same formats"
         return memory.view(dtype).view(shape)
 
-    def record(self, expert: Expert) -> list[Step]:
+    def record(self, expert: OfRows) -> list[Step]:
         """The steps from x to y."""
         self._next = 0
         with Program(self) as program:
@@ -65,7 +65,7 @@ class _Place:
 class _Experts:
     """The arguments of all experts' steps, and as many places as were ever needed."""
 
-    def __init__(self, experts: Sequence[Expert], width: int, dtype: torch.dtype) -> None:
+    def __init__(self, experts: Sequence[OfRows], width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
         self._first = experts[0]
         self._places = [_Place(width, dtype)]

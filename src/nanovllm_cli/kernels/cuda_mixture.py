@@ -62,6 +62,7 @@ class CudaMixture(Mixture):
     ) -> None:
         super().__init__(experts, num_chosen, norm_topk, reference.route, reference.add_weighted_rows)
         self._launcher = launcher
+        self._activation = experts[0].activation
         self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
         self._most_few: float = 0
         self._most_tokens: float = 0
@@ -99,7 +100,7 @@ class CudaMixture(Mixture):
         assert self._down is not None
         rows = FEW_ROWS if x.shape[0] <= self._most_few else MANY_ROWS
         tasks, weights = route(self._launcher, logits, self._matrices, self.num_chosen, self.norm_topk, slots, rows)
-        inner = self._up.multiply_tasks(x, tasks, 0, self.experts[0].activation)
+        inner = self._up.multiply_tasks(x, tasks, 0, self._activation)
         return expert_sum(self._launcher, self._down.multiply_tasks(inner, tasks, 1, None), weights, residual, slots)
 
 

@@ -33,10 +33,11 @@ class Expert(Protocol):
     @property
     def activation(self) -> str: ...
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [n, width] -> [n, width], each by itself."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+OfRows = Callable[[torch.Tensor], torch.Tensor]
+"""Rows [n, width] -> [n, width], each by itself: all that is asked of an expert where the host divides the work."""
 Route = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 """See `reference.route`."""
 AddWeightedRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -48,7 +49,7 @@ class Mixture:
     num_chosen; norm_topk: see `reference.route`."""
 
     def __init__(
-        self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, route: Route, add_weighted_rows: AddWeightedRows
+        self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool, route: Route, add_weighted_rows: AddWeightedRows
     ) -> None:
         self.experts = experts
         self.num_chosen = num_chosen

@@ -1,5 +1,5 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights.
+dtype and kind of KV cache, and apart from them those of integer weights and of experts.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
+from nanovllm_cli.kernels.cpu_mixture import CpuMixture
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -67,6 +68,26 @@ def warm_up_integer(dtype: torch.dtype) -> None:
         integer.matmul(x, weight, None, torch.zeros(1, 64, dtype=out_dtype))
     integer.rows(weight, torch.zeros(1, dtype=torch.int64), None, dtype)
     _mark(_marker("integer", dtype))
+
+
+def experts_are_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_experts`."""
+    return _marker("experts", dtype).exists()
+
+
+def warm_up_experts(dtype: torch.dtype) -> None:
+    """Run the kernels beside the matmuls of experts once on next to nothing, and once from a recording."""
+
+    def expert(x: torch.Tensor) -> torch.Tensor:
+        return cpu.add_rms_norm(x, None, x[0], 1e-6, 0.0)
+
+    mixture = CpuMixture([expert, expert], 1, True)
+    x, logits = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2)
+    mixture(x, logits)
+    with cpu.Program(cpu.MemoryPool()) as program:
+        mixture(x, logits)
+    program.replay()
+    _mark(_marker("experts", dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:
