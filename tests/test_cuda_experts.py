@@ -18,9 +18,11 @@ from engines import greedy, random_model, save, worker_for
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.kernels import cuda_mixture
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
+from nanovllm_cli.kernels.experts import FEW_ROWS
 from nanovllm_cli.kernels.route import route
 from nanovllm_cli.quant.cuda_formats import CudaFormats
 from nanovllm_cli.quant.cuda_packed import CudaPacked
+from nanovllm_cli.quant.dense_cuda import CudaDense
 from nanovllm_cli.quant.format_names import parse_format
 from test_cuda_engine import (
     PROMPTS,
@@ -102,15 +104,16 @@ def test_a_decode_step_has_ten_launches_a_layer_and_six(folder: Path) -> None:
 
 def test_steps_that_the_host_has_to_divide_are_launched_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens' pairs are few for five experts, four tokens' are not."""
+    expected = tokens(engine_on(folder, None), greedy(4))
+    monkeypatch.setattr(CudaDense, "task_rows", FEW_ROWS)  # as of other formats
     monkeypatch.setattr(cuda_mixture, "LEAST_ROWS", 1)
     monkeypatch.setattr(cuda_mixture, "READ_MEANWHILE", 0)
-    expected = tokens(engine_on(folder, None, quant="int8"), greedy(4))
     recorded: list[int] = []
     record = DecodeStep._record
     monkeypatch.setattr(DecodeStep, "_record", lambda self, key, sampler: recorded.append(key[0]) or record(self, key, sampler))
-    engine = engine_on(folder, EmulatedDevice(), quant="int8")
+    engine = engine_on(folder, EmulatedDevice())
     assert tokens(engine, greedy(4)) == expected
-    assert [tokens(engine, greedy(4), prompts) for prompts in (PROMPTS[:2], PROMPTS[2:])] == [expected[:2], expected[2:]]
+    assert [tokens(engine, greedy(4), two) for two in (PROMPTS[:2], PROMPTS[2:])] == [expected[:2], expected[2:]]
     assert recorded
     assert max(recorded) == 2
 
