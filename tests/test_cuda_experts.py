@@ -45,7 +45,7 @@ FAMILIES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=3),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
-FORMATS = ("int8", "fp8", "int4:group=32", "nf4:group=32", "q8_0", "q4_0")
+FORMATS = ("int8", "fp8", "int4:group=32", "q8_0")  # one for each kind of kernel
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_large_tasks_give_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert device.graphs
 
 
-@pytest.mark.parametrize("quant", [None, "q8_0", "int8"])
+@pytest.mark.parametrize("quant", [None, "q8_0"])
 def test_deterministic_answers_depend_on_the_request_alone(quant: str | None, folder: Path) -> None:
     depend_on_the_request_alone(folder, quant=quant)
 

@@ -141,7 +141,7 @@ def test_a_row_is_multiplied_by_its_experts_matrix(kind: str, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4 zeros", "fp8 blocks", "Q4_K", "MXFP4"])
 def test_a_token_meets_the_gates_and_ups_of_its_experts(kind: str, shape: tuple[int, int, int, int, int]) -> None:
     """The first one, whose rows are tokens. Where a gate ends within a tile, the activation is a kernel of its own."""
     tokens, experts, taken, outputs, width = shape
@@ -195,8 +195,8 @@ def test_rows_of_eight_bits(code: torch.dtype, groups: int, matrix: int, order: 
 @pytest.mark.parametrize(
     ("shape", "dtype", "capability"),
     [
-        ((1, 5, 2, 32, 256), BF16, 90), ((3, 4, 3, 33, 72), BF16, 90), ((70, 3, 2, 130, 64), FP16, 75),
-        ((131, 2, 2, 17, 96), BF16, 80), ((67, 9, 2, 150, 136), FP16, 90), ((21, 3, 2, 128, 1), BF16, 90),
+        ((1, 5, 2, 32, 256), BF16, 90), ((3, 4, 3, 33, 72), BF16, 90), ((70, 3, 1, 70, 64), FP16, 75),
+        ((131, 2, 2, 17, 96), BF16, 80), ((67, 3, 2, 150, 136), FP16, 90), ((21, 3, 2, 128, 1), BF16, 90),
         ((64, 1, 1, 8, 65), FP16, 90), ((5, 2, 1, 260, 520), BF16, 90),
     ],
 )  # fmt: skip
