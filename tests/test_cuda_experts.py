@@ -12,8 +12,9 @@ import torch
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from emulation.device import EmulatedDevice
-from emulation.emulator import Emulator, needs_emulation, reads_tasks
+from emulation.emulator import Emulator, needs_emulation
 from emulation.late import LateDevice
+from emulation.on_gpu import reads_tasks
 from engines import greedy, random_model, save, worker_for
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.kernels import cuda_mixture

@@ -902,3 +902,21 @@ def test_addresses_in_tasks_become_those_of_copies_elsewhere() -> None:
     kernel = Kernel("x", "x", (("EXPERTS", 1),))
     on_gpu.launch_there(Elsewhere(), kernel, (1, 1, 1), (1, 1, 1), (tasks, None), 0, [weight, bias])
     assert torch.equal(tasks, before)
+
+
+def test_only_what_reads_tasks_has_addresses_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in front of it, which round its rows, say, have numbers for their first argument."""
+    seen: list[torch.Tensor] = []
+
+    class Elsewhere:
+        device, capability, num_multiprocessors = torch.device("cpu"), 90, 1
+
+        def launch(self, kernel: Kernel, grid: object, block: object, args: tuple, shared_bytes: int = 0) -> None:
+            seen.append(args[0].clone())
+
+    monkeypatch.setattr(on_gpu, "_launcher", Elsewhere)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    emulator, rows = Emulator(), torch.tensor([0.5, 1.5])
+    emulator.by_address = [torch.zeros(3)]
+    on_gpu.launch(emulator, Kernel("x", "x", ()), (1, 1, 1), (1, 1, 1), (rows,), 0)
+    assert torch.equal(seen[0], rows)

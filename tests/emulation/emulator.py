@@ -57,11 +57,6 @@ def _inside(packages: tuple[str, ...], file: str, folder: str) -> list[Path]:
     return []
 
 
-def reads_tasks(kernel: Kernel) -> bool:
-    """Whether it finds tensors by addresses in its first argument."""
-    return "EXPERTS" in dict(kernel.constants)
-
-
 def missing() -> str | None:
     """Why kernels can't be emulated here, or None."""
     if on_gpu.ENABLED:

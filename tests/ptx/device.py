@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.emulator import CACHE, Emulator, KernelFailed, appearing, reads_tasks
+from emulation.emulator import CACHE, Emulator, KernelFailed, appearing
+from emulation.on_gpu import reads_tasks
 from nanovllm_cli.kernels import compiler
 from nanovllm_cli.kernels.kernel import SOURCES, Arg, Kernel, read_sources
 from ptx.code import PARAM_BYTES, RESERVED_BYTES, Code, read
