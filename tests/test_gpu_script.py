@@ -564,7 +564,7 @@ def test_files_that_ask_the_emulation_alone_are_not_run_on_a_gpu() -> None:
     """Each test of them would be skipped, and a file of which no test passed counts as wrong."""
     names = {file.stem for file in checks.test_files()}
     assert {"test_kernel_gemv", "test_kernel_packed_wgmma", "test_gpu", "test_cuda_engine"} <= names
-    assert not {"test_kernel_overlap", "test_kernel_entry", "test_kernels_cpu"} & names
+    assert not {"test_kernel_overlap", "test_kernels_cpu"} & names
 
 
 def test_what_fails_in_the_library_takes_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,13 @@ def test_kernels_of_another_processor(tmp_path: Path, name: str) -> None:
         "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(",")),
         "NUMBA_CACHE_DIR": str(tmp_path),
     }  # fmt: skip
-    command = [sys.executable, str(Path(other_processor.__file__))]
+    # AVX-VNNI has products of bytes, and everything else as AVX2 has it.
+    command = [sys.executable, str(Path(other_processor.__file__)), *(["integers"] if name == "avx-vnni" else [])]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["bf16 dot"], found["wide"], found["byte dot"]) == (False, name == "avx512", name == "avx-vnni")
     assert found["integers"] == other_processor.integers()
-    assert found["floats"] < 1e-6
-    assert found["attention"] < 4e-3
+    if name != "avx-vnni":
+        assert found["floats"] < 1e-6
+        assert found["attention"] < 4e-3

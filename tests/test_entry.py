@@ -32,10 +32,10 @@ CHILD = """
 import json, sys
 import numba
 numba.config.CACHE_DIR = sys.argv[1]
-import test_kernel_entry
+import test_entry
 print("ready", flush=True)
 sys.stdin.readline()
-print(json.dumps([test_kernel_entry.negated(tag) for tag in sys.argv[2]]))
+print(json.dumps([test_entry.negated(tag) for tag in sys.argv[2]]))
 """
 
 
@@ -140,9 +140,9 @@ def test_a_process_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch:
     code = """
 import sys, time, numba
 numba.config.CACHE_DIR = sys.argv[1]
-import test_kernel_entry
+import test_entry
 from nanovllm_cli.kernels import entry
-with entry._alone_with(test_kernel_entry.negate._function) as ours:
+with entry._alone_with(test_entry.negate._function) as ours:
     print(ours, flush=True)
     time.sleep(60)
 """
@@ -251,7 +251,7 @@ import sys, threading
 import numba
 numba.config.CACHE_DIR = sys.argv[1]
 import numpy as np
-from test_kernel_entry import negate
+from test_entry import negate
 def work():
     for _ in range(300):
         negate.run("f", (values.ctypes.data, len(values)))
@@ -277,7 +277,7 @@ import faulthandler, os, sys
 import numba, torch
 numba.config.CACHE_DIR = sys.argv[1]
 from nanovllm_cli.errors import UsageError
-from test_kernel_entry import negated
+from test_entry import negated
 torch.set_num_threads(2)
 torch.randn(1 << 20).exp_()  # has OpenMP's threads from here on
 for _ in range(2):
