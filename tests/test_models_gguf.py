@@ -174,10 +174,14 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 def test_bfloat16_gains_of_gemma_lose_nothing(tmp_path: Path) -> None:
-    """The file has 1 more in float32; in bfloat16 that would take most bits from a small number."""
+    """The file has 1 more in float32; in bfloat16 that would take most bits from a small number. Numbers below 2**-16 lose some
+    in float32 too."""
     arch, config, add = CASES["gemma3"]
     reference = random_model(config)
-    gains = {name: 0.03 * torch.randn(p.shape).to(torch.bfloat16) for name, p in reference.named_parameters() if p.dim() == 1}
+    draw = torch.Generator().manual_seed(0)
+    vectors = {name: parameter for name, parameter in reference.named_parameters() if parameter.dim() == 1}
+    gains = {name: torch.rand(p.shape, generator=draw) * 0.06 + 2**-13 for name, p in vectors.items()}
+    gains = {name: (gain * torch.sign(torch.randn(gain.shape, generator=draw))).bfloat16() for name, gain in gains.items()}
     for name, parameter in reference.named_parameters():
         parameter.data = (gains[name] if name in gains else parameter.data.bfloat16()).float()
     worker = worker_for(write(tmp_path / "m.gguf", arch, reference, add), dtype="bfloat16")
