@@ -35,6 +35,26 @@ SHAPES = {
 CONTEXT = 40960
 
 
+def write_adapter(path: Path, model: Path, rank: int, seed: int = 0) -> Path:
+    """A LoRA adapter of all matrices in the blocks of a Qwen3 model's GGUF file, in fp16, as llama.cpp has them."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", rank)
+    for tensor in gguf.GGUFReader(model).tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            width, rows = (int(size) for size in tensor.shape)
+            for side, dims in (("a", (rank, width)), ("b", (rows, rank))):
+                values = 0.02 * rng.standard_normal(dims, np.float32)
+                writer.add_tensor(f"{tensor.name}.lora_{side}", values.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def to_bf16(values: np.ndarray) -> np.ndarray:
     """fp32 -> bf16 as uint16, rounded to nearest even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

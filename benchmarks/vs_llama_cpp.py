@@ -11,6 +11,8 @@ A processor without AVX-512 is compared on one that has it by NUMBA_CPU_NAME=has
 ATEN_CPU_CAPABILITY=avx2 and a llama-cpp-python built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON
 -DGGML_F16C=ON".
 
+--lora R gives both sides an adapter of rank R of all matrices in the blocks.
+
 Each side runs in a process of its own and measures: prefill of 512 tokens, decode of one sequence, decode of 16 sequences
 together (both after prompts of 32 tokens); with --depth N instead prefill of 512 tokens behind N others, and decode of one
 sequence behind those. Ours is the whole engine: scheduler, sampling (greedy) and all; llama.cpp's is
@@ -43,8 +45,9 @@ PAIRS = {
 }
 
 
-def measure_ours(path: str, threads: int, quant: str | None, depth: int) -> dict[str, float]:
+def measure_ours(path: str, threads: int, quant: str | None, depth: int, lora: str | None) -> dict[str, float]:
     from nanovllm_cli import LLM, EngineConfig, SamplingParams
+    from nanovllm_cli.config import Lora
 
     config = EngineConfig(
         threads=threads,
@@ -54,6 +57,7 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int) -> dict
         max_num_batched_tokens=PREFILL,
         enable_prefix_caching=False,
         quant=quant,
+        lora=() if lora is None else (Lora(lora),),
     )
     llm = LLM(path, config=config)
     vocab = llm.spec.vocab_size
@@ -106,7 +110,7 @@ def measure_ours(path: str, threads: int, quant: str | None, depth: int) -> dict
     return {"prefill": max(prefill() for _ in range(2)), "decode 1": decode(1), f"decode {BATCH}": decode(BATCH)}
 
 
-def measure_llama_cpp(path: str, threads: int, quant: None, depth: int) -> dict[str, float]:
+def measure_llama_cpp(path: str, threads: int, quant: None, depth: int, lora: str | None) -> dict[str, float]:
     import ctypes
 
     import llama_cpp as lib
@@ -116,11 +120,17 @@ def measure_llama_cpp(path: str, threads: int, quant: None, depth: int) -> dict[
     settings = lib.llama_model_default_params()
     model = lib.llama_model_load_from_file(path.encode(), settings)
 
+    adapter = None if lora is None else lib.llama_adapter_lora_init(model, lora.encode())
+
     def new_context(sequences: int, length: int) -> Any:
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = sequences * length, 512, 512, sequences
         options.n_threads = options.n_threads_batch = threads
-        return lib.llama_init_from_model(model, options)
+        context = lib.llama_init_from_model(model, options)
+        if adapter is not None:
+            one = (ctypes.c_float * 1)(1.0)
+            assert lib.llama_set_adapters_lora(context, (lib.llama_adapter_lora_p_ctypes * 1)(adapter), 1, one) == 0
+        return context
 
     contexts = {1: new_context(1, depth + 1024), BATCH: new_context(BATCH, 256)}
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
@@ -217,10 +227,11 @@ def main() -> None:
     parser.add_argument("--pair", choices=PAIRS, default="bf16")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--depth", type=int, default=0, help="tokens in front of everything")
+    parser.add_argument("--lora", help="an adapter's rank; of a side, its file")
     parser.add_argument("--quant", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant, options.depth)))
+        print(json.dumps(SIDES[options.side](str(options.file), options.threads, options.quant, options.depth, options.lora)))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = options.file or Path(folder) / "random.gguf"
@@ -235,6 +246,11 @@ def main() -> None:
             if not theirs.exists():
                 quantize_by_llama_cpp(path, theirs, kind)
         files = {"nanovllm": theirs if same_file else path, "llama.cpp": theirs}
+        lora = None
+        if options.lora is not None:
+            from shapes import write_adapter
+
+            lora = write_adapter(Path(folder) / "adapter.gguf", path, int(options.lora))
         rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for number in range(options.rounds):
             for side in SIDES:
@@ -252,12 +268,15 @@ def main() -> None:
                 ]
                 if side == "nanovllm" and quant is not None:
                     command += ["--quant", quant]
+                if lora is not None:
+                    command += ["--lora", str(lora)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 rounds[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"round {number + 1}, {side}: {rounds[side][-1]}", file=sys.stderr)
     medians = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in rounds.items()}
     ratios = {k: medians["nanovllm"][k] / medians["llama.cpp"][k] for k in medians["nanovllm"]}
     behind = f" behind {options.depth} tokens" if options.depth else ""
+    behind += f", adapter of rank {options.lora}" if options.lora else ""
     print(f"| {options.shape}, {options.pair}, {options.threads} threads{behind} | nanovllm tok/s | llama.cpp tok/s | ratio |")
     print("|---|---|---|---|")
     for k, ratio in ratios.items():
@@ -269,6 +288,7 @@ def main() -> None:
             "pair": options.pair,
             "threads": options.threads,
             "depth": options.depth,
+            "lora": options.lora and int(options.lora),
             "rounds": rounds,
             "ratios": ratios,
         }

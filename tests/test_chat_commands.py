@@ -34,6 +34,13 @@ def texts(path: Path) -> list[str]:
     return [event["content"] for event in events if event["event"] == "message"]
 
 
+def test_an_adapter_is_of_the_model_that_it_was_named_with(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    lines = ("config", "/model thinker", "config", "/model tiny", "config")
+    said = chat(tmp_path, *lines, args=("-q", "--no-save", "--lora-scaled", "adapter:2", "tiny")).out.splitlines()
+    assert ["lora=()" in line for line in said if "lora=" in line] == [False, True, False]
+
+
 def test_each_line_is_a_message_and_only_answers_come_out(tmp_path: Path) -> None:
     done = chat(tmp_path, "say hi", "", "say bye\\n", "say one\\ntwo")
     assert (done.code, done.out, done.err) == (0, "hi\nbye\none\ntwo\n", "")

@@ -109,6 +109,7 @@ class LLM:
         self.name = model
         self.resolved = found
         self.config, self.options = config, options | {"revision": found.revision}
+        self.lora = config.lora
         self.tokenizer = Tokenizer()
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(source)

@@ -22,6 +22,7 @@ from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.weights.aliases import ALIASES
 from openai_server import OpenAIServer, Reply, Request
 from test_cli_driver import environment
+from tiny_adapter import write_adapter
 from warm_command import warm_command
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -112,6 +113,8 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     for name in ("notes.txt", "more.txt"):
         (folder / name).write_text("Buy milk.\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    for name in ("adapter", "other"):
+        write_adapter(folder / name)
     make = (
         "nanovllm convert tiny -q -o model.gguf && nanovllm convert tiny -q --to gguf --split-max-size 2500K -o parts &&"
         "for part in parts/*; do mv $part model${part#parts/parts}; done &&"

@@ -18,7 +18,7 @@ from engines import SMALL, add_shape, engine_for, random_model, run, save, worke
 from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.kernels import cpu, cpu_experts, reference, warm
+from nanovllm_cli.kernels import cpu, cpu_experts, cpu_mixture, reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.layers.kit import Kit
@@ -68,7 +68,7 @@ def routed(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> list[dict[
     return found
 
 
-@pytest.mark.parametrize("route", [cpu.route, reference.route])
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
 @pytest.mark.parametrize("norm_topk", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 1, 1), (3, 5, 1), (17, 7, 7), (31, 128, 8), (200, 60, 4)])
 def test_a_token_takes_the_experts_with_the_largest_logits(
@@ -84,7 +84,7 @@ def test_a_token_takes_the_experts_with_the_largest_logits(
         assert shares == pytest.approx(list(expected.values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("route", [cpu.route, reference.route])
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
 def test_of_equal_logits_the_lower_experts_are_taken(route: Any) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5, [-torch.inf, 3.0, 3.0, -torch.inf, 3.0]])
     places, weights = route(logits, 2, True)
@@ -92,7 +92,7 @@ def test_of_equal_logits_the_lower_experts_are_taken(route: Any) -> None:
     assert weights.tolist() == [[0.5, 0.5]] * 3
 
 
-@pytest.mark.parametrize("route", [cpu.route, reference.route])
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
 @pytest.mark.parametrize("norm_topk", [True, False])
 def test_a_nan_comes_out_of_the_router_in_its_row_alone(norm_topk: bool, route: Any) -> None:
     logits = randn(3, 6)
@@ -110,7 +110,7 @@ def test_weighted_rows_are_added_in_fp32(rows: int, width: int, dtype: torch.dty
     places = torch.randperm(rows + 3, generator=GENERATOR)[:rows]
     expected = out.double()
     expected[places] += weights.double()[:, None] * y.double()
-    for add in (cpu.add_weighted_rows, reference.add_weighted_rows):
+    for add in (cpu_mixture.add_weighted_rows, reference.add_weighted_rows):
         actual = out.clone()
         add(actual, y, places, weights)
         assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-6)
@@ -165,7 +165,7 @@ def test_a_recorded_step_takes_the_experts_of_its_own_tokens(
         inputs.copy_(x)
         programs[i % 2].replay()
         assert torch.equal(outs[i % 2], mixture(x))
-        taken |= set(cpu.route(mixture.router.matmul(x, None, torch.float32), 3, True)[0].flatten().tolist())
+        taken |= set(cpu_mixture.route(mixture.router.matmul(x, None, torch.float32), 3, True)[0].flatten().tolist())
     assert len(taken) >= 6, "nearly all of them are tried"
 
 
@@ -190,7 +190,7 @@ def test_experts_that_nobody_takes_are_not_computed() -> None:
     mixture = layer(MoESpec(9, 2, MLPSpec(33), norm_topk=False), 17, torch.float32, None)
     x = randn(1, 17)
     expected = mixture(x)
-    chosen, _ = cpu.route(mixture.router.matmul(x, None, torch.float32), 2, False)
+    chosen, _ = cpu_mixture.route(mixture.router.matmul(x, None, torch.float32), 2, False)
     for e in set(range(9)) - set(chosen[0].tolist()):
         mixture.experts[e] = None  # type: ignore[call-overload]
     assert torch.equal(mixture(x), expected)

@@ -7,9 +7,10 @@ values; this file only says what was asked for, and refuses what makes no sense.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from nanovllm_cli.errors import UsageError
 
@@ -28,6 +29,17 @@ _TYPES: dict[str, tuple[type, str, type]] = {
 
 BLOCK_SIZE = 16
 MAX_GUESSES = 64
+MAX_SCALE = 1e6
+
+
+class Lora(NamedTuple):
+    """An adapter by its path, or its name on the hub. scale: what its products are multiplied by, beside its own factor."""
+
+    name: str
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return self.name if self.scale == 1 else f"{self.name}, times {self.scale:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class EngineConfig:
     kv_cache_bytes: memory for the KV cache; None takes what `memory_utilization` of the free memory allows (on a GPU what
         gpu_memory_utilization leaves), and never more than max_num_seqs sequences of max_model_len need.
     quant: format that plain weights are rounded to when they are loaded ("int8", "int4:group=64"); None keeps them.
+    lora: adapters that are added to the weights, all at once; a name alone is one of scale 1.
     activations: whether rows that meet a quantized weight are "rounded" to 8 bits where its format says so, or stay "exact".
         "auto" rounds, except in float32, which is asked for to have exact sums. On a CPU.
     kv_cache_dtype: what K and V are kept as. "auto" is the compute type, which may also be named; "int8" and "fp8" (e4m3) take
@@ -58,6 +71,7 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     device: str = "auto"
     quant: str | None = None
+    lora: tuple[Lora, ...] = ()
     activations: Activations = "auto"
     max_model_len: int | None = None
     block_size: int = BLOCK_SIZE
@@ -82,7 +96,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            self._check_type(field.name, str(field.type))
+            if field.name != "lora":
+                self._check_type(field.name, str(field.type))
+        object.__setattr__(self, "lora", tuple(_lora(each) for each in _listed(self.lora)))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -123,3 +139,19 @@ class EngineConfig:
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:
         """What K and V are to be kept as."""
         return self.cache_type_k or self.kv_cache_dtype, self.cache_type_v or self.kv_cache_dtype
+
+
+def _listed(lora: object) -> list[object]:
+    """A name alone is one adapter."""
+    if isinstance(lora, str) or not isinstance(lora, Iterable):
+        return [lora]
+    return list(lora)
+
+
+def _lora(each: object) -> Lora:
+    name, scale = (each, 1.0) if not isinstance(each, list | tuple) or len(each) != 2 else each
+    if not isinstance(name, str) or not name or isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise UsageError("lora must be names of adapters, or names and scales" + (f", not {each!r}" if name else ""))
+    if not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise UsageError(f"lora: the scale of {name} must lie between -{MAX_SCALE:g} and {MAX_SCALE:g}, not {scale}")
+    return Lora(name, float(scale))

@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.engine import Engine, EngineStats
@@ -47,6 +48,7 @@ from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.adapted import find_adapters
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
@@ -75,10 +77,10 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    dtype: of weights and activations. max_model_len: longest prompt plus answer, in tokens; context_len: the same, as far as the
-    KV cache has room for it. read_bytes: what a step reads of the weights, however many sequences are in it; expert_bytes: of
-    these, those of experts, of which a token takes a share. formats: how many numbers of the matrices are kept in which format;
-    None is the compute type.
+    lora: the adapters, by their paths. dtype: of weights and activations. max_model_len: longest prompt plus answer, in tokens;
+    context_len: the same, as far as the KV cache has room for it. read_bytes: what a step reads of the weights, however many
+    sequences are in it; expert_bytes: of these, those of experts, of which a token takes a share. formats: how many numbers of
+    the matrices are kept in which format; None is the compute type.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -104,6 +106,9 @@ class LLM:
             model = self.find(model, config=config, offline=offline, revision=revision, progress=progress)
         elif offline or revision is not None:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
+        if config.lora:
+            config = replace(config, lora=find_adapters(config.lora, offline=offline, progress=progress))
+        self.lora: tuple[Lora, ...] = config.lora
         self.resolved = model
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:

@@ -164,7 +164,8 @@ def _between(begin: float | None, end: float | None) -> float:
 
 
 def _settings(llm: LLM) -> dict[str, Any]:
-    return {"formats": ", ".join(format_names(llm)), "dtype": str(llm.dtype).removeprefix("torch."), "threads": llm.threads}
+    settings = {"formats": ", ".join(format_names(llm)), "dtype": str(llm.dtype).removeprefix("torch."), "threads": llm.threads}
+    return settings | ({"lora": "; ".join(map(str, llm.lora))} if llm.lora else {})
 
 
 def _memory(llm: LLM) -> dict[str, float]:

@@ -159,6 +159,10 @@ class Answerer(Protocol):
     def identity(self) -> list[str]:
         """What an answer depends on besides the question: results of another one are other results."""
 
+    @property
+    def adapters(self) -> list[tuple[str, float]]:
+        """Of a model in this process: absolute paths, and scales."""
+
     def settled(self, given: Given) -> Settled: ...
 
     def ask(self, question: Question, given: Given) -> Answering: ...

@@ -12,7 +12,7 @@ from nanovllm_cli.cli.bench_throughput import LOAD, Shape, chosen_model
 from nanovllm_cli.cli.command import expand, option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
+from nanovllm_cli.cli.options import AdaptedOptions, EngineOptions, MessageOptions, ModelWord
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 
@@ -48,7 +48,7 @@ def bench_latency(
     *,
     ctx: typer.Context,
     model_word: ModelWord = None,
-    model: WeightsOptions,
+    model: AdaptedOptions,
     options: LatencyOptions,
     engine: EngineOptions,
     output: SummaryOutputOptions,

@@ -12,7 +12,7 @@ from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, wri
 from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option, typer_option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, named_model
-from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWord, WeightsOptions
+from nanovllm_cli.cli.options import AdaptedOptions, EngineOptions, MessageOptions, ModelWord
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.weights.shapes import RANDOM
@@ -53,7 +53,7 @@ def bench_throughput(
     *,
     ctx: typer.Context,
     model_word: ModelWord = None,
-    model: WeightsOptions,
+    model: AdaptedOptions,
     options: ThroughputOptions,
     dataset: DatasetOptions,
     engine: EngineOptions,
@@ -91,7 +91,7 @@ def bench_throughput(
     write_results([summary], output, screen)
 
 
-def chosen_model(settings: object, word: str | None, model: WeightsOptions, shape: str | None, example: str) -> str:
+def chosen_model(settings: object, word: str | None, model: AdaptedOptions, shape: str | None, example: str) -> str:
     """What is measured. Raises UsageError."""
     if shape is None:
         return named_model(settings, word or model.model, example)

@@ -116,10 +116,11 @@ class _Local:
         return self._begun_with
 
     def _find(self, name: str) -> Callable[[], Loaded]:
-        options = self.options
+        options, config = self.options, self.config
         if name != self._begun_with:  # what was said of the first is of it alone
             options = dataclasses.replace(options, revision=None, chat_template=None)
-        return find(named_model(self.settings, name, EXAMPLE), options, self.config, self.screen)
+            config = dataclasses.replace(config, lora=())
+        return find(named_model(self.settings, name, EXAMPLE), options, config, self.screen)
 
 
 @dataclass(frozen=True)

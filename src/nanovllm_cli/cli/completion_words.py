@@ -51,6 +51,7 @@ _VALUES: dict[str, Values] = {
     "OTHER": Values("models"),
     "FILE": Values("files"),
     "PATH": Values("files"),
+    "PATH:SCALE": Values("files"),
     "FOLDER": Values("folders"),
     "JSON|@FILE": Values("files"),
     "TEXT|@FILE": Values("files"),

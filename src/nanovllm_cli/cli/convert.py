@@ -17,7 +17,7 @@ from nanovllm_cli.cli.command import OUTPUT, expand, option
 from nanovllm_cli.cli.files import stem_of
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
-from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions
+from nanovllm_cli.cli.options import MessageOptions, ModelWord, SourceOptions, adapters
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
@@ -47,6 +47,14 @@ class ConvertOptions:
         "--outtype", "--dtype",
         help="auto (as it is), f32, f16, bf16; for GGUF also q8_0, q4_0 and the other block types. [auto]",
         default="auto", panel=OUTPUT, metavar="TYPE", envvar=None,
+    )
+    lora: list[str] | None = option(
+        "--lora", help="An adapter to write into the weights: PEFT's folder, a .gguf file, or a name on the hub. Repeatable.",
+        panel=OUTPUT, metavar="PATH", envvar=None,
+    )
+    lora_scaled: list[Any] | None = option(
+        "--lora-scaled", help="The same, of another strength: PATH:0.5. Repeatable.",
+        panel=OUTPUT, metavar="PATH:SCALE", parser=parsers.scaled, envvar=None,
     )
     allow_requantize: bool = option(
         "--allow-requantize", help="Turn block types into other block types; both losses add up.",
@@ -91,21 +99,29 @@ def convert(
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
+        from nanovllm_cli.weights.adapted import find_adapters, merged
         from nanovllm_cli.weights.convert_tensors import quantized_already
         from nanovllm_cli.weights.source import resolve
     outtype = options.outtype.lower()
     outtype = _LONG_NAMES.get(outtype, outtype)
     progress = ProgressLine(screen)
     resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
-    with conversion.open_source(resolved.path) as checkpoint:
+    lora = find_adapters(adapters(options.lora, options.lora_scaled), offline=source.offline, progress=progress)
+    for adapter in lora:
+        screen.say(f"with the adapter {adapter}", "dim")
+    with conversion.open_source(resolved.path) as opened:
+        checkpoint = merged(opened, lora) if lora else opened
         target = _target(options, checkpoint)
         _check_outtype(outtype, target, name)
         made = conversion.plan(checkpoint, target, outtype, options.split_max_size, name=resolved.repo)
         if made.requantized and not options.allow_requantize:
             step = made.requantized[0]
             raise quantized_already(name, step.name, step.before.lower())
-        default = _default_name(resolved.repo or str(resolved.path), made, outtype)
+        default = _default_name(resolved.repo or str(resolved.path), made, outtype, "-merged" if lora else "")
         output = Path(default if options.output is None else options.output)
+        for adapter in lora:
+            if output.resolve() in (own := Path(adapter.name).resolve(), *own.parents):
+                raise UsageError(f"{output} is an adapter that is read, or holds it", "-o names another output")
         conversion.check_output(checkpoint, made, output, replace=options.force)
         if not options.dry_run:
             conversion.write(checkpoint, made, output, replace=options.force, progress=progress)
@@ -137,9 +153,9 @@ def _check_outtype(outtype: str, target: Target, name: str) -> None:
         raise UsageError(error.message, f"nanovllm quantize {shlex.quote(name)} --to {outtype}") from error
 
 
-def _default_name(source: str, made: Plan, outtype: str) -> str:
+def _default_name(source: str, made: Plan, outtype: str, kind: str) -> str:
     """Named after the repository, the folder or the file: tiny-Q8_0.gguf, tiny-hf, tiny-f16."""
-    stem = _QUANT_AT_END.sub("", stem_of(source)) or "model"
+    stem = (_QUANT_AT_END.sub("", stem_of(source)) or "model") + kind
     if made.target == "hf":
         return f"{stem}-{'hf' if outtype == 'auto' else outtype}"
     return f"{stem}-{made.type_name if outtype == 'auto' else outtype.upper()}" + ("" if made.is_folder else ".gguf")

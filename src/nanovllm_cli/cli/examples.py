@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
             'nanovllm run --url http://127.0.0.1:8080 "Once upon a time"',
             "Asks a server: nanovllm serve, or any that is compatible with OpenAI's.",
         ),
+        Example('nanovllm run tiny --lora adapter "Once upon a time"', "With an adapter: a folder of PEFT's, or a .gguf file."),
         Example('nanovllm run tiny --choice yes --choice no "Is it raining?"', "One of these, and nothing else."),
         Example('nanovllm run tiny --json-object "Describe a cat in JSON"', "JSON; --json-schema says which."),
     ),

@@ -33,6 +33,7 @@ _OPTIONS = {
     "--cors-origin": ("--allowed-origins",),
     "--unix-socket": ("--uds",),
     "--max-models": ("--models-max",),
+    "--lora": ("--adapter-path", "--adapter", "--lora-path"),
     "--head": ("--output-tensor-type",),
     "--embedding": ("--token-embedding-type",),
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
@@ -98,8 +99,10 @@ _EXPLAINED = {
     ("--trust-remote-code",): "no code that comes with a model is ever run: leave it out",
     ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size", "-dp", "--data-parallel-size", "-ts", "--tensor-split",
      "-sm", "--split-mode"): "a model runs on one device",
-    ("--lora", "--lora-scaled", "--lora-base", "--adapter-path", "--enable-lora", "--control-vector", "--control-vector-scaled"):
-        "adapters are not supported: merge them into the weights first",
+    ("--lora-modules",): "here it is --lora NAME; the model with it is one model, under its own name",
+    ("--enable-lora", "--max-loras", "--max-lora-rank", "--lora-base", "--lora-init-without-apply"):
+        "--lora NAME is all that an adapter needs: leave it out",
+    ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
     ("--mmproj", "--image"): "models that read images are not supported",
     ("-md", "--model-draft", "--draft-model", "--speculative-config"):
         "drafting by a second model is not supported; --speculate 8 guesses by what the text repeats",

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ Message = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class LastRun:
     """What was said. messages: a chat, its last answer included. text: prompt and answer of a run without a
-    template."""
+    template. lora: names and scales of the model's adapters."""
 
     model: str
     messages: list[Message] | None = None
     text: str | None = None
+    lora: list[tuple[str, float]] = field(default_factory=list)
 
 
 def last_run_file() -> Path:
@@ -70,6 +71,8 @@ def _why_none(path: Path) -> str:
 
 
 def _is_whole(run: LastRun) -> bool:
+    if not (isinstance(run.lora, list) and all(isinstance(each, list) and len(each) == 2 for each in run.lora)):
+        return False
     if run.messages is None:
         return isinstance(run.text, str)
     return isinstance(run.messages, list) and all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records
@@ -167,7 +168,12 @@ class LocalAnswerer:
 
     @property
     def identity(self) -> list[str]:
-        return [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+        own = [str(getattr(self._llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
+        return own + [f"{name} {scale}" for name, scale in self.adapters]
+
+    @property
+    def adapters(self) -> list[tuple[str, float]]:
+        return [(str(Path(name).resolve()), scale) for name, scale in self._llm.lora]
 
     def settled(self, given: Given) -> Settled:
         return Settled(self._prompting.settled(given))

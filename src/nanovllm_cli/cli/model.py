@@ -67,8 +67,10 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
+        from nanovllm_cli.weights.adapted import find_adapters
     progress = ProgressLine(console)
     found = LLM.find(name, config=config, offline=options.offline, revision=options.revision, progress=progress)
+    config = dataclasses.replace(config, lora=find_adapters(config.lora, offline=options.offline, progress=progress))
     signals.check()
     seconds = time.monotonic() - began
 
@@ -79,6 +81,8 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
         signals.check()
         keep_loaded()  # libraries and model stay; going through them again took a fifth of a step's Python
         console.say(f"{name}: {llm.resolved}", "dim")
+        for adapter in llm.lora:
+            console.say(f"with the adapter {adapter}", "dim")
         return Loaded(llm, seconds + time.monotonic() - began)
 
     return load_found

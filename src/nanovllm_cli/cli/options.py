@@ -4,6 +4,7 @@ typed again."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -12,7 +13,7 @@ import typer
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType
+from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType, Lora
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -78,6 +79,21 @@ Quant = Annotated[
         panel=MODEL, metavar="FORMAT",
     ),
 ]  # fmt: skip
+LoraNames = Annotated[
+    list[str] | None,
+    typer_option(
+        "--lora",
+        help="An adapter that is added to the weights: PEFT's folder, a .gguf file, or a name on the hub. Repeatable.",
+        panel=MODEL, metavar="PATH",
+    ),
+]  # fmt: skip
+LoraScaled = Annotated[
+    list[Any] | None,
+    typer_option(
+        "--lora-scaled", help="The same, of another strength: PATH:0.5. Repeatable.",
+        panel=MODEL, metavar="PATH:SCALE", parser=parsers.scaled,
+    ),
+]  # fmt: skip
 RooflineChoice = Annotated[
     Literal["cached", "measure", "off"],
     typer_option(
@@ -126,6 +142,12 @@ class SourceOptions:
     offline: Offline = False
 
 
+def adapters(names: Sequence[str] | None, scaled: Sequence[parsers.Scaled] | None) -> tuple[Lora, ...]:
+    """Those of --lora and of --lora-scaled, each of which may name several."""
+    plain = [Lora(name) for text in names or () for name in parsers.listed(text)]
+    return (*plain, *(Lora(*each) for several in scaled or () for each in several))
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsOptions(SourceOptions):
     """Which model, from where, in which numbers."""
@@ -135,10 +157,27 @@ class WeightsOptions(SourceOptions):
     quant: Quant = None
     activations: ActivationsChoice = EngineConfig().activations
 
+    @property
+    def adapters(self) -> tuple[Lora, ...]:
+        """None, where there are no options for them."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions(WeightsOptions):
-    """Which model, from where, in which numbers, and how it is spoken to."""
+class AdaptedOptions(WeightsOptions):
+    """Which model, from where, in which numbers, with which adapters."""
+
+    lora: LoraNames = None
+    lora_scaled: LoraScaled = None
+
+    @property
+    def adapters(self) -> tuple[Lora, ...]:
+        return adapters(self.lora, self.lora_scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions(AdaptedOptions):
+    """Which model, from where, in which numbers, with which adapters, and how it is spoken to."""
 
     chat_template: ChatTemplateChoice = None
 
@@ -197,6 +236,7 @@ class MemoryOptions:
             dtype=model.dtype,
             device=model.device,
             quant=model.quant,
+            lora=model.adapters,
             activations=model.activations,
             kv_cache_dtype=cast(KVCacheDType, self.kv_cache_dtype),
             cache_type_k=cast(KVCacheDType | None, self.cache_type_k),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import get_args
 
-from nanovllm_cli.config import EngineConfig, KVCacheDType
+from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -77,6 +79,29 @@ def device(text: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:
         raise ValueError(f"{text!r} is not a device: auto, cpu, cuda, cuda:N")
     return text
+
+
+Scaled = tuple[tuple[str, float], ...]
+
+
+def listed(text: str) -> list[str]:
+    """A path, or several with commas between them, as llama.cpp takes them."""
+    return [text] if os.path.exists(text) else [name for name in text.split(",") if name] or [text]
+
+
+def scaled(text: str) -> Scaled:
+    """PATH:SCALE of an adapter, or several with commas between them."""
+    found = []
+    for each in text.split(","):
+        name, colon, scale = each.rpartition(":")
+        try:
+            value = float(scale)
+        except ValueError:
+            value = math.nan
+        if not (name and colon and abs(value) <= MAX_SCALE):
+            raise ValueError(f"{each!r} is not an adapter with its scale, such as folder:0.5")
+        found.append((name, value))
+    return tuple(found)
 
 
 _NO_FLAGS = {

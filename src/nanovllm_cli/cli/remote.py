@@ -126,6 +126,10 @@ class RemoteAnswerer:
         return not self.raw
 
     @property
+    def adapters(self) -> list[tuple[str, float]]:
+        return []
+
+    @property
     def identity(self) -> list[str]:
         return [self.endpoint.server.url, self.name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import shlex
 import time
@@ -35,6 +36,7 @@ from nanovllm_cli.cli.question import Question, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.unused import refuse_two_switches, sampling_notes
+from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -84,10 +86,11 @@ def run(
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
+        config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
         if not name and last is not None:
             name = last.model
+            config = dataclasses.replace(config, lora=config.lora or tuple(Lora(*each) for each in last.lora))
         name = named_model(ctx.obj, name, EXAMPLE)
-        config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
 
         def answerer() -> Answerer:
             try:
@@ -212,16 +215,17 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, samplin
         raise UsageError("--overwrite has no meaning without --batch and -o")
 
 
-def _save(name: str, question: Question, content: str) -> None:
+def _save(answerer: Answerer, question: Question, content: str) -> None:
     """Keeps what was said for --continue."""
+    name, lora = answerer.name, answerer.adapters
     if question.messages is None:
-        history.save(history.LastRun(name, text=question.text + content))
+        history.save(history.LastRun(name, text=question.text + content, lora=lora))
         return
     messages = list(question.messages)
     before = str(messages.pop().get("content") or "") if question.goes_on else ""
     if before + content:
         answer = {"role": "assistant", "content": before + content}
-        history.save(history.LastRun(name, messages=[*messages, answer]))
+        history.save(history.LastRun(name, messages=[*messages, answer], lora=lora))
 
 
 def _answer(
@@ -250,7 +254,7 @@ def _answer(
             printer.cut(answering.flush())
             screen.end_answer()
         if has_stepped and not options.no_save:
-            _save(answerer.name, question, answering.answers.first.content)
+            _save(answerer, question, answering.answers.first.content)
     if not answering.finished:
         raise RequestError("the engine gave no answer", "run it again with --debug")
     statistics = answering.statistics(time.monotonic())

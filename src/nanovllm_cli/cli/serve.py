@@ -71,6 +71,8 @@ def serve(
         refuse_typed(ctx, ["host", "port", "allowed_host"], "has no meaning with --unix-socket", "leave one of them away")
     if not 0 < model.swap_timeout < math.inf:
         raise UsageError("--swap-timeout must be more than 0")
+    if len(names) > 1:
+        refuse_typed(ctx, ["lora", "lora_scaled"], "has no meaning with several models", "serve the model of the adapter alone")
     given = sampling.given()
     config = replace(engine.config(model, max_num_seqs=limits.parallel), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
@@ -79,11 +81,16 @@ def serve(
     with signals.insisting():
         from nanovllm_cli.server.listen import listen
         from nanovllm_cli.server.served_models import ModelSettings
+        from nanovllm_cli.weights.adapted import find_adapters
         from nanovllm_cli.weights.source import resolve
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:
         progress = ProgressLine(screen)
+        lora = config.lora if len(names) == 1 else ()  # of several, whoever set a default did not say which
+        config = replace(config, lora=find_adapters(lora, offline=model.offline, progress=progress))
+        for adapter in config.lora:
+            screen.say(f"with the adapter {adapter}", "dim")
         served = [
             ModelSettings(
                 each,

@@ -12,12 +12,15 @@ from nanovllm_cli.cli.options import (
     ChatTemplateChoice,
     Device,
     DType,
+    LoraNames,
+    LoraScaled,
     ModelNames,
     Offline,
     Quant,
     Revision,
+    adapters,
 )
-from nanovllm_cli.config import EngineConfig, Policy
+from nanovllm_cli.config import EngineConfig, Lora, Policy
 from nanovllm_cli.errors import UsageError
 
 ADDRESS, ACCESS, LIMITS = "Address", "Who may ask", "Limits"
@@ -73,8 +76,14 @@ class ServedOptions:
     dtype: DType = EngineConfig().dtype
     device: Device = "auto"
     quant: Quant = None
+    lora: LoraNames = None
+    lora_scaled: LoraScaled = None
     activations: ActivationsChoice = EngineConfig().activations
     chat_template: ChatTemplateChoice = None
+
+    @property
+    def adapters(self) -> tuple[Lora, ...]:
+        return adapters(self.lora, self.lora_scaled)
 
     def names(self, ids: list[str]) -> list[tuple[str, ...]]:
         """What each model is called, its own id without aliases. Raises UsageError for too few, and for the same twice."""

@@ -22,6 +22,7 @@ from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_proce
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.cpu_integer import CpuInteger
+from nanovllm_cli.quant.cpu_low_rank import CpuLowRank
 from nanovllm_cli.quant.cpu_stacked import CpuStacked
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format import Format
@@ -42,6 +43,7 @@ class CpuPlatform:
         self.threads = _num_threads(config, self.progress)
         self._thread: int | None = None
         self._has_integer = False
+        self._pool = cpu.MemoryPool()
 
     @property
     def processor(self) -> str:
@@ -93,6 +95,9 @@ class CpuPlatform:
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CpuStacked(parts, dtype)
+
+    def with_product(self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype) -> WeightStorage:
+        return CpuLowRank(weight, down, up, dtype, self._pool)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):

@@ -25,6 +25,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_formats import CudaFormats
+from nanovllm_cli.quant.cuda_low_rank import CudaLowRank
 from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.dense_cuda import CudaDequantized
 from nanovllm_cli.quant.format import Format
@@ -102,6 +103,9 @@ class CudaPlatform:
 
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         return CudaStacked(parts, dtype, self.launcher)
+
+    def with_product(self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype) -> WeightStorage:
+        return CudaLowRank(weight, down, up, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         specs = [block.attention for block in spec.blocks]

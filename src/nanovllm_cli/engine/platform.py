@@ -58,6 +58,9 @@ class Platform(Protocol):
     def stack(self, parts: list[WeightStorage], dtype: torch.dtype) -> WeightStorage:
         """Weights that read the same input, as one with all their rows."""
 
+    def with_product(self, weight: WeightStorage, down: WeightStorage, up: WeightStorage, dtype: torch.dtype) -> WeightStorage:
+        """A weight whose products have up (down x) added to them; see `quant/low_rank.py`."""
+
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...
 
     def cache_budget(self, model: Decoder) -> int:

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nanovllm_cli.engine.memory import check_weights_fit, size_cache
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
 from nanovllm_cli.layers.kit import Kit
@@ -30,8 +32,11 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.low_rank import Beside, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights.adapted import Sums, adapt
+from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
@@ -62,16 +67,22 @@ class Worker:
         platform: Platform | None = None,
     ) -> None:
         self._config = config
+        self._beside: Sums = {}
         progress = progress or NullProgress()
         self.platform = platform = platform or select_platform(config, progress)
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = read_spec(checkpoint, reader)
+        if config.lora:
+            checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora)
+            reader = open_reader(checkpoint)
+        self._lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
         self.dtype = platform.resolve_dtype(
             {checkpoint.info(n).dtype_name for n in checkpoint.names() if len(checkpoint.info(n).shape) > 1}
         )
         platform.enter()
         self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
-        check_weights_fit(self._formats.num_bytes(self.dtype, platform.dense_bytes), platform.available_bytes())
+        needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
+        check_weights_fit(needed, platform.available_bytes())
         platform.compile(self.dtype)
         self._storages: list[WeightStorage] = []
         self.formats: Counter[Format | None] = Counter()
@@ -81,6 +92,7 @@ class Worker:
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
+        self._beside = {}
         heads = self.spec.kv_heads_and_dims
         self.block_bytes = block_bytes(heads, backend)
         self.num_blocks, self.max_model_len = size_cache(
@@ -139,6 +151,7 @@ class Worker:
             "processor": self.platform.processor,
             "deterministic": config.deterministic,
             "quant": config.quant,
+            "lora": self._lora,
             "dtypes": [str(self.dtype), str(k), str(v)],
             "heads": self.spec.kv_heads_and_dims,
             "block": [config.block_size, self.block_bytes],
@@ -185,10 +198,37 @@ class Worker:
                 runs.append((form, num_rows))
         storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
         weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
+        if not self._beside.keys().isdisjoint(parts):
+            weight = self._with_adapters(weight, parts)
         self._storages.append(weight)
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
         self.num_multiplied_whole += whole * width
         return weight
+
+
+    def _beside_bytes(self) -> int:
+        """At most: as if each weight had two others behind it, with adapters of the same ranks."""
+        total = 0
+        for sums in self._beside.values():
+            rank = padded(3 * sum(each.down.shape[0] for each in sums))
+            total += self.platform.dense_bytes(rank, sums[0].down.shape[1], self.dtype)
+            total += self.platform.dense_bytes(sums[0].up.shape[0], rank, self.dtype)
+        return total
+
+    def _with_adapters(self, weight: WeightStorage, parts: dict[str, int]) -> WeightStorage:
+        """With the products of adapters beside those of a weight that is stored quantized."""
+        added = [[Beside(each.down, each.up.float() * each.scale) for each in self._beside.get(name, ())] for name in parts]
+        sides = side_by_side(list(parts.values()), added, weight.width)
+        largest = sides.up.to(self.dtype).abs().float() @ sides.down.to(self.dtype).abs().float().sum(1)
+        if not bool(largest.isfinite().all()):
+            raise CheckpointError(f"an adapter of {next(iter(parts))} has values that {self.dtype} cannot hold")
+
+        def kept(side: torch.Tensor) -> WeightStorage:
+            storage = self.platform.make_storage(None, side.shape[0], side.shape[1], self.dtype)
+            storage.load_rows(0, side)
+            return storage
+
+        return self.platform.with_product(weight, kept(sides.down), kept(sides.up), self.dtype)
 
 
 def _stays_apart(form: Format | None) -> bool:

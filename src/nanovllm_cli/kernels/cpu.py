@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ def _use_own_cache_folder() -> None:
 
 if not os.environ.get("NUMBA_CACHE_DIR"):
     _use_own_cache_folder()
-from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_experts, cpu_fused, cpu_matmul, entry  # noqa: E402
+from nanovllm_cli.kernels import cpu_attention, cpu_cache, cpu_fused, cpu_matmul, entry  # noqa: E402
 from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
 from nanovllm_cli.kernels.simd import TILE_COLUMNS  # noqa: E402
 from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
@@ -58,10 +59,11 @@ TASKS_A_THREAD = 2
 
 class _Thread(threading.local):
     """Of the calling thread, as two models may run in one process: threads that its next kernel uses, and at most (asking numba
-    costs a microsecond, so only changes are told); and its recording that is going on, if any."""
+    costs a microsecond, so only changes are told); its recording that is going on, if any; and where tensors come from."""
 
     most = current = 0
     recording: Program | None = None
+    pool: Pool | None = None
 
 
 _thread = _Thread()
@@ -114,13 +116,13 @@ def zeros(numel: int, dtype: torch.dtype, huge_pages: bool = False) -> torch.Ten
 
 
 class Pool(Protocol):
-    """Where tensors between kernels of a recorded step come from."""
+    """Where tensors between kernels come from: of a recorded step, or within `kept_memory`."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class MemoryPool:
-    """Memory of the tensors between kernels of recorded steps. Steps run one after another, so all may share one pool."""
+    """Memory of tensors between kernels, kept once it was taken. Steps run one after another, so all may share one pool."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -185,6 +187,17 @@ class Program:
         entry.replay(self._rows.data_ptr(), len(self.steps))
 
 
+@contextlib.contextmanager
+def kept_memory(pool: Pool) -> Iterator[None]:
+    """Within, what is not recorded takes its tensors from `pool`: for large ones that nobody else is given, and whose pages the
+    system would have to clear again each time."""
+    outer, _thread.pool = _thread.pool, pool
+    try:
+        yield
+    finally:
+        _thread.pool = outer
+
+
 def recording() -> Program | None:
     """What the calling thread's kernels are written to; the innermost, where one is recorded for another."""
     return _thread.recording
@@ -192,9 +205,8 @@ def recording() -> Program | None:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What a kernel writes to, of the recording if there is one."""
-    if _thread.recording is not None:
-        return _thread.recording.pool.empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype)
+    pool = _thread.pool if _thread.recording is None else _thread.recording.pool
+    return torch.empty(shape, dtype=dtype) if pool is None else pool.empty(shape, dtype)
 
 
 def launch(kernel: Kernel, work: int, tags: str, ints: tuple[int, ...], floats: tuple[float, ...] = ()) -> None:
@@ -294,6 +306,17 @@ def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     return x
 
 
+def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x + y [T, width] fp32, and bias [width] of dtype: rounded to it once."""
+    out = new_tensor((x.shape[0], x.shape[1]), dtype)
+    ints = (
+        address_of(x, torch.float32, *out.shape), address_of(y, torch.float32, *out.shape),
+        0 if bias is None else address_of(bias, dtype, out.shape[1]), out.data_ptr(), *out.shape,
+    )  # fmt: skip
+    launch(cpu_fused.add, out.numel(), tags_of(dtype), ints)
+    return out
+
+
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.gated_activation`."""
     tokens, width = x.shape[0], x.shape[1] // 2
@@ -301,32 +324,6 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     ints = (address_of(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
     launch(cpu_fused.gated_activation, 16 * tokens * width, tags_of(x.dtype), ints)
     return out
-
-
-# ---- experts ----
-
-
-def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.route`; logits are fp32."""
-    tokens, num_experts = logits.shape
-    assert 0 < num_chosen <= num_experts
-    chosen, weights = new_tensor((tokens, num_chosen), torch.int64), new_tensor((tokens, num_chosen), torch.float32)
-    ints = (
-        address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
-        chosen.data_ptr(), weights.data_ptr(),
-    )  # fmt: skip
-    launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints)
-    return chosen, weights
-
-
-def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
-    """See `reference.add_weighted_rows`; out is fp32."""
-    n, width = y.shape
-    ints = (
-        address_of(out, torch.float32, *out.shape), address_of(y, y.dtype, n, out.shape[1]), address_of(rows, torch.int64, n),
-        address_of(weights, torch.float32, n), n, width,
-    )  # fmt: skip
-    launch(cpu_experts.add_weighted_rows, 4 * n * width, tags_of(y.dtype), ints)
 
 
 # ---- the paged cache ----

@@ -54,6 +54,19 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def add(arguments, thread, team):
+    """out [num_rows, width] = x + y + bias, both fp32; bias [width] of out's type, where it is not 0."""
+    tag, x, y, bias, out, num_rows, width = fields(arguments)
+    shape = (num_rows, width)
+    one, other = floats_at(x, shape), floats_at(y, shape)
+    offset, result = carray(typed_pointer(bias if bias != 0 else out, tag), (width,)), carray(typed_pointer(out, tag), shape)
+    for r in share(num_rows, thread, team):
+        a, b, target = one[r], other[r], result[r]
+        for i in range(width):
+            store(target, i, a[i] + b[i] + (load(offset, i) if bias != 0 else np.float32(0.0)))
+
+
+@kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
     """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI (see
     reference.gated_activation)."""

@@ -24,7 +24,7 @@ class CpuMixture(Mixture):
     """A Mixture that can be recorded where all experts are in the same formats."""
 
     def __init__(self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool) -> None:
-        super().__init__(experts, num_chosen, norm_topk, cpu.route, cpu.add_weighted_rows)
+        super().__init__(experts, num_chosen, norm_topk, route, add_weighted_rows)
         self._recorded: _Experts | None = None
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,7 +32,7 @@ class CpuMixture(Mixture):
             return super().__call__(x, logits, slots)
         if self._recorded is None:
             self._recorded = _Experts(self.experts, x.shape[1], x.dtype)
-        return self._recorded.record(x, *cpu.route(logits, self.num_chosen, self.norm_topk))
+        return self._recorded.record(x, *route(logits, self.num_chosen, self.norm_topk))
 
 
 class _Place:
@@ -127,3 +127,26 @@ class _Gang:
 def _words(steps: Sequence[Step]) -> torch.Tensor:
     """The arguments of all steps, behind each other."""
     return torch.frombuffer(bytearray(b"".join(step.arguments for step in steps)), dtype=torch.int64)
+
+
+def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.route`; logits are fp32."""
+    tokens, num_experts = logits.shape
+    assert 0 < num_chosen <= num_experts
+    chosen, weights = cpu.new_tensor((tokens, num_chosen), torch.int64), cpu.new_tensor((tokens, num_chosen), torch.float32)
+    ints = (
+        address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
+        chosen.data_ptr(), weights.data_ptr(),
+    )  # fmt: skip
+    cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints)
+    return chosen, weights
+
+
+def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    """See `reference.add_weighted_rows`; out is fp32."""
+    n, width = y.shape
+    ints = (
+        address_of(out, torch.float32, *out.shape), address_of(y, y.dtype, n, out.shape[1]), address_of(rows, torch.int64, n),
+        address_of(weights, torch.float32, n), n, width,
+    )  # fmt: skip
+    cpu.launch(cpu_experts.add_weighted_rows, 4 * n * width, tags_of(y.dtype), ints)

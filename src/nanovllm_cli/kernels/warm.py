@@ -43,7 +43,9 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
         q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
         cpu.scale(cpu.gated_activation(x, "silu"), 1.0)
-        return weight.matmul(x, None, torch.float32)
+        logits = weight.matmul(x, None, torch.float32)
+        cpu.add(logits, logits, None, dtype)
+        return logits
 
     step()
     with cpu.Program(cpu.MemoryPool()) as program:

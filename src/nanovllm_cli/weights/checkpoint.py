@@ -27,7 +27,17 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
-from nanovllm_cli.weights.files import PICKLES, folder_of, gguf_models, pickle_error, read_index, some, split_parts
+from nanovllm_cli.weights.files import (
+    ADAPTER_CONFIG,
+    PICKLES,
+    adapter_error,
+    folder_of,
+    gguf_models,
+    pickle_error,
+    read_index,
+    some,
+    split_parts,
+)
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -58,14 +68,16 @@ class TensorInfo(NamedTuple):
 class Checkpoint(ABC):
     """What every format offers. `path` is what was opened.
 
-    `config` is config.json, or a GGUF's metadata as it is; `generation_config` is generation_config.json, or what a
-    GGUF says about sampling under the same names, or {}. A tensor that was handed out stays valid after `close()`.
+    `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types.
+    `generation_config` is generation_config.json, or what a GGUF says about sampling under the same names, or {}.
+    A tensor that was handed out stays valid after `close()`.
     """
 
     format: Literal["hf", "gguf"]
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    metadata_types: Mapping[str, tuple[int, int | None]] = {}
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -202,6 +214,8 @@ class GGUFCheckpoint(_FilesCheckpoint):
         by_name: dict[str, GGUFFile] = {}
         super().__init__(path, parts, by_name)
         try:
+            if parts[0].metadata.get("general.type") == "adapter":
+                raise adapter_error(str(path))
             for part in parts:
                 for name in part.entries:
                     if name in by_name:
@@ -216,7 +230,7 @@ class GGUFCheckpoint(_FilesCheckpoint):
             self.close()
             raise
         self.config = parts[0].metadata
-        self.metadata_types: Mapping[str, tuple[int, int | None]] = parts[0].metadata_types
+        self.metadata_types = parts[0].metadata_types
         self.generation_config = {
             SAMPLING_KEYS[key.rpartition(".")[2]]: value
             for key, value in self.config.items()
@@ -264,6 +278,8 @@ def _plus_one(number: Any) -> Any:
 
 def _open_folder(folder: Path) -> Checkpoint:
     """The first of: model.safetensors, its index, the only other index or file, consolidated.safetensors, GGUF."""
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise adapter_error(str(folder))
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return _single_file(folder, single)
@@ -284,8 +300,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     others = [file for file in files if file.name != "consolidated.safetensors"]
     if len(others) == 1 or (files and not others):
         return _single_file(folder, (others or files)[0])
-    if (folder / "adapter_config.json").is_file():
-        raise UnsupportedError(f"{folder}: an adapter, not a model", "merge it into its base model first")
     if others:
         raise CheckpointError(
             f"{folder}: several .safetensors files and no index: {some([file.name for file in others])}",

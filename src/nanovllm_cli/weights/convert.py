@@ -29,7 +29,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
@@ -265,7 +265,6 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
 
 
 def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
-    assert isinstance(source, GGUFCheckpoint)
     steps = []
     for name in source.names():
         info = source.info(name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.weights.json_file import read_json_file
 
 MAX_INDEX_BYTES = 100_000_000
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")  # of a repository that has only GGUF files, when nobody says which
 
@@ -62,6 +63,12 @@ class Weights(NamedTuple):
         return self._replace(files=(*self.files, *dict.fromkeys(read_index(folder / self.index_file).values())))
 
 
+class Choose(Protocol):
+    """`choose`, or what chooses otherwise."""
+
+    def __call__(self, names: Collection[str], where: str, *, quant: str | None, file: str | None) -> Weights: ...
+
+
 def choose(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
     """The files of the model among `names`, paths with `/` below a repository or snapshot that is called `where`.
 
@@ -94,6 +101,25 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
     if models := _gguf_models(names):
         return _default_quant(names, models, where)
     raise _nothing_to_read(names, where)
+
+
+def choose_adapter(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
+    """The same for a LoRA adapter: PEFT's two files, or the GGUF file, picked where there are several. Raises as `choose`."""
+    names = [name for name in names if stays_inside(name)]
+    if file is not None:
+        return _chosen_file(names, where, file)
+    if quant is not None:
+        return _chosen_quant(names, where, quant)
+    if {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names):
+        return Weights((ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    if (models := _gguf_models(names)) and len(models) == 1:
+        return _chosen_file(names, where, models[0])
+    if models:
+        raise UsageError(f"{where} has several GGUF files: {some(models, 30)}", "name one of them: org/repo/file.gguf")
+    if pickles := sorted(name for name in names if name.endswith(PICKLES)):
+        raise pickle_error(f"{where}: {pickles[0]}")
+    lacking = ADAPTER_CONFIG if ADAPTER_WEIGHTS in names else ADAPTER_WEIGHTS
+    raise UnsupportedError(f"{where}: no {lacking} in it, and no .gguf file: not an adapter")
 
 
 def quants(names: Iterable[str]) -> list[str]:
@@ -204,6 +230,10 @@ def pickle_error(where: str) -> UnsupportedError:
     )
 
 
+def adapter_error(where: str) -> UnsupportedError:
+    return UnsupportedError(f"{where}: an adapter, not a model", f"name its base model first, and then --lora {where}")
+
+
 def _gguf_models(names: Iterable[str]) -> list[str]:
     """The first part of each model, in order; projectors of vision models and importance matrices are none."""
     models: dict[str, str] = {}
@@ -254,8 +284,8 @@ def _default_quant(names: list[str], models: list[str], where: str) -> Weights:
 
 
 def _nothing_to_read(names: list[str], where: str) -> UnsupportedError:
-    if "adapter_config.json" in names:
-        return UnsupportedError(f"{where}: an adapter, not a model", "merge it into its base model first")
+    if ADAPTER_CONFIG in names:
+        return adapter_error(where)
     if pickles := sorted(name for name in names if name.endswith(PICKLES)):
         return pickle_error(f"{where}: {pickles[0]}")
     if any(name.endswith(".safetensors") for name in names):

@@ -24,7 +24,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-from nanovllm_cli.weights.files import Weights, choose, quant_of, some, split_parts, told_bytes
+from nanovllm_cli.weights.files import Choose, Weights, choose, quant_of, some, split_parts, told_bytes
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -91,8 +91,9 @@ def resolve(
     aliases: Mapping[str, str] | None = None,
     progress: LoadProgress | None = None,
     token: str | bool | None = None,
+    pick: Choose = choose,
 ) -> ResolvedModel:
-    """The model that `name` means, on this machine.
+    """The model that `name` means, on this machine. pick: which files of a repository it is made of.
 
     `revision` and `quant` count where the name has none of its own; `aliases` are the user's, and come before ours.
     `progress` hears of the download, and of choices made (`note`). HF_HUB_OFFLINE means `offline`.
@@ -102,7 +103,7 @@ def resolve(
     """
     progress = progress or NullProgress()
     found = locate(
-        name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, token=token
+        name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, token=token, pick=pick
     )
     return found if isinstance(found, ResolvedModel) else download(found, progress, token)
 
@@ -116,6 +117,7 @@ def locate(
     aliases: Mapping[str, str] | None = None,
     progress: LoadProgress | None = None,
     token: str | bool | None = None,
+    pick: Choose = choose,
 ) -> ResolvedModel | RemoteModel:
     """What `name` means, as for `resolve`, before anything is downloaded. A branch on the hub is always asked for, if the hub
     can be reached: a copy that is here may be old. Raises what `resolve` raises, except for what a download needs."""
@@ -128,7 +130,7 @@ def locate(
         return _local(meant, name, quant)
     meant = meant._replace(quant=meant.quant or quant)
     try:
-        return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, token)
+        return _from_hub(meant, name, offline or hub.offline_by_environment(), progress, token, pick)
     except ModelNotFoundError as error:
         error.hint = error.hint or _suggestion(meant.repo, _known(aliases))
         raise
@@ -228,14 +230,14 @@ def download(remote: RemoteModel, progress: LoadProgress, token: str | bool | No
 
 def cached_copy(wanted: HubName, name: str) -> ResolvedModel | None:
     """The model as the cache has it, if it has all of it; nobody is asked whether it is the newest."""
-    return _from_cache(wanted, wanted.revision or DEFAULT_REVISION, name)
+    return _from_cache(wanted, wanted.revision or DEFAULT_REVISION, name, choose)
 
 
 def _from_hub(
-    wanted: HubName, name: str, offline: bool, progress: LoadProgress, token: str | bool | None
+    wanted: HubName, name: str, offline: bool, progress: LoadProgress, token: str | bool | None, pick: Choose
 ) -> ResolvedModel | RemoteModel:
     revision = wanted.revision or DEFAULT_REVISION
-    here = _from_cache(wanted, revision, name)
+    here = _from_cache(wanted, revision, name, pick)
     is_fixed = here is not None and hub.is_commit(here.revision or "", revision)  # a commit never changes: nothing to ask
     if here is not None and (offline or is_fixed):
         return here
@@ -255,13 +257,13 @@ def _from_hub(
         if here is not None:
             error.hint = f"{error.hint}; --offline uses the copy in the cache"
         raise
-    weights = choose(listing.sizes, wanted.repo, quant=wanted.quant, file=wanted.file)
+    weights = pick(listing.sizes, wanted.repo, quant=wanted.quant, file=wanted.file)
     if weights.note:
         progress.note(weights.note)
     return RemoteModel(name, wanted.repo, revision, listing, weights)
 
 
-def _from_cache(wanted: HubName, revision: str, name: str) -> ResolvedModel | None:
+def _from_cache(wanted: HubName, revision: str, name: str, pick: Choose) -> ResolvedModel | None:
     """The model as the cache has it, if it has all of it."""
     cached = hub.cached_snapshot(wanted.repo, revision)
     if cached is None:
@@ -269,7 +271,7 @@ def _from_cache(wanted: HubName, revision: str, name: str) -> ResolvedModel | No
     commit, snapshot = cached
     names = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.is_file()]
     try:
-        weights = choose(names, wanted.repo, quant=wanted.quant, file=wanted.file).with_shards(snapshot)
+        weights = pick(names, wanted.repo, quant=wanted.quant, file=wanted.file).with_shards(snapshot)
     except NanovllmError:
         return None
     if not all((snapshot / file).is_file() for file in weights.files):

@@ -1,0 +1,223 @@
+"""Adapters on the model that they are for: which of its weights they change, and a checkpoint in which those are changed.
+
+An adapter may be called and ordered as the other format has it: a folder of PEFT's for a GGUF file, llama.cpp's for a folder.
+Weights that are plain numbers are added to, which costs nothing later. What is stored quantized stays so, as steps between its
+values are wider than most of what an adapter adds; its products get the adapter's beside them (`quant/low_rank.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanovllm_cli.config import Lora
+from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.families import MISTRAL, MIXTRAL
+from nanovllm_cli.models.registry import GGUF_ARCHITECTURES
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.weights.adapter import MERGE_FIRST, Adapter, LowRank, open_adapter
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
+from nanovllm_cli.weights.convert_names import attention_of, halves_to_pairs, pairs_to_halves, tensor_shapes
+from nanovllm_cli.weights.convert_tensors import is_blocks
+from nanovllm_cli.weights.files import choose_adapter, some
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.source import resolve
+from nanovllm_cli.weights.stacked_experts import unstacked
+from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
+from nanovllm_cli.weights.weight_reader import WeightReader
+
+Sums = Mapping[str, Sequence[LowRank]]
+"""What is added to weights, by their names in the checkpoint."""
+
+_COMPARED_ROWS = 1024
+_MOST_NOISE = 0.3
+"""Of blocks, relative: what two bits a number lose."""
+
+_PARTS = ("model.language_model.", "language_model.model.", "language_model.")
+"""Where a model that also sees has the one that writes text."""
+
+
+class Adapted(NamedTuple):
+    """checkpoint: with all that could be added to it; beside: what its quantized weights get at run time, by our names."""
+
+    checkpoint: Checkpoint
+    beside: Sums
+
+
+def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: LoadProgress | None = None) -> tuple[Lora, ...]:
+    """The same, by their paths on this machine; a name on the hub is downloaded. Raises what `resolve` raises."""
+    found = []
+    for each in lora:
+        try:
+            path = resolve(each.name, offline=offline, progress=progress, pick=choose_adapter).path
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"no adapter {each.name}: {error.message}", error.hint) from error
+        found.append(Lora(str(path), each.scale))
+    return tuple(found)
+
+
+def adapt(
+    checkpoint: Checkpoint, reader: WeightReader, spec: ModelSpec, lora: Iterable[Lora], *, rounds: bool = False
+) -> Adapted:
+    """`checkpoint` of a model of `spec`, as `reader` reads it, with adapters that are paths on this machine. rounds: to the type
+    that a weight is stored in; else what changed is float32 at the least.
+
+    Raises what `open_adapter` raises, and UsageError where an adapter is for another model.
+    """
+    shapes = tensor_shapes(spec, names_of(checkpoint))
+    ours = dict(zip(shapes, tensor_shapes(spec, {name: name for name in names_of(checkpoint)}), strict=True))
+    plain: dict[str, list[LowRank]] = {}
+    beside: dict[str, list[LowRank]] = {}
+    for each in lora:
+        for name, added in _fitted(open_adapter(Path(each.name), each.scale), checkpoint, spec, shapes, ours).items():
+            if reader.format(name) is None:
+                plain.setdefault(name, []).append(added)
+            elif ".experts." in ours[name]:
+                raise UnsupportedError(f"{each.name}: an adapter of quantized experts ({name})", "take the unquantized model")
+            else:
+                beside.setdefault(ours[name], []).append(added)
+    return Adapted(_Sum(unstacked(checkpoint), plain, rounds=rounds) if plain else checkpoint, beside)
+
+
+def merged(checkpoint: Checkpoint, lora: Sequence[Lora]) -> Checkpoint:
+    """`checkpoint` with adapters in it, for writing. Raises as `adapt`, and UnsupportedError where weights are quantized, or a
+    tensor holds all experts."""
+    reader = open_reader(checkpoint)
+    adapted = adapt(checkpoint, reader, read_spec(checkpoint, reader), lora, rounds=True)
+    if adapted.beside:
+        raise UnsupportedError(
+            f"{checkpoint.path}: an adapter is not written into weights that are quantized: most of it would be rounded away",
+            "take the original, and quantize what comes out",
+        )
+    if unstacked(checkpoint) is not checkpoint:
+        raise UnsupportedError(f"{checkpoint.path}: an adapter is not written into a file that stacks its experts")
+    return adapted.checkpoint
+
+
+def _fitted(
+    adapter: Adapter, checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, str]
+) -> dict[str, LowRank]:
+    """What the adapter adds, by the checkpoint's names, which have these shapes and are ours, and in the order of its rows."""
+    family = family_of(checkpoint)
+    if adapter.architecture is not None and adapter.architecture not in _architectures(checkpoint):
+        of = " or ".join(_architectures(checkpoint))
+        raise UsageError(f"{adapter.path}: an adapter of {adapter.architecture} models, and {checkpoint.path} is {of}")
+    theirs = _names(ours, family.names(adapter.format))
+
+    def known_as(name: str) -> str | None:
+        part = next((part for part in _PARTS if name.startswith(part)), "")
+        inner = name.removeprefix(part)
+        return theirs.get(name) or theirs.get(inner if part == _PARTS[-1] else f"model.{inner}")
+
+    fitted: dict[str, LowRank] = {}
+    strangers = []
+    for name, added in adapter.weights.items():
+        known = known_as(name)
+        if known is None or len(shapes[known]) != 2:
+            strangers.append(name)
+        elif ours[known] == "embedding.weight":
+            raise UnsupportedError(f"{adapter.path}: an adapter of the embedding ({name})", MERGE_FIRST)
+        elif (shape := (added.up.shape[0], added.down.shape[1])) != shapes[known]:
+            raise UsageError(f"{adapter.path}: {name} is {list(shape)}, and in the model {list(shapes[known])}", _other(adapter))
+        elif known in fitted:
+            raise CheckpointError(f"{adapter.path}: what is added to {known} is there twice", DOWNLOAD_AGAIN)
+        else:
+            fitted[known] = added._replace(up=_reordered(added.up, ours[known], adapter, checkpoint, spec))
+    if strangers:
+        raise UsageError(f"{adapter.path}: no such weights in {checkpoint.path}: {some(strangers)}", _other(adapter))
+    for name, whole in adapter.copies.items():
+        there = known_as(name)
+        if there is None or shapes[there] != whole.shape or not _is_copy(whole, checkpoint, there):
+            raise UnsupportedError(f"{adapter.path}: it brings another {name} than the model's", MERGE_FIRST)
+    return fitted
+
+
+def _architectures(checkpoint: Checkpoint) -> list[str]:
+    """What GGUF files of such models are called."""
+    if checkpoint.format == "gguf":
+        return [str(checkpoint.config["general.architecture"])]
+    family = family_of(checkpoint)
+    known = [name for name, each in GGUF_ARCHITECTURES.items() if each is family]
+    return ["llama", *known] if family in (MISTRAL, MIXTRAL) else known
+
+
+def _names(ours: Mapping[str, str], table: Mapping[str, str]) -> dict[str, str]:
+    """Names by a family's other table -> the checkpoint's. One file's family may know of parts that another's does not."""
+    names = {}
+    for known, name in ours.items():
+        with contextlib.suppress(UnsupportedError):
+            names[checkpoint_name(name, table)] = known
+    return names
+
+
+def _is_copy(whole: torch.Tensor, checkpoint: Checkpoint, name: str) -> bool:
+    """Whether rows of a weight that came along are the model's, as far as a model that is quantized lets one see."""
+    rows = (0, min(_COMPARED_ROWS, whole.shape[0]))
+    own, copy = checkpoint.tensor(name, rows), whole[: rows[1]]
+    if checkpoint.format == "gguf" and is_blocks(checkpoint.info(name).dtype_name):
+        return bool((own - copy.float()).norm() <= _MOST_NOISE * copy.float().norm())
+    return torch.equal(checkpoint.tensor(name).to(whole.dtype), whole)
+
+
+def _other(adapter: Adapter) -> str:
+    return "it was trained on " + (repr(adapter.base[:200]) if adapter.base else "another model")
+
+
+def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkpoint, spec: ModelSpec) -> torch.Tensor:
+    """Rows of q and k in the order that the checkpoint's rotary pairs have."""
+    family = family_of(checkpoint)
+    interleaved = {"hf": family.interleaved, "gguf": family.interleaved_gguf}
+    was, becomes = interleaved[adapter.format], interleaved[checkpoint.format]
+    attention = attention_of(spec)
+    if was == becomes or attention.rope is None or not ours.endswith((".q.weight", ".k.weight")):
+        return up
+    return (halves_to_pairs if becomes else pairs_to_halves)(up, attention.head_dim, attention.rope.dim)
+
+
+class _Sum(Checkpoint):
+    """A view of `inner`, which stays the one to close; `added` by name. rounds: see `adapt`."""
+
+    def __init__(self, inner: Checkpoint, added: Sums, *, rounds: bool) -> None:
+        self.format = inner.format
+        self.path = inner.path
+        self.config = inner.config
+        self.generation_config = inner.generation_config
+        self.metadata_types = inner.metadata_types
+        self._inner = inner
+        self._added = added
+        self._rounds = rounds
+
+    def names(self) -> list[str]:
+        return self._inner.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._inner.info(name)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Added in fp32."""
+        stored = self._inner.tensor(name, rows)
+        if name not in self._added:
+            return stored
+        first, end = rows or (0, stored.shape[0])
+        total = stored.to(torch.promote_types(stored.dtype, torch.float32))
+        for each in self._added[name]:
+            total = total + each.rows(first, end)
+        total = total.to(stored.dtype) if self._rounds else total
+        if bool((stored.isfinite() & ~total.isfinite()).any()):
+            raise CheckpointError(f"{self.path}: with its adapter, tensor {name!r} has values that {total.dtype} cannot hold")
+        return total
+
+    def raw(self, name: str) -> torch.Tensor:
+        if name not in self._added:
+            return self._inner.raw(name)
+        return self.tensor(name).contiguous().view(torch.uint8)
+
+    def release(self, name: str) -> None:
+        self._inner.release(name)
