@@ -533,8 +533,10 @@ def test_files_that_are_not_adapters(qwen: Path, blocks: Callable[[str], Path], 
     closed(writer, tmp_path / "experts.gguf")
     for path, kind, told in (
         (tmp_path / "none", ModelNotFoundError, "no such file"), (tmp_path / "pickle", UnsupportedError, "pickled"),
-        (tmp_path / "bare", CheckpointError, "no adapter_config.json"), (tmp_path / "two", UsageError, "2 .gguf files"),
-        (tmp_path, UsageError, "3 .gguf files"), (tmp_path / "x.txt", UnsupportedError, "not an adapter's file"),
+        (tmp_path / "bare", UnsupportedError, "no adapter_config.json"),
+        (tmp_path / "bare" / "adapter_model.safetensors", CheckpointError, "no adapter_config.json beside it"),
+        (tmp_path / "two", UsageError, "has several GGUF files: a.gguf, b.gguf"),
+        (tmp_path, UsageError, "several GGUF files"), (tmp_path / "x.txt", UnsupportedError, "not an adapter's file"),
         (blocks("q8_0"), UnsupportedError, "a model, not an adapter"), (tmp_path / "other.gguf", UsageError, "of gemma3 models"),
         (tmp_path / "experts.gguf", UnsupportedError, "not a matrix"),
         (tmp_path / "embedding.gguf", UnsupportedError, "an adapter of the embedding"),

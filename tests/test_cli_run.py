@@ -282,6 +282,22 @@ def test_help_imports_no_torch_and_no_rich(tmp_path: Path) -> None:
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
 
 
+def test_what_is_around_the_model_imports_no_torch(tmp_path: Path) -> None:
+    """The model here is one that needs none; names are looked up as they always are."""
+    program = """if True:
+        import os, sys, test_cli_driver
+        def leave(code, really=os._exit):
+            print(code, "torch" in sys.modules, flush=True)
+            really(code)
+        os._exit = leave
+        sys.argv = ["nanovllm", "run", "-q", "tiny", "say hello"]
+        test_cli_driver.main()
+    """
+    there = environment(tmp_path) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=there, timeout=60)
+    assert (done.stdout, done.stderr) == ("hello\n0 False\n", "")
+
+
 def test_python_m_is_the_same_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanovllm_cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=60)

@@ -48,12 +48,11 @@ from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.adapted import find_adapters
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.source import ResolvedModel, resolve
+from nanovllm_cli.weights.source import ResolvedModel, find_adapters, resolve
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -99,9 +99,9 @@ def convert(
     screen.announce(f"opening {name}")
     with signals.insisting():
         from nanovllm_cli.weights import convert as conversion
-        from nanovllm_cli.weights.adapted import find_adapters, merged
+        from nanovllm_cli.weights.adapted import merged
         from nanovllm_cli.weights.convert_tensors import quantized_already
-        from nanovllm_cli.weights.source import resolve
+        from nanovllm_cli.weights.source import find_adapters, resolve
     outtype = options.outtype.lower()
     outtype = _LONG_NAMES.get(outtype, outtype)
     progress = ProgressLine(screen)

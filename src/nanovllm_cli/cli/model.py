@@ -67,7 +67,7 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
-        from nanovllm_cli.weights.adapted import find_adapters
+        from nanovllm_cli.weights.source import find_adapters
     progress = ProgressLine(console)
     found = LLM.find(name, config=config, offline=options.offline, revision=options.revision, progress=progress)
     config = dataclasses.replace(config, lora=find_adapters(config.lora, offline=options.offline, progress=progress))

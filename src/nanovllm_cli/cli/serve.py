@@ -81,8 +81,7 @@ def serve(
     with signals.insisting():
         from nanovllm_cli.server.listen import listen
         from nanovllm_cli.server.served_models import ModelSettings
-        from nanovllm_cli.weights.adapted import find_adapters
-        from nanovllm_cli.weights.source import resolve
+        from nanovllm_cli.weights.source import find_adapters, resolve
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:

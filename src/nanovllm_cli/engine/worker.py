@@ -205,7 +205,6 @@ class Worker:
         self.num_multiplied_whole += whole * width
         return weight
 
-
     def _beside_bytes(self) -> int:
         """At most: as if each weight had two others behind it, with adapters of the same ranks."""
         total = 0

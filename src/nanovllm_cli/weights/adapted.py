@@ -15,20 +15,18 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.config import Lora
-from nanovllm_cli.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import MISTRAL, MIXTRAL
 from nanovllm_cli.models.registry import GGUF_ARCHITECTURES
-from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.adapter import MERGE_FIRST, Adapter, LowRank, open_adapter
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
 from nanovllm_cli.weights.convert_names import attention_of, halves_to_pairs, pairs_to_halves, tensor_shapes
 from nanovllm_cli.weights.convert_tensors import is_blocks
-from nanovllm_cli.weights.files import choose_adapter, some
+from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.source import resolve
 from nanovllm_cli.weights.stacked_experts import unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
@@ -49,18 +47,6 @@ class Adapted(NamedTuple):
 
     checkpoint: Checkpoint
     beside: Sums
-
-
-def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: LoadProgress | None = None) -> tuple[Lora, ...]:
-    """The same, by their paths on this machine; a name on the hub is downloaded. Raises what `resolve` raises."""
-    found = []
-    for each in lora:
-        try:
-            path = resolve(each.name, offline=offline, progress=progress, pick=choose_adapter).path
-        except ModelNotFoundError as error:
-            raise ModelNotFoundError(f"no adapter {each.name}: {error.message}", error.hint) from error
-        found.append(Lora(str(path), each.scale))
-    return tuple(found)
 
 
 def adapt(
@@ -181,28 +167,17 @@ def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkp
     return (halves_to_pairs if becomes else pairs_to_halves)(up, attention.head_dim, attention.rope.dim)
 
 
-class _Sum(Checkpoint):
-    """A view of `inner`, which stays the one to close; `added` by name. rounds: see `adapt`."""
+class _Sum(CheckpointView):
+    """`added` by name. rounds: see `adapt`."""
 
     def __init__(self, inner: Checkpoint, added: Sums, *, rounds: bool) -> None:
-        self.format = inner.format
-        self.path = inner.path
-        self.config = inner.config
-        self.generation_config = inner.generation_config
-        self.metadata_types = inner.metadata_types
-        self._inner = inner
+        super().__init__(inner)
         self._added = added
         self._rounds = rounds
 
-    def names(self) -> list[str]:
-        return self._inner.names()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._inner.info(name)
-
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Added in fp32."""
-        stored = self._inner.tensor(name, rows)
+        stored = super().tensor(name, rows)
         if name not in self._added:
             return stored
         first, end = rows or (0, stored.shape[0])
@@ -216,8 +191,5 @@ class _Sum(Checkpoint):
 
     def raw(self, name: str) -> torch.Tensor:
         if name not in self._added:
-            return self._inner.raw(name)
+            return super().raw(name)
         return self.tensor(name).contiguous().view(torch.uint8)
-
-    def release(self, name: str) -> None:
-        self._inner.release(name)

@@ -21,9 +21,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from nanovllm_cli.errors import AccessRefusedError, CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from nanovllm_cli.errors import AccessRefusedError, CheckpointError, ModelNotFoundError, UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLES, folder_of, pickle_error, some
+from nanovllm_cli.weights.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PICKLES,
+    choose_adapter,
+    folder_of,
+    pickle_error,
+    some,
+)
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -68,7 +76,8 @@ class Adapter:
 def open_adapter(path: Path, scale: float) -> Adapter:
     """The adapter at `path`, a folder or a file, its products times `scale`.
 
-    Raises ModelNotFoundError, AccessRefusedError, CheckpointError (broken), UnsupportedError (other kinds).
+    Raises ModelNotFoundError, AccessRefusedError, CheckpointError (broken), UnsupportedError (other kinds), UsageError (a folder
+    with several).
     """
     try:
         return _open(path, scale)
@@ -93,16 +102,8 @@ def _open(path: Path, scale: float) -> Adapter:
 
 
 def _file_of(folder: Path) -> Path:
-    if (folder / ADAPTER_WEIGHTS).is_file():
-        return folder / ADAPTER_WEIGHTS
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if pickles := sorted(file for file in folder.glob("adapter_model.*") if file.suffix in PICKLES):
-        raise pickle_error(str(pickles[0]))
-    if files:
-        raise UsageError(f"{folder}: {len(files)} .gguf files in it", f"name one of {some([f.name for f in files], 20)}")
-    raise UnsupportedError(f"{folder}: no {ADAPTER_WEIGHTS} in it, and no .gguf file", "PEFT saves an adapter so")
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    return folder / choose_adapter(names, str(folder)).files[-1]
 
 
 # ---- PEFT ----

@@ -117,6 +117,33 @@ class Checkpoint(ABC):
         self.close()
 
 
+class CheckpointView(Checkpoint):
+    """`inner` as it is, for others to say what differs; `inner` stays the one to close."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.format = inner.format
+        self.path = inner.path
+        self.config = inner.config
+        self.generation_config = inner.generation_config
+        self.metadata_types = inner.metadata_types
+        self._inner = inner
+
+    def names(self) -> list[str]:
+        return self._inner.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._inner.info(name)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._inner.tensor(name, rows)
+
+    def raw(self, name: str) -> torch.Tensor:
+        return self._inner.raw(name)
+
+    def release(self, name: str) -> None:
+        self._inner.release(name)
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at `path`, with its headers checked.
 

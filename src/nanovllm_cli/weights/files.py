@@ -104,7 +104,8 @@ def choose(names: Collection[str], where: str, *, quant: str | None = None, file
 
 
 def choose_adapter(names: Collection[str], where: str, *, quant: str | None = None, file: str | None = None) -> Weights:
-    """The same for a LoRA adapter: PEFT's two files, or the GGUF file, picked where there are several. Raises as `choose`."""
+    """The same for a LoRA adapter: PEFT's two files, weights last, or the GGUF file, picked where there are several. Raises as
+    `choose`."""
     names = [name for name in names if stays_inside(name)]
     if file is not None:
         return _chosen_file(names, where, file)
@@ -115,7 +116,7 @@ def choose_adapter(names: Collection[str], where: str, *, quant: str | None = No
     if (models := _gguf_models(names)) and len(models) == 1:
         return _chosen_file(names, where, models[0])
     if models:
-        raise UsageError(f"{where} has several GGUF files: {some(models, 30)}", "name one of them: org/repo/file.gguf")
+        raise UsageError(f"{where} has several GGUF files: {some(models, 30)}", "name one of them")
     if pickles := sorted(name for name in names if name.endswith(PICKLES)):
         raise pickle_error(f"{where}: {pickles[0]}")
     lacking = ADAPTER_CONFIG if ADAPTER_WEIGHTS in names else ADAPTER_WEIGHTS

@@ -11,20 +11,21 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import unquote
 
+from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights import hub
 from nanovllm_cli.weights.aliases import ALIASES, BUNDLED
-from nanovllm_cli.weights.files import Choose, Weights, choose, quant_of, some, split_parts, told_bytes
+from nanovllm_cli.weights.files import Choose, Weights, choose, choose_adapter, quant_of, some, split_parts, told_bytes
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
 
 DEFAULT_REVISION = "main"
@@ -106,6 +107,18 @@ def resolve(
         name, offline=offline, revision=revision, quant=quant, aliases=aliases, progress=progress, token=token, pick=pick
     )
     return found if isinstance(found, ResolvedModel) else download(found, progress, token)
+
+
+def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: LoadProgress | None = None) -> tuple[Lora, ...]:
+    """The same, by their paths on this machine; a name on the hub is downloaded. Raises what `resolve` raises."""
+    found = []
+    for each in lora:
+        try:
+            path = resolve(each.name, offline=offline, progress=progress, pick=choose_adapter).path
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"no adapter {each.name}: {error.message}", error.hint) from error
+        found.append(Lora(str(path), each.scale))
+    return tuple(found)
 
 
 def locate(

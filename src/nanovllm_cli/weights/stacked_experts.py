@@ -20,7 +20,7 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.experts import MAX_EXPERTS
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
@@ -77,15 +77,11 @@ def _parts(found: re.Match[str], name: str, e: int, *, is_last: bool) -> Iterato
         yield f"{place}.{e}.up_proj{kind}", _Part(name, e, 1, 2, turned=not kind, is_last=is_last)
 
 
-class _Unstacked(Checkpoint):
-    """A view of `inner`, which stays the one to close."""
+class _Unstacked(CheckpointView):
+    """`parts` by their names."""
 
     def __init__(self, inner: Checkpoint, parts: dict[str, _Part]) -> None:
-        self.format = inner.format
-        self.path = inner.path
-        self.config = inner.config
-        self.generation_config = inner.generation_config
-        self._inner = inner
+        super().__init__(inner)
         self._parts = parts
         stacks = {part.stack for part in parts.values()}
         self._names = [*(name for name in inner.names() if name not in stacks), *parts]
@@ -95,7 +91,7 @@ class _Unstacked(Checkpoint):
 
     def info(self, name: str) -> TensorInfo:
         if name not in self._parts:
-            return self._inner.info(name)
+            return super().info(name)
         part = self._parts[name]
         info = self._inner.info(part.stack)
         num_rows, *others = info.shape[:0:-1] if part.turned else info.shape[1:]
@@ -105,7 +101,7 @@ class _Unstacked(Checkpoint):
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         if name not in self._parts:
-            return self._inner.tensor(name, rows)
+            return super().tensor(name, rows)
         part = self._parts[name]
         own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
         own = (own.T if part.turned else own)[part.rows]
@@ -113,7 +109,7 @@ class _Unstacked(Checkpoint):
 
     def raw(self, name: str) -> torch.Tensor:
         if name not in self._parts:
-            return self._inner.raw(name)
+            return super().raw(name)
         part = self._parts[name]
         assert not part.turned, "bytes of plain numbers"
         num_experts, num_rows, *_ = self._inner.info(part.stack).shape
@@ -122,6 +118,6 @@ class _Unstacked(Checkpoint):
     def release(self, name: str) -> None:
         """A stack's pages go when its last expert is read: those of two experts may lie on one."""
         if name not in self._parts:
-            self._inner.release(name)
+            super().release(name)
         elif self._parts[name].is_last:
             self._inner.release(self._parts[name].stack)
