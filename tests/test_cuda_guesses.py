@@ -15,8 +15,9 @@ from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
 from engines import random_model, run, save
 from nanovllm_cli.engine import decode_work, device_sampler
-from nanovllm_cli.engine.lookup import MOST_ROWS, Lookup
+from nanovllm_cli.engine.lookup import Lookup
 from nanovllm_cli.engine.plan import Scheduled
+from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
 from test_lookup import ASKED, PROMPT, answers, broken_off_once, few
@@ -87,6 +88,23 @@ def test_without_determinism_the_cpus_tokens_all_the_same(name: str, folder: Pat
     settings = SETTINGS | ({"max_num_seqs": MOST_ROWS + 1} if name == "filtered" else {})
     found = answers(engine_on(folder, EmulatedDevice(), num_speculative_tokens=8, **settings), asked)
     assert [each[0] for each in found] == [each[0] for each in answers(engine_on(folder, None, **SETTINGS), asked)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"max_num_batched_tokens": 7, "num_speculative_tokens": 4}, {"num_blocks": 6}],
+    ids=["roomy", "small steps", "few blocks"],
+)
+def test_a_draft_model_changes_nothing_but_the_steps(more: dict[str, Any], folder: Path, plain: tuple[list[Any], int]) -> None:
+    """Here the model drafts for itself, so that its guesses hold."""
+    device = EmulatedDevice()
+    drafting = {"deterministic": True, "draft_model": str(folder), "draft_min_p": 0.0}
+    engine = engine_on(folder, device, **SETTINGS | drafting | more)
+    assert answers(engine, KINDS) == plain[0]
+    assert engine.stats().used_blocks == 0
+    (output,) = run(engine, [(PROMPT[:5], replace(ASKED["greedy"], allowed_token_ids=None, max_tokens=19))])
+    assert output.metrics.num_guessed_tokens == output.metrics.num_held_tokens >= 12
+    assert device.graphs
 
 
 def test_what_does_not_fit_a_recorded_step_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

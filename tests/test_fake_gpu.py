@@ -55,6 +55,7 @@ def test_what_is_not_on_the_device_is_noticed() -> None:
         {"kv_cache_dtype": "fp8"},
         {"deterministic": True},
         {"num_speculative_tokens": 4},
+        {"draft_model": "itself", "draft_quant": "int8", "num_speculative_tokens": 4},
         *({"quant": name} for name in ("fp8", "fp8:block=128", "int8", "int4", "nf4", "q4_k", "q6_k")),
     ],
     ids=str,
@@ -71,6 +72,8 @@ def test_steps_of_experts_need_nothing_of_the_host(settings: dict[str, Any], of_
 
 
 def serve(settings: dict[str, Any], count: int, folder: Path) -> None:
+    if "draft_model" in settings:
+        settings = settings | {"draft_model": str(folder)}
     config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | settings)
     device = FakeGpu()
     with fake_cuda():

@@ -29,6 +29,7 @@ _TYPES: dict[str, tuple[type, str, type]] = {
 
 BLOCK_SIZE = 16
 MAX_GUESSES = 64
+DRAFTED_TOKENS = 8
 MAX_SCALE = 1e6
 
 
@@ -63,7 +64,10 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory for weights, KV cache and one step.
     programmatic_launch: kernels on a GPU may start before the one ahead of them ends (from compute capability 9.0 up).
     eager: every step on a GPU runs launch by launch, none is recorded as a graph.
-    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before; 0: none.
+    num_speculative_tokens: most tokens that a step guesses for a sequence, by what followed the same words before, or by a draft
+        model; 0: none, or DRAFTED_TOKENS where there is such a model.
+    draft_model: a smaller one of the same vocabulary, which guesses; a path, or a name on the hub. draft_quant: its `quant`.
+    draft_min_p: the least probability that a token has for the draft model to be its guess; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     deterministic: a request's tokens and logprobs must not depend on the batch (see docs/architecture.md).
     """
@@ -92,6 +96,9 @@ class EngineConfig:
     eager: bool = False
     programmatic_launch: bool = True
     num_speculative_tokens: int = 0
+    draft_model: str | None = None
+    draft_quant: str | None = None
+    draft_min_p: float = 0.75
     cache_salt_secret: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +117,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.draft_min_p < 1:
+            raise UsageError(f"draft_min_p must be at least 0 and below 1, not {self.draft_min_p}")
+        if self.draft_model is None and self.draft_quant is not None:
+            raise UsageError("draft_quant has no meaning without draft_model", "name a draft model too")
         for name in ("memory_utilization", "gpu_memory_utilization"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
@@ -134,6 +145,11 @@ class EngineConfig:
         if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
             raise UsageError(f"{name} must be {called}, not {value!r}")
         object.__setattr__(self, name, become(value))
+
+    @property
+    def max_guesses(self) -> int:
+        """Most tokens that a step guesses for a sequence."""
+        return self.num_speculative_tokens or (0 if self.draft_model is None else DRAFTED_TOKENS)
 
     @property
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:

@@ -20,7 +20,6 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -52,7 +52,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.source import ResolvedModel, find_adapters, resolve
+from nanovllm_cli.weights.source import ResolvedModel, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,10 @@ class LLM:
     name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
     `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
-    lora: the adapters, by their paths. dtype: of weights and activations. max_model_len: longest prompt plus answer, in tokens;
-    context_len: the same, as far as the KV cache has room for it. read_bytes: what a step reads of the weights, however many
-    sequences are in it; expert_bytes: of these, those of experts, of which a token takes a share. formats: how many numbers of
-    the matrices are kept in which format; None is the compute type.
+    lora, draft_model: the adapters and the draft model, by their paths. dtype: of weights and activations. max_model_len: longest
+    prompt plus answer, in tokens; context_len: the same, as far as the KV cache has room for it. read_bytes: what a step reads of
+    the weights, however many sequences are in it; expert_bytes: of these, those of experts, of which a token takes a share.
+    formats: how many numbers of the matrices are kept in which format; None is the compute type.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -105,15 +105,17 @@ class LLM:
             model = self.find(model, config=config, offline=offline, revision=revision, progress=progress)
         elif offline or revision is not None:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
-        if config.lora:
-            config = replace(config, lora=find_adapters(config.lora, offline=offline, progress=progress))
+        config = find_parts(config, offline=offline, progress=progress)
         self.lora: tuple[Lora, ...] = config.lora
+        self.draft_model: str | None = config.draft_model
         self.resolved = model
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
             self.tokenizer = load_tokenizer(checkpoint)
             _check_vocabulary(self.tokenizer, read_spec(checkpoint, open_reader(checkpoint)))
+            if config.draft_model is not None:
+                check_vocabulary(config.draft_model, self.tokenizer)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = dict(checkpoint.generation_config)
@@ -121,7 +123,7 @@ class LLM:
         self.dtype: torch.dtype = worker.dtype
         self.max_model_len: int = worker.max_model_len
         self.num_parameters: int = worker.num_parameters
-        self.weight_bytes: int = worker.weight_bytes
+        self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes
         self.read_bytes: int = worker.read_bytes
         self.expert_bytes: int = worker.expert_bytes
         self.formats: Mapping[Format | None, int] = worker.formats
@@ -162,8 +164,9 @@ class LLM:
     ) -> ResolvedModel:
         """The first half of loading: what a name means, downloaded where it is not here. `LLM(LLM.find(name))` is `LLM(name)`.
         Raises what that raises for names and downloads, and UsageError for a config.quant that there is not."""
-        if config is not None and config.quant is not None:
-            parse_format(config.quant)  # before anything is downloaded
+        for quant in (config.quant, config.draft_quant) if config is not None else ():
+            if quant is not None:
+                parse_format(quant)  # before anything is downloaded
         return resolve(str(model), offline=offline, revision=revision, progress=progress)
 
     # ---- what it is ----

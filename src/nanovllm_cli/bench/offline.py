@@ -165,7 +165,8 @@ def _between(begin: float | None, end: float | None) -> float:
 
 def _settings(llm: LLM) -> dict[str, Any]:
     settings = {"formats": ", ".join(format_names(llm)), "dtype": str(llm.dtype).removeprefix("torch."), "threads": llm.threads}
-    return settings | ({"lora": "; ".join(map(str, llm.lora))} if llm.lora else {})
+    beside = {"lora": "; ".join(map(str, llm.lora)), "draft_model": llm.draft_model}
+    return settings | {name: value for name, value in beside.items() if value}
 
 
 def _memory(llm: LLM) -> dict[str, float]:

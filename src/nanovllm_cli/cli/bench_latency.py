@@ -67,7 +67,7 @@ def bench_latency(
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
-    config = engine.config(model, max_num_seqs=options.parallel)
+    config = engine.config(model, max_num_seqs=options.parallel, settings=ctx.obj)
     with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import Batches, measure_latency

@@ -72,7 +72,7 @@ def bench_throughput(
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)
-    config = engine.config(model, max_num_seqs=options.max_num_seqs)
+    config = engine.config(model, max_num_seqs=options.max_num_seqs, settings=ctx.obj)
     with load(name, model, config, screen).llm as llm:
         from nanovllm_cli.bench.machine import this_machine
         from nanovllm_cli.bench.offline import measure_throughput

@@ -88,7 +88,7 @@ def chat(
             source, spoken = _Remote.of(endpoint, model.model, [word for word in (model_word, *(words or [])) if word])
         else:
             name, spoken = name_and_words(model, model_word, words or [])
-            source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1), screen)
+            source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
         first = _first_message(talk.file or [], [*([talk.prompt] if talk.prompt is not None else []), *spoken])
         refuse_two_switches(ctx, template_kwargs(talk.chat_template_kwargs))
         _converse(ctx, source, first, talk, sessions, _given(sampling, form), saved, screen)
@@ -119,7 +119,7 @@ class _Local:
         options, config = self.options, self.config
         if name != self._begun_with:  # what was said of the first is of it alone
             options = dataclasses.replace(options, revision=None, chat_template=None)
-            config = dataclasses.replace(config, lora=())
+            config = dataclasses.replace(config, lora=(), draft_model=None, draft_quant=None)
         return find(named_model(self.settings, name, EXAMPLE), options, config, self.screen)
 
 

@@ -34,6 +34,9 @@ _OPTIONS = {
     "--unix-socket": ("--uds",),
     "--max-models": ("--models-max",),
     "--lora": ("--adapter-path", "--adapter", "--lora-path"),
+    "--draft-model": ("--model-draft", "-md", "--hf-repo-draft", "-hfd", "--spec-draft-model"),
+    "--draft-min-p": ("--draft-p-min", "--spec-draft-p-min"),
+    "--speculate": ("--draft", "--draft-n", "--draft-max", "--spec-draft-n-max", "--num-draft-tokens"),
     "--head": ("--output-tensor-type",),
     "--embedding": ("--token-embedding-type",),
     "--otlp-endpoint": ("--otlp-traces-endpoint",),
@@ -104,11 +107,12 @@ _EXPLAINED = {
         "--lora NAME is all that an adapter needs: leave it out",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): "control vectors are not supported",
     ("--mmproj", "--image"): "models that read images are not supported",
-    ("-md", "--model-draft", "--draft-model", "--speculative-config"):
-        "drafting by a second model is not supported; --speculate 8 guesses by what the text repeats",
-    ("--spec-type", "--draft", "--draft-n", "--draft-max", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m",
-     "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):
-        "--speculate 8 guesses up to eight tokens a step by what the text repeats",
+    ("--speculative-config",): "here it is --draft-model NAME, and --speculate N for how many tokens",
+    ("-ngld", "--n-gpu-layers-draft", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft", "-ctkd",
+     "-ctvd", "-td", "--threads-draft"): "the draft model runs where the other one does, with as much context: leave it out",
+    ("--spec-type", "--draft-min", "--spec-ngram-size-n", "--spec-ngram-size-m", "--spec-ngram-simple-size-n",
+     "--spec-ngram-simple-size-m"):
+        "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model",
     ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--samplers", "--sampler-seq", "--sampling-seq", "--tfs-z",
      "--adaptive-target", "--adaptive-decay", "--top-nsigma", "--top-n-sigma", "--dynatemp-range", "--dynatemp-exp", "--tfs"):
         "that sampler is not supported; --help lists those that are",

@@ -67,10 +67,10 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
     with signals.insisting():
         from nanovllm_cli.llm import LLM
-        from nanovllm_cli.weights.source import find_adapters
+        from nanovllm_cli.weights.source import find_parts
     progress = ProgressLine(console)
     found = LLM.find(name, config=config, offline=options.offline, revision=options.revision, progress=progress)
-    config = dataclasses.replace(config, lora=find_adapters(config.lora, offline=options.offline, progress=progress))
+    config = find_parts(config, offline=options.offline, progress=progress)
     signals.check()
     seconds = time.monotonic() - began
 
@@ -81,11 +81,18 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
         signals.check()
         keep_loaded()  # libraries and model stay; going through them again took a fifth of a step's Python
         console.say(f"{name}: {llm.resolved}", "dim")
-        for adapter in llm.lora:
-            console.say(f"with the adapter {adapter}", "dim")
+        say_parts(config, console)
         return Loaded(llm, seconds + time.monotonic() - began)
 
     return load_found
+
+
+def say_parts(config: EngineConfig, console: Console) -> None:
+    """What a model has beside it."""
+    for adapter in config.lora:
+        console.say(f"with the adapter {adapter}", "dim")
+    if config.draft_model is not None:
+        console.say(f"with guesses by {config.draft_model}", "dim")
 
 
 def chat_template(choice: str | None) -> str | None:

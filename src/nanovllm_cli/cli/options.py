@@ -13,7 +13,8 @@ import typer
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MESSAGES, MODEL, OUTPUT, SAMPLING, option, typer_option
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.config import Activations, DTypeName, EngineConfig, KVCacheDType, Lora
+from nanovllm_cli.cli.settings import Settings
+from nanovllm_cli.config import DRAFTED_TOKENS, Activations, DTypeName, EngineConfig, KVCacheDType, Lora
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -262,17 +263,37 @@ class EngineOptions(MemoryOptions):
     speculate: int = option(
         "--speculate",
         help="Guess up to N tokens a step by what followed the same words before. What is said stays the same (on a GPU but for "
-        "near-ties, without --deterministic), and comes sooner where texts repeat themselves. [0]",
+        "near-ties, without --deterministic), and comes sooner where texts repeat themselves. "
+        f"[0; {DRAFTED_TOKENS} with --draft-model]",
         default=EngineConfig().num_speculative_tokens, panel=ENGINE, metavar="N",
+    )
+    draft_model: str | None = option(
+        "--draft-model",
+        help="A smaller model of the same vocabulary, which guesses what the large one then looks at all at once. "
+        "What is said stays the same.",
+        panel=ENGINE, metavar="MODEL",
+    )
+    draft_quant: str | None = option(
+        "--draft-quant", help="Round the draft model's weights, as --quant does.", panel=ENGINE, metavar="FORMAT"
+    )
+    draft_min_p: float = option(
+        "--draft-min-p", help=f"The least probability of a token that the draft model guesses. [{EngineConfig().draft_min_p:g}]",
+        default=EngineConfig().draft_min_p, panel=ENGINE, metavar="P",
     )
 
     @parsers.by_their_flags()
-    def config(self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None) -> EngineConfig:
-        """The engine's settings. Raises UsageError."""
+    def config(
+        self, model: WeightsOptions | ServedOptions, *, max_num_seqs: int | None = None, settings: object = None
+    ) -> EngineConfig:
+        """The engine's settings. settings: whose aliases a draft model may be named by. Raises UsageError."""
+        draft = self.draft_model
+        if draft is not None and isinstance(settings, Settings):
+            draft = settings.resolve(draft)
         return dataclasses.replace(
             MemoryOptions.config(self, model, max_num_seqs=max_num_seqs),
             deterministic=self.deterministic, eager=self.eager, programmatic_launch=self.programmatic_launch,
-            num_speculative_tokens=self.speculate,
+            num_speculative_tokens=self.speculate, draft_model=draft, draft_quant=self.draft_quant,
+            draft_min_p=self.draft_min_p,
         )  # fmt: skip
 
 

@@ -86,7 +86,8 @@ def run(
         answerer, spoken = _remote(endpoint, model, [word for word in (model_word, *(words or [])) if word], prompt, kwargs)
     else:
         name, spoken = name_and_words(model, model_word, words or [])
-        config = engine.config(model, max_num_seqs=None if prompt.batch is not None else given.get("n", 1))
+        seats = None if prompt.batch is not None else given.get("n", 1)
+        config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
             name = last.model
             config = dataclasses.replace(config, lora=config.lora or tuple(Lora(*each) for each in last.lora))

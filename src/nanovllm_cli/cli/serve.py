@@ -15,7 +15,7 @@ import typer
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.log import hear, screen_for
-from nanovllm_cli.cli.model import chat_template, named_models
+from nanovllm_cli.cli.model import chat_template, named_models, say_parts
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords, SamplingOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
@@ -73,23 +73,24 @@ def serve(
         raise UsageError("--swap-timeout must be more than 0")
     if len(names) > 1:
         refuse_typed(ctx, ["lora", "lora_scaled"], "has no meaning with several models", "serve the model of the adapter alone")
+        refuse_typed(ctx, ["draft_model", "draft_quant"], "has no meaning with several models", "serve one of them alone")
     given = sampling.given()
-    config = replace(engine.config(model, max_num_seqs=limits.parallel), policy=limits.scheduling_policy)
+    config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
     called = model.names([_id(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")
     with signals.insisting():
         from nanovllm_cli.server.listen import listen
         from nanovllm_cli.server.served_models import ModelSettings
-        from nanovllm_cli.weights.source import find_adapters, resolve
+        from nanovllm_cli.weights.source import find_parts, resolve
     settings = _settings(address, access, limits)
     listener = listen(settings)
     try:
         progress = ProgressLine(screen)
-        lora = config.lora if len(names) == 1 else ()  # of several, whoever set a default did not say which
-        config = replace(config, lora=find_adapters(lora, offline=model.offline, progress=progress))
-        for adapter in config.lora:
-            screen.say(f"with the adapter {adapter}", "dim")
+        if len(names) > 1:  # whoever set a default did not say for which
+            config = replace(config, lora=(), draft_model=None, draft_quant=None)
+        config = find_parts(config, offline=model.offline, progress=progress)
+        say_parts(config, screen)
         served = [
             ModelSettings(
                 each,

@@ -12,11 +12,11 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.engine.memory import GIB
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
+from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
@@ -69,6 +69,11 @@ class CudaPlatform:
     def processor(self) -> str:
         return f"cuda {self.launcher.capability}"
 
+    @property
+    def most_drafted(self) -> int:
+        """As many as are recorded: the step waits for its weights. An estimate."""
+        return MOST_ROWS
+
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype
@@ -115,24 +120,24 @@ class CudaPlatform:
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,
         )  # fmt: skip
 
-    def cache_budget(self, model: Decoder) -> int:
+    def cache_budget(self, *models: Decoder) -> int:
         """What is left of the GPU's share beside the weights, the largest step, and what sampling and graphs take."""
         if self._unpacked:
             names, more = ", ".join(sorted(self._unpacked)), self._unpacked.total() / GIB
             self.progress.note(f"weights in {names} have no kernels on a GPU: unpacked to 16 bits they take {more:.1f} GiB more")
         self.progress.stage("preparing kernels for this GPU", None, "tensors")
         try:
-            step = self._profile(model)
+            step = max(map(self._profile, models))
         except torch.OutOfMemoryError:
             raise self._too_large(f"a step of {self.config.max_num_batched_tokens} tokens does not fit") from None
         finally:
             self.progress.done()
         memory = self.device.memory()
         used = memory.total - memory.free
-        rows = self.config.max_num_seqs + (MOST_ROWS if self.config.num_speculative_tokens else 0)
-        sampling = rows * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES)
+        rows = self.config.max_num_seqs + (MOST_ROWS if self.config.max_guesses else 0)
+        sampling = sum(rows * (model.spec.vocab_size * TOKEN_BYTES + ROW_BYTES) for model in models)
         share = int(memory.total * self.config.gpu_memory_utilization)
-        return max(0, share - used - step - sampling - GRAPH_BYTES)
+        return max(0, share - used - step - sampling - GRAPH_BYTES * len(models))
 
     def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> CudaRunner:
         rows, backend = self.config.max_num_seqs, model.backend
@@ -140,7 +145,7 @@ class CudaPlatform:
         width = min(self._table_width(model.spec.max_position), cache.num_blocks)
         reads_lengths = any(rope.scaling == "dynamic" for rope in model.ropes)  # on the host, for their angles
         recordable = recordable and model.recordable and not reads_lengths and not self.config.eager
-        guesses = self.config.num_speculative_tokens > 0
+        guesses = self.config.max_guesses > 0
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, model.most_unread if recordable else 0)
         vocab_size, most_guesses = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_guesses)

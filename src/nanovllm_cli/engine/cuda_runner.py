@@ -96,8 +96,9 @@ class CudaRunner:
         return lambda: StepOutput(drawn + read(), {})
 
     def _decode_guesses(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
-        firsts = itertools.accumulate((len(share.token_ids) for share in scheduled), initial=0)
-        draws = [Draw(share.seq_id, first, share.guesses) for share, first in zip(scheduled, firsts, strict=False)]
+        ends = itertools.accumulate(len(share.token_ids) for share in scheduled)
+        rows = [end - 1 - share.num_guesses for share, end in zip(scheduled, ends, strict=True)]
+        draws = [Draw(share.seq_id, row, share.guesses) for share, row in zip(scheduled, rows, strict=True)]
         num_drawn = _num_drawn(scheduled)
         at_once = self._prepare_draws(draws, num_drawn)
         logits = self.decode.run_guesses(scheduled, self.on_device)
@@ -230,4 +231,6 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _is_decode(share: Scheduled) -> bool:
-    return share.draws == (share.seq_id,) and len(share.token_ids) == 1 + share.num_guesses and share.prompt_logprobs is None
+    """One token and guesses behind it, or as good as that."""
+    is_one = len(share.token_ids) == 1 + share.num_guesses or share.every_row
+    return is_one and share.draws == (share.seq_id,) and share.prompt_logprobs is None

@@ -21,8 +21,8 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.lookup import MOST_ROWS
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
+from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device, Graph
 from nanovllm_cli.models.decoder import Decoder, StepInputs

@@ -34,7 +34,7 @@ from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
-from nanovllm_cli.engine.strategy import Standard, Strategy
+from nanovllm_cli.engine.strategy import Drafted, Standard, Strategy
 from nanovllm_cli.errors import PromptTooLongError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )
-        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config), clock)
+        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._preparing = Preparing()
@@ -351,8 +351,10 @@ class Engine:
         )
 
 
-def _strategy(config: EngineConfig) -> Strategy:
-    return Lookup(config.num_speculative_tokens) if config.num_speculative_tokens else Standard()
+def _strategy(config: EngineConfig, executor: Executor) -> Strategy:
+    if config.draft_model is not None:
+        return Drafted(config.max_guesses, executor.most_drafted)
+    return Lookup(config.max_guesses) if config.max_guesses else Standard()
 
 
 def _seed(seed: int | None, index: int) -> int:

@@ -24,6 +24,10 @@ class Executor(Protocol):
     def block_bytes(self) -> int:
         """Of one block of the KV cache over all layers."""
 
+    @property
+    def most_drafted(self) -> int:
+        """Rows of a step, guesses of a draft model included, up to which these pay."""
+
     def read_blocks(self, blocks: list[int]) -> memoryview:
         """What these blocks of the KV cache hold, block_bytes each, one after another."""
 

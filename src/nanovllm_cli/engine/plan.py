@@ -18,6 +18,9 @@ Pooling = Literal["mean", "last", "cls"]
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
 
+DRAFTED = -2
+"""As a fed token: one that the worker guesses, or leaves out."""
+
 
 class NewSequence(NamedTuple):
     """A sequence that the worker's sampler has not seen: what penalties, seeds and constraints need to begin.
@@ -47,6 +50,7 @@ class Scheduled(NamedTuple):
     pooling: what becomes of the hidden rows of a text that is embedded.
     num_guesses: how many of token_ids, the last ones, are guesses: the sequence draws from the row before each as well, as long
         as they turn out right.
+    every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
     """
 
     seq_id: int
@@ -59,6 +63,11 @@ class Scheduled(NamedTuple):
     prompt_len: int = 0
     pooling: Pooling | None = None
     num_guesses: int = 0
+    every_row: bool = False
+
+    @property
+    def known(self) -> list[int]:
+        return self.token_ids[: len(self.token_ids) - self.num_guesses]
 
     @property
     def guesses(self) -> list[int]:
@@ -73,7 +82,7 @@ class Scheduled(NamedTuple):
     def wanted_rows(self) -> range:
         """Rows of this share that are needed behind the last norm."""
         count = len(self.token_ids)
-        if self.prompt_logprobs is not None or self.pooling == "mean":
+        if self.prompt_logprobs is not None or self.pooling == "mean" or self.every_row:
             return range(count)
         if self.pooling == "cls":
             return range(1 if self.start == 0 else 0)
@@ -114,8 +123,10 @@ class Drawn(NamedTuple):
 
 class StepOutput(NamedTuple):
     """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets. pooled: seq id
-    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk."""
+    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk. guesses: seq id -> what the
+    worker fed in place of DRAFTED."""
 
     drawn: list[Drawn]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     pooled: Mapping[int, list[float]] = MappingProxyType({})
+    guesses: Mapping[int, list[int]] = MappingProxyType({})

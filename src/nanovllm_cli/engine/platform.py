@@ -37,6 +37,10 @@ class Platform(Protocol):
     def processor(self) -> str:
         """What computes, as far as the bits of a result depend on it."""
 
+    @property
+    def most_drafted(self) -> int:
+        """See Executor."""
+
     def resolve_dtype(self, stored: set[str]) -> torch.dtype:
         """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""
 
@@ -63,8 +67,8 @@ class Platform(Protocol):
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend: ...
 
-    def cache_budget(self, model: Decoder) -> int:
-        """Memory that the KV cache may take at most, once the weights are there."""
+    def cache_budget(self, *models: Decoder) -> int:
+        """Memory that the KV caches of these may take at most, once the weights are there."""
 
     def make_runner(self, model: Decoder, cache: KVCache, sampler: Sampler, recordable: bool) -> PlanRunner:
         """recordable: whether the weights' formats allow a step to be recorded."""

@@ -178,7 +178,7 @@ class Scheduler:
                 continue
             first = _sound(by_id.get(sequence.seq_id), sequence)
             others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
-            sequence.num_computed += self._strategy.num_valid(sequence, share.token_ids, first.token_ids)
+            sequence.num_computed += self._strategy.num_valid(sequence, _fed(share, output), first.token_ids)
             sequence.token_ids.extend(first.token_ids)
             if first.error is None and all(each.error is None for each in others):
                 self._blocks.register(sequence)
@@ -427,6 +427,12 @@ def _rank(sequence: Sequence) -> tuple[float, int, int]:
 def _group(sequence: Sequence) -> list[Sequence]:
     """A sequence and those that draw from the row that ends its prompt."""
     return [sequence, *sequence.pending]
+
+
+def _fed(share: Scheduled, output: StepOutput) -> list[int]:
+    """What a share's tokens turned out to be, where the worker guessed some of them."""
+    guesses = output.guesses.get(share.seq_id)
+    return share.token_ids if guesses is None else [*share.known, *guesses]
 
 
 def _sound(drawn: Drawn | None, sequence: Sequence) -> Drawn:

@@ -96,6 +96,7 @@ class Stepper:
             logger.warning("a step of %d sequences failed; looking for the one to blame", len(plan.scheduled))
         drawn, prompt_logprobs, failures = [], {}, {}
         pooled: dict[int, list[float]] = {}
+        guesses: dict[int, list[int]] = {}
         middle = len(plan.scheduled) // 2
         for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
             ids = {seq_id for each in scheduled for seq_id in each.draws}
@@ -111,8 +112,9 @@ class Stepper:
             drawn.extend(half.drawn)
             prompt_logprobs.update(half.prompt_logprobs)
             pooled.update(half.pooled)
+            guesses.update(half.guesses)
             failures.update(failed)
-        return StepOutput(drawn, prompt_logprobs, pooled), failures
+        return StepOutput(drawn, prompt_logprobs, pooled, guesses), failures
 
 
 def _message(error: Exception) -> str:

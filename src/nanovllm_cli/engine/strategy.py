@@ -1,13 +1,25 @@
-"""How a sequence turns steps into tokens: the only thing that plain decoding and speculation do differently.
+"""How a sequence turns steps into tokens: the only thing that plain decoding and speculation do differently. What a step draws
+does not depend on it: each token is drawn from its own row of the logits, by its own random number, and a guess that is not what
+was drawn there is forgotten with all behind it. As a row's bits do not depend on what is computed beside it (on a CPU, and a
+deterministic GPU), nor does any token.
 
 The scheduler asks a strategy what to feed, and tells it what was drawn. It never learns which strategy it has.
 """
 
 from __future__ import annotations
 
+import itertools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
+from nanovllm_cli.engine.plan import DRAFTED
 from nanovllm_cli.engine.sequence import Sequence
+
+FIRST_GUESSES = 2
+LONGEST_WAIT = 32
+MOST_ROWS = 24
+"""Of a step in all, guesses included. With so many a step is computing, not waiting for memory: one more costs its share."""
 
 
 class Strategy(Protocol):
@@ -42,3 +54,75 @@ class Standard:
 
     def num_valid(self, sequence: Sequence, fed: list[int], drawn: list[int]) -> int:
         return len(fed)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many guesses a sequence gets: few at first, twice as many where all held, and as many as held where not. waits: steps
+    to come that guess nothing, more and more where none does."""
+
+    num_guesses: int = FIRST_GUESSES
+    num_misses: int = 0
+    waits: int = 0
+
+    def learn(self, num_guessed: int, num_held: int) -> None:
+        """How the last guesses went."""
+        if num_held == num_guessed:
+            self.num_guesses = min(MOST_ROWS, 2 * self.num_guesses)
+        else:
+            self.num_guesses = max(1, num_held)
+        self.num_misses = 0 if num_held else self.num_misses + 1
+        self.waits = min(LONGEST_WAIT, 2**self.num_misses - 1)
+
+
+class Guessing(ABC):
+    """Known tokens, and behind the last of them what `guesses` says. max_guesses: most of a sequence in one step. most_rows: see
+    MOST_ROWS."""
+
+    def __init__(self, max_guesses: int, most_rows: int = MOST_ROWS) -> None:
+        self._max_guesses = max_guesses
+        self._most_rows = most_rows
+        self._room = max_guesses
+
+    def begin(self, num_decodes: int) -> None:
+        self._room = min(self._max_guesses, max(0, self._most_rows - num_decodes) // max(1, num_decodes))
+
+    def feed(self, sequence: Sequence, limit: int) -> list[int]:
+        start = sequence.num_computed
+        known = sequence.token_ids[start : start + limit]
+        room = min(self._room, limit - 1, sequence.request.max_len - len(sequence.token_ids) - 1)
+        if room < 1 or len(sequence.token_ids) - start > 1 or sequence.pending:
+            return known
+        if sequence.past is None:
+            sequence.past = self.begin_sequence()
+        if sequence.past.waits:
+            sequence.past.waits -= 1
+            return known
+        return known + self.guesses(sequence, min(room, sequence.past.num_guesses))
+
+    def num_valid(self, sequence: Sequence, fed: list[int], drawn: list[int]) -> int:
+        num_known = len(sequence.token_ids) - sequence.num_computed
+        guesses = fed[num_known:]
+        if not guesses:
+            return len(fed)
+        pairs = zip(guesses, drawn, strict=False)
+        num_held = sum(itertools.takewhile(bool, (guess == token for guess, token in pairs)))
+        sequence.past.learn(len(guesses), num_held)
+        sequence.request.num_guessed_tokens += len(guesses)
+        sequence.request.num_held_tokens += num_held
+        return num_known + num_held
+
+    def begin_sequence(self) -> Pace:
+        """What is to be remembered of a sequence, as its `past`."""
+        return Pace()
+
+    @abstractmethod
+    def guesses(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens that may follow the known ones."""
+
+
+class Drafted(Guessing):
+    """The worker's draft model guesses."""
+
+    def guesses(self, sequence: Sequence, most: int) -> list[int]:
+        return [DRAFTED] * most

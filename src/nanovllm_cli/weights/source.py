@@ -12,13 +12,13 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from nanovllm_cli.config import Lora
+from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -119,6 +119,17 @@ def find_adapters(lora: Iterable[Lora], *, offline: bool = False, progress: Load
             raise ModelNotFoundError(f"no adapter {each.name}: {error.message}", error.hint) from error
         found.append(Lora(str(path), each.scale))
     return tuple(found)
+
+
+def find_parts(config: EngineConfig, *, offline: bool = False, progress: LoadProgress | None = None) -> EngineConfig:
+    """The same, with adapters and draft model by their paths on this machine. Raises what `resolve` raises."""
+    config = replace(config, lora=find_adapters(config.lora, offline=offline, progress=progress))
+    if config.draft_model is None:
+        return config
+    try:
+        return replace(config, draft_model=str(resolve(config.draft_model, offline=offline, progress=progress).path))
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"no draft model {config.draft_model}: {error.message}", error.hint) from error
 
 
 def locate(

@@ -1,0 +1,113 @@
+"""What a draft model gives and costs: decoding with guesses of a small model against decoding without.
+
+    python benchmarks/draft.py --model random:qwen3-4b --quant int4 --draft random:qwen3-0.6b --draft-quant int8
+
+The weights are random: after each forward one logit is raised, of the large model that of the next token of a made-up answer, of
+the small one the same token as often as `--right` says, and else another. So how often a guess holds is given, while every step
+of both is computed whole. Settings take turns in one run; decoding only, without prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from nanovllm_cli.bench.machine import this_machine
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.draft import Draft
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.plan import Plan
+from nanovllm_cli.engine.strategy import Drafted, Standard
+from nanovllm_cli.llm import LLM
+from speculation import ANSWER, decode, follow
+
+PROMPT_LEN = 400
+BATCHES = (1, 4)
+
+
+def draft_follows(draft: Draft, answer: list[int], right: float) -> None:
+    """From now on the draft model's likeliest token is the answer's next one, so often."""
+    runner, rng = draft._runner, random.Random(1)
+    kind = type(runner)
+    places: dict[int, int] = {}
+
+    def run(plan: Plan) -> Any:
+        places.update({share.seq_id: share.start + len(share.token_ids) - PROMPT_LEN for share in plan.scheduled})
+        return kind.run(runner, plan)
+
+    def sample(seq_ids: Any, logits: torch.Tensor, rows: Any = None) -> Any:
+        for seq_id, row in zip(seq_ids, range(len(seq_ids)) if rows is None else rows, strict=True):
+            place = places[seq_id]
+            token = answer[place] if 0 <= place < len(answer) else 0
+            logits[row, token if rng.random() < right else token - 1] = 1e4
+        return type(runner.sampler).sample(runner.sampler, seq_ids, logits, rows)
+
+    runner.run = run  # type: ignore[method-assign]
+    runner.sampler.sample = sample  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:qwen3-4b")
+    parser.add_argument("--quant", default="int4", help="empty for none")
+    parser.add_argument("--draft", default="random:qwen3-0.6b")
+    parser.add_argument("--draft-quant", default="int8")
+    parser.add_argument("--right", type=float, nargs="*", default=[0.95, 0.8, 0.6, 0.0])
+    parser.add_argument("--guesses", type=int, nargs="*", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    config = EngineConfig(
+        device="cpu", quant=options.quant or None, draft_model=options.draft, draft_quant=options.draft_quant or None,
+        draft_min_p=0.0, threads=options.threads, max_model_len=1024, max_num_seqs=8,
+    )  # fmt: skip
+    llm = LLM(options.model, config=config)
+    rng = random.Random(0)
+    prompt, answer = ([rng.randrange(llm.spec.vocab_size) for _ in range(count)] for count in (PROMPT_LEN, ANSWER))
+    follow(llm, dict.fromkeys(range(16), answer))
+    draft = llm._worker._draft
+    assert draft is not None
+
+    def measured(batch: int, guesses: int) -> tuple[float, float]:
+        """Tokens a second, and the share of guesses that held."""
+        llm._worker._draft = draft if guesses else None
+        strategy = Drafted(guesses) if guesses else Standard()
+        sizes = {"vocab_size": llm.spec.vocab_size, "max_model_len": llm.max_model_len, "num_blocks": llm._worker.num_blocks}
+        engine = Engine(llm._worker, config, strategy=strategy, **sizes)
+        seconds, tokens, guessed, held = decode(engine, prompt, batch, range(16))
+        return tokens / seconds, held / guessed if guessed else 0.0
+
+    found: dict[str, Any] = {}
+    for batch in BATCHES:
+        measured(batch, 0)
+        for right in options.right:
+            draft_follows(draft, answer, right)
+            runs = [[measured(batch, count) for count in (0, *options.guesses)] for _ in range(options.rounds)]
+            plain = statistics.median(each[0][0] for each in runs)
+            found[f"right {right}, {batch}"] = {"tokens_per_second": round(plain, 1)} | {
+                f"guesses_{count}": {
+                    "ratio": round(statistics.median(each[i + 1][0] / each[0][0] for each in runs), 3),
+                    "held": round(runs[0][i + 1][1], 3),
+                }
+                for i, count in enumerate(options.guesses)
+            }  # fmt: skip
+            print(f"right {right}, {batch}", json.dumps(found[f"right {right}, {batch}"]), flush=True)
+    settings = {name: getattr(options, name) for name in ("model", "quant", "draft", "draft_quant")}
+    result = {"machine": asdict(this_machine()), **settings, "decoding": found}
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

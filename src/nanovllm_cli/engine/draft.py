@@ -1,0 +1,136 @@
+"""Speculation by a smaller model of the same vocabulary (Leviathan et al. 2023, Chen et al. 2023): it says what comes next, and
+the large one computes all of that in one step and draws from each row.
+
+The small model's K and V lie in blocks beside the large one's, at the same places: what the scheduler does to a block it does to
+both, and what the large model is fed the small one is fed too, in the same step or when the block is full. So it knows every
+prefix that is found, and every sequence that comes back. Its guesses are its likeliest tokens, up to the first that it is not
+sure of. As a guess counts only where the large model draws the same, nothing here changes a token; at worst it costs time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.loaded_model import LoadedModel
+from nanovllm_cli.engine.plan import Drawn, NewSequence, Plan, Scheduled
+from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.tokenizer import load_tokenizer
+
+COMPARED_TOKENS = 4096
+MOST_OTHERS = 0.01  # a family's later models may have a few tokens more
+
+
+class _Unfed(NamedTuple):
+    """What a sequence has been fed behind what the draft model was: `tokens` from `start` on."""
+
+    start: int
+    tokens: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Draft:
+    """cache: of as many blocks as the large model's. vocab_size: the large model's, which may have fewer tokens."""
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache, config: EngineConfig, vocab_size: int) -> None:
+        self.weight_bytes = loaded.weight_bytes
+        sampler = Sampler(loaded.spec.vocab_size)
+        self._runner = loaded.platform.make_runner(loaded.model, cache, sampler, loaded.recordable)
+        self._max_position = loaded.spec.max_position
+        self._vocab_size = min(vocab_size, loaded.spec.vocab_size)
+        self._block_size = config.block_size
+        self._least_logprob = math.log(config.draft_min_p) if config.draft_min_p else None
+        self._params = SamplingParams(temperature=0.0, logprobs=0 if config.draft_min_p else None)
+        self._unfed: dict[int, _Unfed] = {}
+
+    def fill(self, plan: Plan) -> tuple[Plan, dict[int, list[int]]]:
+        """`plan` with guesses in place of DRAFTED, and these by sequence id: as many as there is room for, or fewer."""
+        for seq_id in plan.finished:
+            self._unfed.pop(seq_id, None)
+        self._runner.run(Plan([], [], plan.finished, plan.copies))
+        drawn = self._feed([share for share in plan.scheduled if _end(share) <= self._max_position])
+        guesses: dict[int, list[int]] = {share.seq_id: [] for share in plan.scheduled if share.num_guesses}
+        going = {share.seq_id: share for share in plan.scheduled if share.num_guesses}
+        for count in range(1, 1 + max((share.num_guesses for share in going.values()), default=0)):
+            sure = {each.seq_id: each.token_ids[0] for each in drawn if each.seq_id in going and self._is_sure(each)}
+            for seq_id, token in sure.items():
+                guesses[seq_id].append(token)
+            going = {seq_id: going[seq_id] for seq_id in sure if going[seq_id].num_guesses > count}
+            if not going:
+                break
+            more = [self._drawing(share, [sure[i]], share.start + count, count) for i, share in going.items()]
+            drawn = self._runner.run(Plan(more, [], [], [])).drawn
+        scheduled = [self._filled(share, guesses[share.seq_id]) if share.num_guesses else share for share in plan.scheduled]
+        return plan._replace(scheduled=scheduled), guesses
+
+    def _feed(self, scheduled: Sequence[Scheduled]) -> list[Drawn]:
+        """Feeds what is known, and draws for those that want guesses. What nobody guesses behind waits for the end of its block,
+        as several tokens take little longer than one."""
+        shares = []
+        for share in scheduled:
+            start, tokens = share.start, share.known
+            before = self._unfed.pop(share.seq_id, None)
+            if before is not None and before.end == start and len(tokens) == 1:
+                start, tokens = before.start, [*before.tokens, *tokens]
+            end = start + len(tokens)
+            if share.num_guesses:
+                shares.append(self._drawing(share, tokens, start, 0))
+            elif len(share.known) == 1 and share.start >= share.prompt_len and end % self._block_size:
+                self._unfed[share.seq_id] = _Unfed(start, tokens)
+            else:
+                table = share.block_table[: self._blocks_for(end)]
+                shares.append(Scheduled(share.seq_id, tokens, start, table, (), prompt_len=share.prompt_len))
+        new = [NewSequence(seq_id, [], self._params, 0, ()) for share in shares for seq_id in share.draws]
+        return self._runner.run(Plan(shares, new, [], [])).drawn if shares else []
+
+    def _drawing(self, share: Scheduled, tokens: list[int], start: int, num_drawn: int) -> Scheduled:
+        """num_drawn: since the sequence was new. Steps of a token or two are recorded."""
+        end = start + len(tokens)
+        table = share.block_table[: self._blocks_for(end)]
+        few = len(tokens) <= 2
+        return Scheduled(share.seq_id, tokens, start, table, (share.seq_id,), prompt_len=end - num_drawn, every_row=few)
+
+    def _is_sure(self, drawn: Drawn) -> bool:
+        if drawn.error is not None or drawn.token_ids[0] >= self._vocab_size:
+            return False
+        return self._least_logprob is None or (drawn.logprobs or [])[0].logprob >= self._least_logprob
+
+    def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
+        end = share.start + len(share.known) + len(guesses)
+        if guesses:
+            self._unfed[share.seq_id] = _Unfed(end - 1, guesses[-1:])  # if all hold
+        return share._replace(
+            token_ids=[*share.known, *guesses], num_guesses=len(guesses), block_table=share.block_table[: self._blocks_for(end)]
+        )
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def check_vocabulary(path: str, tokenizer: Tokenizer) -> None:
+    """Whether the model at `path` can draft for the tokenizer's model: as good as all tokens mean the same to both.
+    Raises what opening it raises, and UsageError."""
+    with open_checkpoint(path) as checkpoint:
+        other = load_tokenizer(checkpoint)
+    least = min(tokenizer.vocab_size, other.vocab_size)
+    ids = range(0, least, -(-least // COMPARED_TOKENS))
+    num_others = sum(tokenizer.id_to_bytes(i) != other.id_to_bytes(i) for i in ids)
+    if num_others > MOST_OTHERS * len(ids):
+        raise UsageError(
+            f"{path} cannot draft for this model: of {len(ids)} tokens compared, {num_others} are others there",
+            "a draft model has the large one's vocabulary, as a smaller one of the same family",
+        )
+
+
+def _end(share: Scheduled) -> int:
+    return share.start + len(share.token_ids)

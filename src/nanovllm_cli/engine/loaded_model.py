@@ -1,0 +1,153 @@
+"""A model with its weights on a platform: what a worker runs, and what drafts for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import block_bytes
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.memory import check_weights_fit
+from nanovllm_cli.engine.platform import Platform
+from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.moe import MoE
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.quant.cpu_integer import CpuInteger
+from nanovllm_cli.quant.format import Format, Fp8, Integer
+from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.quant.low_rank import Beside, padded, side_by_side
+from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.weights.adapted import Sums, adapt
+from nanovllm_cli.weights.adapter import stamps
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
+from nanovllm_cli.weights.quantized import open_reader
+
+
+class LoadedModel:
+    """Loads a checkpoint.
+
+    formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
+    are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
+    formats allow a step to be recorded. block_bytes: of one block of its KV cache over all layers.
+    Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, platform: Platform, progress: LoadProgress) -> None:
+        self.platform = platform
+        self._beside: Sums = {}
+        reader = open_reader(checkpoint)
+        self.spec: ModelSpec = read_spec(checkpoint, reader)
+        if config.lora:
+            checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora)
+            reader = open_reader(checkpoint)
+        self.lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
+        self.dtype = platform.resolve_dtype(
+            {checkpoint.info(n).dtype_name for n in checkpoint.names() if len(checkpoint.info(n).shape) > 1}
+        )
+        platform.enter()
+        self._formats = WeightFormats(checkpoint, reader, None if config.quant is None else parse_format(config.quant))
+        needed = self._formats.num_bytes(self.dtype, platform.dense_bytes) + self._beside_bytes()
+        check_weights_fit(needed, platform.available_bytes())
+        platform.compile(self.dtype)
+        self._storages: list[WeightStorage] = []
+        self.formats: Counter[Format | None] = Counter()
+        self.num_multiplied_whole = 0
+        backend = platform.backend(self.spec, self.dtype)
+        self.model = Decoder(self.spec, Kit(self.dtype, self._make_storage, platform.ops, backend))
+        if config.activations != "auto" and set(self.formats) == {None}:
+            progress.note("activations changes nothing: no weight of this model is quantized")
+        load_weights(self.model, checkpoint, reader, progress)
+        self._beside = {}
+        self.block_bytes = block_bytes(self.spec.kv_heads_and_dims, backend)
+        self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all matrices; norms and biases are too small to count."""
+        return sum(storage.num_bytes for storage in self._storages)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the matrices that a step reads whole: all but an embedding that is not the head as well, and experts that nobody
+        takes."""
+        return self.weight_bytes - (0 if self.spec.tied_head else self.model.embedding.weight.num_bytes)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of these, the bytes of experts, of which a token takes `spec.expert_share`."""
+        return sum(block.mlp.expert_bytes for block in self.model.blocks if isinstance(block.mlp, MoE))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the checkpoint that the model uses."""
+        return sum(torch.Size(slot.shape).numel() for slot in self.model.slots().values())
+
+    def _experts_are_alike(self) -> bool:
+        """Whether the experts of each layer are in the same formats."""
+        return all(
+            len({tuple(self._formats.of(f"blocks.{i}.experts.{e}.{part}.weight") for part in ("gate", "up", "down"))
+                 for e in range(block.mlp.num_experts)}) == 1
+            for i, block in enumerate(self.spec.blocks)
+            if isinstance(block.mlp, MoESpec)
+        )  # fmt: skip
+
+    def _make_storage(self, parts: dict[str, int], width: int) -> WeightStorage:
+        """Parts in the same format are one storage."""
+        runs: list[tuple[Format | None, int]] = []
+        for name, num_rows in parts.items():
+            form = self._formats.of(name)
+            if form is not None:
+                form.check_width(width)
+            self.formats[form] += num_rows * width
+            if runs and runs[-1][0] == form and not _stays_apart(form):
+                runs[-1] = (form, runs[-1][1] + num_rows)
+            else:
+                runs.append((form, num_rows))
+        storages = [self.platform.make_storage(form, num_rows, width, self.dtype) for form, num_rows in runs]
+        weight = storages[0] if len(storages) == 1 else self.platform.stack(storages, self.dtype)
+        if not self._beside.keys().isdisjoint(parts):
+            weight = self._with_adapters(weight, parts)
+        self._storages.append(weight)
+        whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
+        self.num_multiplied_whole += whole * width
+        return weight
+
+    def _beside_bytes(self) -> int:
+        """At most: as if each weight had two others behind it, with adapters of the same ranks."""
+        total = 0
+        for sums in self._beside.values():
+            rank = padded(3 * sum(each.down.shape[0] for each in sums))
+            total += self.platform.dense_bytes(rank, sums[0].down.shape[1], self.dtype)
+            total += self.platform.dense_bytes(sums[0].up.shape[0], rank, self.dtype)
+        return total
+
+    def _with_adapters(self, weight: WeightStorage, parts: dict[str, int]) -> WeightStorage:
+        """With the products of adapters beside those of a weight that is stored quantized."""
+        added = [[Beside(each.down, each.up.float() * each.scale) for each in self._beside.get(name, ())] for name in parts]
+        sides = side_by_side(list(parts.values()), added, weight.width)
+        largest = sides.up.to(self.dtype).abs().float() @ sides.down.to(self.dtype).abs().float().sum(1)
+        if not bool(largest.isfinite().all()):
+            raise CheckpointError(f"an adapter of {next(iter(parts))} has values that {self.dtype} cannot hold")
+
+        def kept(side: torch.Tensor) -> WeightStorage:
+            storage = self.platform.make_storage(None, side.shape[0], side.shape[1], self.dtype)
+            storage.load_rows(0, side)
+            return storage
+
+        return self.platform.with_product(weight, kept(sides.down), kept(sides.up), self.dtype)
+
+
+def _stays_apart(form: Format | None) -> bool:
+    """Parts of one storage share the order of their columns, and the scale of their input."""
+    match form:
+        case Integer():
+            return form.ordered
+        case Fp8():
+            return form.activation == "static"
+    return False
