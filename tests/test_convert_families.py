@@ -17,6 +17,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert import SETTINGS, TINY
+from test_models import CASES as TEXTS
 from test_models import SEEING, prompts
 from test_models_gguf import CASES, write
 from test_quant_engine import difference, logits_of
@@ -89,6 +90,23 @@ def test_of_a_model_that_sees_the_part_that_writes_is_written(tmp_path: Path) ->
     same(folder, tmp_path / "made.gguf")
 
 
+def test_granite_4_becomes_a_granite_to_llama_cpp(tmp_path: Path) -> None:
+    """Its gate and up, one tensor of the folder, are two of the file."""
+    folder = save(random_model(with_tokenizer(TEXTS["granite 4, all attention"])), tmp_path / "folder")
+    make_gguf(folder, tmp_path / "made.gguf")
+    assert fields(tmp_path / "made.gguf")["general.architecture"] == "granite"
+    same(folder, tmp_path / "made.gguf")
+
+
+@pytest.mark.parametrize("case", ["qwen2.5-vl", "qwen3-vl"])
+def test_a_qwen_that_sees_becomes_one_that_does_not(case: str, tmp_path: Path) -> None:
+    folder = save(random_model(with_tokenizer(SEEING[case]), auto=AutoModelForImageTextToText), tmp_path / "folder")
+    notes = make_gguf(folder, tmp_path / "made.gguf")
+    assert any("tensors of what sees or hears: " in note for note in notes)
+    assert fields(tmp_path / "made.gguf")["general.architecture"] == case[:5]
+    same(folder, tmp_path / "made.gguf")
+
+
 def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     """The scale of scores follows from the layers in a Gemma file, and a Ministral's temperature is not kept when it is read."""
     _, config, _ = CASES["gemma3"]
@@ -96,6 +114,9 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="GGUF cannot say this of a gemma3 model: scale"):
         make_gguf(save(random_model(with_tokenizer(odd)), tmp_path / "odd"), tmp_path / "made.gguf")
     _, config, _ = CASES["mistral3"]
+    silent = save(random_model(with_tokenizer(TEXTS["granite 4, no positions"])), tmp_path / "silent")
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a granite model: no positions"):
+        make_gguf(silent, tmp_path / "made.gguf")
     with pytest.raises(UnsupportedError, match="GGUF files of mistral3 models are not written"):
         make_gguf(save(random_model(with_tokenizer(config)), tmp_path / "ministral"), tmp_path / "made.gguf")
 

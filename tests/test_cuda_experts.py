@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -44,6 +44,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3MoeConfig(**SHAPE, **QWEN),
     "qwen3 odd": Qwen3MoeConfig(**SHAPE, **QWEN | {"num_experts": 9, "moe_intermediate_size": 40, "norm_topk_prob": False}),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=3),
+    "granite": GraniteMoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.22),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 FORMATS = ("int8", "fp8", "int4:group=32", "q8_0")  # one for each kind of kernel

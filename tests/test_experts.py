@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from engines import SMALL, add_shape, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.bench.work import ModelWork
@@ -34,11 +34,12 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.stacked_experts import unstacked
+from nanovllm_cli.weights.stacked import unstacked
 from quantizing import plan_of
 from quantizing import quantize as quantize_model
 from test_llm import write_byte_tokenizer
-from test_models import prompts
+from test_models import GRANITE, prompts
+from test_models_gguf import granite as granite_keys
 from test_quant_engine import difference, expected_logits, logits_of
 from test_quantized_models import CASES, PROMPTS, build
 
@@ -276,11 +277,12 @@ def test_experts_in_every_format(name: str, tmp_path: Path) -> None:
 # ---- GGUF, with llama.cpp's names ----
 
 
-def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
+def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path:
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
     config = model.config
-    arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[config.model_type]
-    mixtral, gpt_oss = arch == "llama", arch == "gpt-oss"
+    own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe"}
+    arch = arch or own[config.model_type]
+    mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
     add_shape(writer, config)
     writer.add_rope_dimension_count(config.head_dim)
@@ -292,13 +294,16 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
         writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
     if gpt_oss:
         writer.add_sliding_window(config.sliding_window)
+    if arch == "granitemoe":
+        granite_keys(writer, config)
     writer.add_tokenizer_model("no_vocab")
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-             "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp"}  # fmt: skip
+             "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+             "mlp.router": "ffn_gate_inp"}  # fmt: skip
     if gpt_oss:
-        names |= {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+        names |= {"post_attention_layernorm": "post_attention_norm"}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
              "lm_head.weight": "output.weight"}  # fmt: skip
     turn = 0
@@ -321,7 +326,7 @@ def write_gguf(path: Path, model: Any, types: list[str]) -> Path:
             parameter.data = add(outer[key], tensor)
             continue
         _, _, layer_id, *rest = key.split(".")
-        place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight")
+        place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight").replace("block_sparse_moe", "mlp")
         if own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
             for part, bias in parts.items():
@@ -359,6 +364,10 @@ def mixtral() -> Any:
     return random_model(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
 
 
+def granite() -> Any:
+    return random_model(GraniteMoeConfig(**SHAPE, **GRANITE, num_local_experts=5, num_experts_per_tok=2))
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -368,10 +377,11 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, mixtral, gpt_oss])
+@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
-    path = write_gguf(tmp_path / "m.gguf", model, types)
+    sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's
+    path = write_gguf(tmp_path / "m.gguf", model, types, sees)
     tokens = prompts(SHAPE["vocab_size"])[:5]
     assert difference(logits_of(worker_for(path, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-4
 
@@ -457,7 +467,7 @@ def test_what_experts_can_not_be_made_into_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="with experts is not calibrated"):
             quantize_model("int4:group=32", tmp_path / "out", source, algorithm=algorithm)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UnsupportedError, match="the experts of a layer in one tensor"):
+    with pytest.raises(UnsupportedError, match="several matrices in one tensor"):
         plan_of("int8", save(gpt_oss(), tmp_path / "stacked"))
     path = write_gguf(tmp_path / "m.gguf", qwen(), ["F32"])
     for model, target in ((source, "gguf"), (path, "hf")):
@@ -493,6 +503,6 @@ def test_a_plan_and_a_roofline_count_the_experts_that_a_token_takes(tmp_path: Pa
 def test_tensors_of_experts_without_end_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a name of its own: a small file could ask for gigabytes of them."""
     path = write_gguf(tmp_path / "m.gguf", qwen(), ["F32"])
-    monkeypatch.setattr("nanovllm_cli.weights.stacked_experts.MAX_PARTS", 12)
+    monkeypatch.setattr("nanovllm_cli.weights.stacked.MAX_PARTS", 12)
     with open_checkpoint(path) as checkpoint, pytest.raises(CheckpointError, match="more than 12 tensors of experts"):
         unstacked(checkpoint)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -22,15 +23,22 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -52,6 +60,11 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 DIVISORS = {n: [1.0 + 0.05 * i * n for i in range(12)] for n in (1, 4)}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "logits_scaling": 8.0}
+GRANITE_4 = SMALL | {
+    "head_dim": 8, "num_local_experts": 0, "shared_intermediate_size": 74, "layer_types": ["full_attention"] * 3,
+    "mamba_n_heads": 6,
+}  # fmt: skip
 CASES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, bias, tied, group 1": LlamaConfig(
@@ -116,9 +129,16 @@ CASES: dict[str, Any] = {
         sliding_window=30,
     ),
     "glm4": Glm4Config(**SMALL),
-    "granite": GraniteConfig(
-        **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0
+    "granite": GraniteConfig(**SMALL, **GRANITE),
+    "granite moe, 2 of 5": GraniteMoeConfig(
+        **SMALL | {"intermediate_size": 33}, num_local_experts=5, num_experts_per_tok=2, **GRANITE
     ),
+    "granite 4, all attention": GraniteMoeHybridConfig(**GRANITE_4, **GRANITE, position_embedding_type="rope"),
+    "granite 4, no positions": GraniteMoeHybridConfig(**GRANITE_4, **GRANITE),
+    "ernie 4.5, biases": Ernie4_5Config(**SMALL | {"tie_word_embeddings": False}, use_bias=True),
+    "ernie 4.5": Ernie4_5Config(**SMALL),
+    "seed-oss": SeedOssConfig(**SMALL),
+    "seed-oss, other biases": SeedOssConfig(**SMALL, attention_bias=False, attention_out_bias=True, mlp_bias=True),
     "phi3, window": Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}),
     "phi3, longrope of a part": Phi3Config(
         **SMALL | {"head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 6 * ORIGINAL},
@@ -185,7 +205,7 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
 def forget_lengths(reference: Any) -> None:
     """transformers' dynamic scaling remembers the longest sequence it ever saw; each prompt is to be the first."""
     rotary = reference.model.rotary_emb
-    if rotary.rope_type == "dynamic":
+    if rotary is not None and rotary.rope_type == "dynamic":
         rotary.max_seq_len_cached = rotary.original_max_seq_len
         rotary.register_buffer("inv_freq", rotary.original_inv_freq, persistent=False)
 
@@ -239,6 +259,16 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14,
 }  # fmt: skip
+QWEN_TEXT = {name: value for name, value in SMALL.items() if name != "head_dim"} | {
+    "num_attention_heads": 3, "num_key_value_heads": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 48, "num_heads": 2, "patch_size": 14}
+QWEN3_VISION = QWEN_VISION | {
+    "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 48, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+QWEN_IDS = {"image_token_id": 512, "video_token_id": 511, "vision_start_token_id": 510, "vision_end_token_id": 509}
 SEEING: dict[str, Any] = {
     "gemma3": Gemma3Config(
         text_config=CASES["gemma3, ropes of two bases"].to_dict(), vision_config=VISION, mm_tokens_per_image=4,
@@ -248,10 +278,32 @@ SEEING: dict[str, Any] = {
         text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=512,
     ),
+    "qwen2-vl": Qwen2VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION | {"embed_dim": 16}, **QWEN_IDS),
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config=QWEN_TEXT, vision_config=QWEN_VISION | {"intermediate_size": 16, "out_hidden_size": 48}, **QWEN_IDS
+    ),
+    "qwen3-vl": Qwen3VLConfig(text_config=QWEN_TEXT | {"head_dim": 32}, vision_config=QWEN3_VISION, **QWEN_IDS),
+    "qwen3-vl, tied": Qwen3VLConfig(
+        text_config=QWEN_TEXT | {"head_dim": 32}, vision_config=QWEN3_VISION, **QWEN_IDS, tie_word_embeddings=True
+    ),
+    "qwen3-vl, 2 of 5 experts": Qwen3VLMoeConfig(
+        text_config=QWEN_TEXT | {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
+        vision_config=QWEN3_VISION, **QWEN_IDS,
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SEEING)
+def check_what_it_writes(reference: Any, folder: Path) -> None:
+    worker = worker_for(folder)
+    tokens = prompts(500)
+    with torch.inference_mode():
+        actual = worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
+        for ids, rows in zip(tokens, actual.split([len(ids) for ids in tokens]), strict=True):
+            expected = reference(torch.tensor([ids])).logits[0]
+            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["gemma3", "mistral3"])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_path: Path) -> None:
     """Under either prefix that its tensors have had on the hub; what sees is left aside."""
@@ -261,13 +313,36 @@ def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_p
     names = {name: name.replace("language_model.model.", prefix).replace("model.language_model.", prefix) for name in tensors}
     assert any("vision" in name for name in names)
     save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    worker = worker_for(folder)
-    tokens = prompts(512)
-    with torch.inference_mode():
-        actual = worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
-        for ids, rows in zip(tokens, actual.split([len(ids) for ids in tokens]), strict=True):
-            expected = reference(torch.tensor([ids])).logits[0]
-            assert float((rows - expected).norm() / expected.norm()) < 1e-4
+    check_what_it_writes(reference, folder)
+
+
+@pytest.mark.parametrize("case", [case for case in SEEING if case.startswith("qwen")])
+@pytest.mark.parametrize("form", ["saved", "published", "nested"])
+def test_of_a_qwen_that_sees_the_part_that_writes(case: str, form: str, tmp_path: Path) -> None:
+    """As transformers saves it; as it was published, with the older ones' config in one piece and experts turned over; and with
+    the older ones' tensors in the place where later ones have them."""
+    reference = random_model(SEEING[case], auto=AutoModelForImageTextToText)
+    folder = save(reference, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    assert any("visual" in name for name in tensors)
+    config = json.loads((folder / "config.json").read_text())
+    is_flat = any(name.startswith("visual.") for name in tensors)
+    assert is_flat == case.startswith("qwen2")
+    if form == "published" and is_flat:
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        own = {"model_type": config["model_type"], "architectures": config["architectures"]}
+        (folder / "config.json").write_text(json.dumps(config | text | own | {"rope_scaling": scaling, "rope_theta": 1e4}))
+    if form == "published":
+        turned = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
+        save_file(tensors | turned, folder / "model.safetensors")
+    if form == "nested" and is_flat:
+        names = {name: name.replace("model.layers", "model.language_model.layers") for name in tensors}
+        names |= {f"model.{name}": f"model.language_model.{name}" for name in ("embed_tokens.weight", "norm.weight")}
+        names |= {name: f"model.{name}" for name in tensors if name.startswith("visual.")}
+        save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    check_what_it_writes(reference, folder)
 
 
 def test_gemma3_from_the_hub_leaves_most_to_be_known() -> None:
@@ -307,6 +382,13 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
+    "GraniteMoeForCausalLM": GraniteMoeConfig, "Ernie4_5ForCausalLM": Ernie4_5Config, "SeedOssForCausalLM": SeedOssConfig,
+    "GraniteMoeHybridForCausalLM":
+        lambda: GraniteMoeHybridConfig(layer_types=["full_attention"] * 32, num_local_experts=0),
+    "Qwen2VLForConditionalGeneration": lambda: Qwen2VLConfig().text_config,
+    "Qwen2_5_VLForConditionalGeneration": lambda: Qwen2_5_VLConfig().text_config,
+    "Qwen3VLForConditionalGeneration": lambda: Qwen3VLConfig().text_config,
+    "Qwen3VLMoeForConditionalGeneration": lambda: Qwen3VLMoeConfig(text_config={"tie_word_embeddings": False}).text_config,
 }  # fmt: skip
 
 
@@ -318,7 +400,7 @@ def test_what_a_config_leaves_out_is_what_transformers_has(architecture: str) ->
     for key in whole.keys() - {"architectures", "dtype", "torch_dtype"}:
         rest = {name: value for name, value in whole.items() if name != key}
         found: ModelSpec | None = None
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, UnsupportedError):
             found = spec_from_hf(rest, hf_family(rest))
         assert found in (spec, None), key
 

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
-    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -92,6 +93,7 @@ def ministral(writer: Writer, config: Any) -> None:
 
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, Any, Add]] = {
+    "ernie 4.5": ("ernie4_5", Ernie4_5Config(**SMALL), theta),
     "llama": ("llama", LlamaConfig(**SMALL), nothing),
     "mistral": ("llama", MistralConfig(**SMALL | {"sliding_window": 20}), window),
     "qwen2": ("qwen2", Qwen2Config(**SMALL), nothing),
@@ -112,13 +114,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         gemma3,
     ),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
-    "granite": (
-        "granite",
-        GraniteConfig(
-            **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=8.0
-        ),
-        granite,
-    ),
+    "granite": ("granite", TEXTS["granite"], granite),
     "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
     "phi3, longrope of a part": (
@@ -133,6 +129,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         longrope,
     ),
+    "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
 PAIRS = ("llama", "granite", "mistral3", "smollm3")
@@ -171,6 +168,17 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     both = logits_of(worker, tokens), expected_logits(reference, tokens)
     actual, expected = (logits.split([len(ids) for ids in tokens]) for logits in both)
     assert all(difference(*rows) < 1e-4 for rows in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(("arch", "like"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3")])
+def test_of_a_model_that_sees_the_part_that_writes(arch: str, like: str, tmp_path: Path) -> None:
+    def positions(writer: Writer, config: Any) -> None:
+        writer.add_rope_dimension_sections([4, 4, 4, 0])
+        writer.add_uint32(f"{arch}.n_deepstack_layers", 1)
+
+    reference = random_model(CASES[like][1])
+    worker, tokens = worker_for(write(tmp_path / "m.gguf", arch, reference, positions)), prompts(513)
+    assert difference(logits_of(worker, tokens), expected_logits(reference, tokens)) < 1e-4
 
 
 def test_bfloat16_gains_of_gemma_lose_nothing(tmp_path: Path) -> None:

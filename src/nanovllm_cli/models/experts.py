@@ -51,7 +51,7 @@ GGUF_EXPERT_NAMES = {
         for kind in ("weight", "bias")
     },
 }
-"""A file has the experts of a layer in one tensor; weights/stacked_experts.py takes it apart."""
+"""A file has the experts of a layer in one tensor; weights/stacked.py takes it apart."""
 
 
 def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, layers: int) -> list[MLPSpec | MoESpec]:

@@ -1,6 +1,6 @@
 """From a config to a ModelSpec: what the families have in common, and those that are nothing else.
 
-Llama 1 to 3, Mistral, Qwen2 / 2.5 and Qwen3 (dense) differ in a handful of values only; they are a `Family` each, below. Others
+Llama 1 to 3, Mistral, Qwen2 / 2.5 and Qwen3 differ in a handful of values only; they are a `Family` each, below. Others
 (gemma.py, phi.py, …) add what only they have, by the functions that their Family names.
 """
 
@@ -43,6 +43,14 @@ MIXTRAL = replace(
 )
 QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES,
                     defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
+
+
+# Of models that see: their positions of a text are those of any other.
+QWEN2_VL = replace(QWEN2, defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})
+QWEN3_VL = replace(QWEN3, has_window=False, defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 32,
+                                                      "max_position_embeddings": 128000})  # fmt: skip
+QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", experts=replace(QWEN_KEYS, norm_topk=True), hf_names=QWEN_NAMES,
+                       defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
 
 
 def spec_from_hf(config: Mapping[str, Any], family: Family) -> ModelSpec:

@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases and a clamped activation, a learned sink for each head, windows in every second layer.
 
-Its folders hold the experts of a layer in one tensor, in MXFP4 or turned over; weights/stacked_experts.py takes that apart.
+Its folders hold the experts of a layer in one tensor, in MXFP4 or turned over; weights/stacked.py takes that apart.
 """
 
 from __future__ import annotations

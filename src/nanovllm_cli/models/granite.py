@@ -1,4 +1,5 @@
-"""Granite 3 (dense): Llama, with factors for embeddings, scores, what joins the residual stream, and logits."""
+"""Granite 3, with and without experts, and those of Granite 4 that are all attention: Llama, with factors for embeddings, scores,
+what joins the residual stream, and logits."""
 
 from __future__ import annotations
 
@@ -6,9 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+
+_EXPERTS = "model.layers.{i}.block_sparse_moe"
+_MOE_NAMES = {
+    "blocks.{i}.router.weight": f"{_EXPERTS}.router.layer.weight",
+    **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_EXPERTS}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
+}
+_HYBRID_NAMES = {
+    "blocks.{i}.gate.weight": "model.layers.{i}.shared_mlp.gate_proj.weight",
+    "blocks.{i}.up.weight": "model.layers.{i}.shared_mlp.up_proj.weight",
+    "blocks.{i}.down.weight": "model.layers.{i}.shared_mlp.output_linear.weight",
+}
+"""Where gate and up are one tensor; weights/stacked.py takes it apart."""
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
@@ -19,6 +33,19 @@ def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     return _scaled(spec, *(read.number(name, 1.0) for name in names))
+
+
+def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """Without the layers that make it a hybrid."""
+    kinds = read.values.get("layer_types")
+    if not isinstance(kinds, list) or set(kinds) - {"attention", "full_attention"}:
+        raise UnsupportedError("a Granite with state space layers is not supported", ANOTHER)
+    if read.integer("num_local_experts", least=0):
+        raise UnsupportedError("a Granite with shared experts is not supported", ANOTHER)
+    mlp = MLPSpec(read.integer("shared_intermediate_size"))
+    rotates = read.text("position_embedding_type", "") == "rope"
+    blocks = (replace(b, mlp=mlp, attention=b.attention if rotates else replace(b.attention, rope=None)) for b in spec.blocks)
+    return _from_hf(replace(spec, blocks=tuple(blocks)), read)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -42,3 +69,14 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=_keys)
+GRANITE_MOE = replace(
+    GRANITE,
+    name="granitemoe",
+    experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),
+    hf_names=_MOE_NAMES,
+)
+GRANITE_HYBRID = replace(
+    GRANITE, hf=_hybrid_from_hf, hf_names=_HYBRID_NAMES,
+    defaults={"num_local_experts": 8, "shared_intermediate_size": 1024, "intermediate_size": 11008},
+)  # fmt: skip
+"""GraniteMoeHybrid, as its configs call what may have neither experts nor states; to llama.cpp such a one is a Granite."""

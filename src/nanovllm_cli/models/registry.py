@@ -7,14 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from nanovllm_cli.models.ernie import ERNIE4_5
+from nanovllm_cli.models.families import (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.glm import GLM4
 from nanovllm_cli.models.gpt_oss import GPT_OSS
-from nanovllm_cli.models.granite import GRANITE
+from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.phi import PHI3
+from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 
 HF_ARCHITECTURES: dict[str, Family] = {
@@ -24,6 +36,11 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
+    "Ernie4_5ForCausalLM": ERNIE4_5,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -31,9 +48,12 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": GLM4,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Phi3ForCausalLM": PHI3,
+    "SeedOssForCausalLM": SEED_OSS,
     "SmolLM3ForCausalLM": SMOLLM3,
 }
 TEXT_MODELS = {"ministral3": MINISTRAL3}
@@ -44,14 +64,20 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "qwen2vl": QWEN2,
+    "qwen3vl": QWEN3,
+    "qwen3vlmoe": QWEN3_MOE,
+    "ernie4_5": ERNIE4_5,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "glm4": GLM4,
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
     "mistral3": MINISTRAL3,
     "phi3": PHI3,
+    "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
 }
 

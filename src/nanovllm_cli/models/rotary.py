@@ -34,7 +34,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
     match kind:
-        case "default" | "none":
+        case "default" | "none" | "mrope":  # the last has positions of images, which a text has none of
             return base
         case "linear":
             return replace(base, scaling="linear", factor=rope.number("factor"))

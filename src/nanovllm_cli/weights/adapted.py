@@ -27,7 +27,7 @@ from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.stacked_experts import unstacked
+from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 

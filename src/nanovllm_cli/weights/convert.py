@@ -58,6 +58,7 @@ from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
 from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_names import left_aside, names_of
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
@@ -148,6 +149,7 @@ def plan(
 
     Raises UnsupportedError for what the format cannot say, CheckpointError for what contradicts itself.
     """
+    source = _taken_apart(source, target)
     if source.format == "hf" and target == "hf":
         result = _folder_to_folder(source, outtype)
     elif source.format == "hf":
@@ -183,6 +185,7 @@ def write(
 ) -> None:
     """Writes the plan to `output`, which appears whole or not at all, and has been read again before it does."""
     progress = progress or NullProgress()
+    source = _taken_apart(source, made.target)
     progress.stage("converting", sum(step.num_bytes for step in made.steps), "B")
     try:
         if made.is_folder:
@@ -201,6 +204,11 @@ def write(
                 file.commit()
     finally:
         progress.done()
+
+
+def _taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
+    """Where it gets other names, with matrices that it has as one as the ones that the model has."""
+    return unstacked(source) if source.format == "hf" and target == "gguf" else source
 
 
 def main_type(steps: list[Step]) -> str:

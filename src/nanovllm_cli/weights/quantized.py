@@ -21,7 +21,7 @@ from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_awq, read_gptq
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
-from nanovllm_cli.weights.stacked_experts import unstacked
+from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
 
 ReadFamily = Callable[[Checkpoint, ConfigReader], dict[str, QuantizedWeight]]

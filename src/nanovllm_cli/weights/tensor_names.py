@@ -13,6 +13,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
+_SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -49,7 +50,8 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     """Those of `names` that belong to other parts than the one that writes text."""
     prefix = _prefix(checkpoint)
     if prefix is None:
-        return set()
+        flat = checkpoint.format == "hf" and checkpoint.config.get("vision_config") is not None
+        return {name for name in names if flat and name.startswith(_SEES)}
     return {name for name in names if not name.startswith((prefix, "language_model.")) and name != "lm_head.weight"}
 
 

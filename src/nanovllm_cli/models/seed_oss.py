@@ -1,0 +1,22 @@
+"""Seed-OSS: Llama with biases of its queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import Family
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    bias = read.flag("attention_out_bias", False)
+    return replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, out_bias=bias)) for b in spec.blocks))
+
+
+SEED_OSS = Family(
+    "seed_oss",
+    defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524288},
+    gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
+    hf=_from_hf,
+)

@@ -1,0 +1,184 @@
+"""Checkpoints that hold several matrices in one tensor, as if each were a tensor of its own.
+
+    GGUF        blk.3.ffn_gate_exps.weight [E, N, K]            blk.3.ffn_gate_exps.5.weight [N, K]; biases [E, N] alike
+    gpt-oss     mlp.experts.gate_up_proj_blocks [E, 2 N, …]     mlp.experts.5.gate_proj_blocks [N, …], its rows 0, 2, 4, …, and
+                                                                up_proj_blocks, those between; scales and biases alike
+                mlp.experts.gate_up_proj [E, K, 2 N], plain     mlp.experts.5.gate_proj [N, K], turned over
+    Qwen3-VL    mlp.experts.gate_up_proj [E, K, 2 N]            mlp.experts.5.gate_proj.weight [N, K], turned over, its first
+                                                                half, and up_proj.weight, the other
+    Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
+                                                                up_proj.weight, halves as well; output_linear is down_proj
+                shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
+
+So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
+
+Legend: E experts, N rows, K columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.experts import MAX_EXPERTS
+from nanovllm_cli.models.family import ANOTHER
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+
+MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
+_ALL = slice(None)
+_EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one."""
+
+    stack: str
+    expert: int | None
+    rows: slice
+    turned: bool = False
+
+
+_Parts = Iterator[tuple[str, _Part]]
+_Config = Mapping[str, Any]
+
+
+def _gguf(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, kind = found.groups()
+    for e in range(shape[0]):
+        yield f"{place}.{e}.{kind}", _Part(stack, e, _ALL)
+
+
+def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, which, kind = found.groups()
+    parts = {"down": _ALL} if which == "down" else {"gate": _EVEN, "up": _ODD}
+    for e in range(shape[0]):
+        for part, rows in parts.items():
+            yield f"{place}.{e}.{part}_proj{kind}", _Part(stack, e, rows, turned=not kind)
+
+
+def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """Turned over in what is published; not so, by its width, in what transformers has made."""
+    place, which = found.groups()
+    text = config.get("text_config")
+    width = text.get("hidden_size") if isinstance(text, Mapping) else None
+    turned = shape[2 if which == "down" else 1] == width
+    num_rows = None if which == "down" else shape[2 if turned else 1]
+    return _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
+
+
+def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, which = found.groups()
+    return _halves(f"{place}.experts.{{e}}", stack, shape[0], None if which == "output" else shape[1])
+
+
+def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    (place,) = found.groups()
+    return _halves(place, stack, None, shape[0])
+
+
+def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
+    """Gate and up, of so many rows together, or down."""
+    parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
+    for e in [None] if num_experts is None else range(num_experts):
+        for part, rows in parts.items():
+            yield f"{place.format(e=e)}.{part}_proj.weight", _Part(stack, e, rows, turned)
+
+
+_Layout = tuple[re.Pattern[str], dict[str, int] | int, Callable[[re.Match[str], str, tuple[int, ...], _Config], _Parts]]
+"""Names, how many dims such tensors have (by the name's last group), and what is in them."""
+_LAYOUTS: dict[str, list[_Layout]] = {
+    "gguf": [(re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf)],
+    "hf": [
+        (
+            re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
+            {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
+        ),
+        (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
+        (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
+        (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
+    ],
+}  # fmt: skip
+
+
+def unstacked(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself where nothing is stacked. CheckpointError for more experts, or tensors of them, than are believed."""
+    parts: dict[str, _Part] = {}
+    for name in checkpoint.names():
+        for pattern, dims, take in _LAYOUTS[checkpoint.format]:
+            found = pattern.fullmatch(name)
+            if found is None:
+                continue
+            shape = checkpoint.info(name).shape
+            if len(shape) != (dims if isinstance(dims, int) else dims[found.groups()[-1]]):
+                continue  # it stays under its name, which is none of the model's
+            if len(shape) > 2 and shape[0] > MAX_EXPERTS:
+                most = f"at most {MAX_EXPERTS} are believed"
+                raise CheckpointError(f"{checkpoint.path}: tensor {name!r} has {shape[0]} experts; {most}", DOWNLOAD_AGAIN)
+            if len(parts) > MAX_PARTS:
+                most = f"more than {MAX_PARTS} tensors of experts are not believed"
+                raise CheckpointError(f"{checkpoint.path}: {most}", DOWNLOAD_AGAIN)
+            parts.update(take(found, name, shape, checkpoint.config))
+    return _Unstacked(checkpoint, parts) if parts else checkpoint
+
+
+class _Unstacked(CheckpointView):
+    """`parts` by their names."""
+
+    def __init__(self, inner: Checkpoint, parts: dict[str, _Part]) -> None:
+        super().__init__(inner)
+        self._parts = parts
+        self._last = {part.stack: name for name, part in parts.items()}
+        self._names = [*(name for name in inner.names() if name not in self._last), *parts]
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._parts:
+            return super().info(name)
+        part = self._parts[name]
+        info, shape = self._inner.info(part.stack), self._shape(part)
+        num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
+        own_rows = len(range(num_rows)[part.rows])
+        own_bytes = info.num_bytes // shape[0] * own_rows // max(1, num_rows)
+        return TensorInfo(name, (own_rows, *others), info.dtype_name, own_bytes)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        if name not in self._parts:
+            return super().tensor(name, rows)
+        part = self._parts[name]
+        if part.expert is None:
+            own = self._inner.tensor(part.stack)
+        else:
+            own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
+        own = (own.T if part.turned else own)[part.rows]
+        return own if rows is None else own[rows[0] : rows[1]]
+
+    def raw(self, name: str) -> torch.Tensor:
+        if name not in self._parts:
+            return super().raw(name)
+        part = self._parts[name]
+        if part.turned:
+            kind = self._inner.info(part.stack).dtype_name
+            raise UnsupportedError(f"{self.path}: tensor {part.stack!r} turned over in {kind}", ANOTHER)
+        num_experts, num_rows, *_ = self._shape(part)
+        return self._inner.raw(part.stack).flatten().view(num_experts, num_rows, -1)[part.expert or 0, part.rows]
+
+    def _shape(self, part: _Part) -> tuple[int, ...]:
+        """[E, …] of its stack."""
+        shape = self._inner.info(part.stack).shape
+        return (1, *shape) if part.expert is None else shape
+
+    def release(self, name: str) -> None:
+        """A stack's pages go when its last expert is read: those of two experts may lie on one."""
+        if name not in self._parts:
+            super().release(name)
+        elif self._last[self._parts[name].stack] == name:
+            self._inner.release(self._parts[name].stack)
