@@ -36,6 +36,9 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
         else:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     return model.to(dtype)
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -44,6 +51,11 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3MoeConfig(**SHAPE, **QWEN),
     "qwen3 odd": Qwen3MoeConfig(**SHAPE, **QWEN | {"num_experts": 9, "moe_intermediate_size": 40, "norm_topk_prob": False}),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=3),
+    "glm4": Glm4MoeConfig(
+        **SHAPE, n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, attention_bias=True,
+        routed_scaling_factor=1.5,
+    ),
+    "ernie": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=4, moe_k=2, moe_intermediate_size=48),
     "granite": GraniteMoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.22),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }

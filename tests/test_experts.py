@@ -12,7 +12,14 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GraniteMoeConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from engines import SMALL, add_shape, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.bench.work import ModelWork
@@ -21,6 +28,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu, cpu_experts, cpu_mixture, reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.entry import Kernel
+from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import MLPSpec, MoESpec
@@ -86,6 +94,23 @@ def test_a_token_takes_the_experts_with_the_largest_logits(
 
 
 @pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
+@pytest.mark.parametrize("by_sigmoid", [True, False])
+@pytest.mark.parametrize("norm_topk", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 1, 1), (3, 5, 1), (17, 7, 7), (31, 128, 8)])
+def test_scores_are_weights_and_with_a_bias_they_choose(
+    tokens: int, experts: int, chosen: int, norm_topk: bool, by_sigmoid: bool, route: Any
+) -> None:
+    logits, bias = 5 * randn(tokens, experts), 0.3 * randn(experts)
+    places, weights = route(logits, chosen, norm_topk, Scoring(by_sigmoid, bias, 1.5))
+    exps = np.exp(logits.double().numpy())
+    scores = exps / (1 + exps) if by_sigmoid else exps / exps.sum(1, keepdims=True)
+    order = np.sort(np.argsort(-(scores + bias.double().numpy()), axis=1)[:, :chosen], axis=1)
+    assert places.tolist() == order.tolist()
+    taken = np.take_along_axis(scores, order, 1)
+    assert np.allclose(weights.numpy(), 1.5 * (taken / taken.sum(1, keepdims=True) if norm_topk else taken), rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
 def test_of_equal_logits_the_lower_experts_are_taken(route: Any) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5, [-torch.inf, 3.0, 3.0, -torch.inf, 3.0]])
     places, weights = route(logits, 2, True)
@@ -102,6 +127,11 @@ def test_a_nan_comes_out_of_the_router_in_its_row_alone(norm_topk: bool, route: 
     assert 4 in places[1].tolist()
     assert weights[1].isnan().all()
     assert weights[[0, 2]].isfinite().all()
+    for by_sigmoid in (False, True):
+        places, weights = route(logits, 2, norm_topk, Scoring(by_sigmoid, torch.zeros(6)))
+        assert weights[1].isnan().any()
+        assert not by_sigmoid or 4 in places[1].tolist()
+        assert weights[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -280,7 +310,8 @@ def test_experts_in_every_format(name: str, tmp_path: Path) -> None:
 def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path:
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
     config = model.config
-    own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe"}
+    own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
+           "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -288,21 +319,37 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_count(config.num_local_experts if mixtral or gpt_oss else config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
+    writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
     if not mixtral:
         writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
     if gpt_oss:
         writer.add_sliding_window(config.sliding_window)
     if arch == "granitemoe":
         granite_keys(writer, config)
+    if arch == "glm4moe":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_nextn_predict_layers(1)
+        writer.add_block_count(config.num_hidden_layers + 1)
+    if arch == "ernie4_5-moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     writer.add_tokenizer_model("no_vocab")
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
              "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
              "mlp.router": "ffn_gate_inp"}  # fmt: skip
-    if gpt_oss:
+    names |= {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    if gpt_oss or arch == "glm4moe":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
              "lm_head.weight": "output.weight"}  # fmt: skip
@@ -320,14 +367,19 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_tensor(name, data, raw_dtype=kind)
         return torch.from_numpy(np.ascontiguousarray(dequantize(data, kind))).view(tensor.shape)
 
-    for key, parameter in model.named_parameters():
+    others = {key: buffer for key, buffer in model.named_buffers() if "correction_bias" in key}
+    if arch == "glm4moe":
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32))
+    for key, parameter in {**dict(model.named_parameters()), **others}.items():
         tensor = parameter.detach()
         if key in outer:
             parameter.data = add(outer[key], tensor)
             continue
         _, _, layer_id, *rest = key.split(".")
         place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight").replace("block_sparse_moe", "mlp")
-        if own.endswith(("gate_up_proj_bias", "down_proj_bias")):
+        if "correction_bias" in own:
+            writer.add_tensor(f"{place}exp_probs_b.bias", tensor.flatten().numpy())
+        elif own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
             for part, bias in parts.items():
                 writer.add_tensor(f"{place}ffn_{part}_exps.bias", bias.contiguous().numpy())
@@ -368,6 +420,16 @@ def granite() -> Any:
     return random_model(GraniteMoeConfig(**SHAPE, **GRANITE, num_local_experts=5, num_experts_per_tok=2))
 
 
+def glm() -> Any:
+    config = Glm4MoeConfig(**SHAPE, n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, attention_bias=True,
+                           routed_scaling_factor=1.5)  # fmt: skip
+    return random_model(config)
+
+
+def ernie() -> Any:
+    return random_model(Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=64))
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -377,7 +439,7 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss])
+@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss, glm, ernie])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's

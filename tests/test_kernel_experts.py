@@ -15,6 +15,7 @@ from nanovllm_cli.kernels import expert_sum as expert_sums
 from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, Tasks, most_tasks, words_of
+from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.route import route
 from test_kernel_small import untouched_memory
 
@@ -42,10 +43,16 @@ def matrices_of(experts: int) -> torch.Tensor:
     return torch.randint(-(1 << 62), 1 << 62, (experts, 8), generator=GENERATOR)
 
 
-def expected(logits: torch.Tensor, taken: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(
+    logits: torch.Tensor, taken: int, norm_topk: bool, scoring: Scoring | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts, and weights in float64."""
-    chosen, _ = reference.route(logits, taken, norm_topk)
+    chosen, _ = reference.route(logits, taken, norm_topk, scoring)
     logits = logits.double()
+    if scoring is not None:
+        odds = (-logits).exp() if scoring.sigmoid else logits.exp().sum(dim=1, keepdim=True) / logits.exp() - 1
+        scores = (1 / (1 + odds)).gather(1, chosen)
+        return chosen, scores * scoring.scale / (scores.sum(dim=1, keepdim=True) if norm_topk else 1)
     whole = logits.gather(1, chosen) if norm_topk else logits
     weights = (whole - whole.max(dim=1, keepdim=True).values).exp()
     weights = weights / weights.sum(dim=1, keepdim=True)
@@ -66,10 +73,17 @@ def task_words(chosen: torch.Tensor, matrices: torch.Tensor, most_rows: int) -> 
     return torch.tensor(rows, dtype=torch.int64).view(-1, words_of(most_rows))
 
 
-def check_route(emulator: Emulator, logits: torch.Tensor, taken: int, norm_topk: bool, rows: int = FEW_ROWS) -> None:
+def check_route(
+    emulator: Emulator,
+    logits: torch.Tensor,
+    taken: int,
+    norm_topk: bool,
+    rows: int = FEW_ROWS,
+    scoring: Scoring | None = None,
+) -> None:
     matrices = matrices_of(logits.shape[1])
-    tasks, weights = route(emulator, logits, matrices, taken, norm_topk, rows=rows)
-    chosen, exact = expected(logits, taken, norm_topk)
+    tasks, weights = route(emulator, logits, matrices, taken, norm_topk, rows=rows, scoring=scoring)
+    chosen, exact = expected(logits, taken, norm_topk, scoring)
     assert torch.equal(tasks.words, task_words(chosen, matrices, rows))
     assert torch.equal(weights.isnan(), exact.isnan())
     assert ((weights - exact).abs() <= 2e-6 * exact + 1e-37)[~exact.isnan()].all()
@@ -83,6 +97,26 @@ def test_experts_are_those_of_the_reference_and_each_pair_is_in_one_task(
 ) -> None:
     for norm_topk in (True, False):
         check_route(Emulator(order), random(tokens, experts, scale=3.0), taken, norm_topk)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("by_sigmoid", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "taken"), [*SHAPES[:5], (40, 128, 8), (2, 257, 7), (17, 512, 5), (9, 8, 8)])
+def test_scores_are_weights_and_with_a_bias_they_choose(
+    tokens: int, experts: int, taken: int, by_sigmoid: bool, order: int
+) -> None:
+    logits = random(tokens, experts, scale=3.0)
+    for norm_topk, bias, rows in ((True, random(experts, scale=0.2), FEW_ROWS), (False, None, MANY_ROWS)):
+        check_route(Emulator(order), logits, taken, norm_topk, rows, Scoring(by_sigmoid, bias, 2.5))
+
+
+def test_a_nan_is_taken_first_by_its_score_too() -> None:
+    logits = random(3, 6)
+    logits[1, 4] = NAN
+    for by_sigmoid in (False, True):
+        _, weights = route(Emulator(), logits, matrices_of(6), 2, True, scoring=Scoring(by_sigmoid, torch.zeros(6)))
+        assert weights[1].isnan().all()
+        assert weights[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("order", ORDERS)

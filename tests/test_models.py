@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -174,6 +176,21 @@ CASES: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, truncate=False),
     ),
+    "ernie 4.5, 2 of 5 and shared": Ernie4_5_MoeConfig(
+        **SMALL, moe_num_experts=5, moe_k=2, moe_intermediate_size=33, moe_num_shared_experts=2,
+    ),
+    "ernie 4.5, none shared, every second layer": Ernie4_5_MoeConfig(
+        **SMALL, moe_num_experts=7, moe_k=3, moe_intermediate_size=33, moe_num_shared_experts=0, moe_layer_start_index=0,
+        moe_layer_interval=2,
+    ),
+    "glm4 moe, 2 of 5 and shared": Glm4MoeConfig(
+        **SMALL, n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, attention_bias=True,
+        routed_scaling_factor=2.5,
+    ),
+    "glm4 moe, norms of heads": Glm4MoeConfig(
+        **SMALL, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=34, norm_topk_prob=False, use_qk_norm=True,
+        n_shared_experts=2, first_k_dense_replace=2,
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -239,7 +256,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 COUNTED = [
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
-    "gpt-oss, 2 of 5",
+    "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared",
 ]  # fmt: skip
 
 
@@ -382,7 +399,9 @@ DEFAULTS = {
     "LlamaForCausalLM": LlamaConfig, "Ministral3ForCausalLM": Ministral3Config, "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig, "Phi3ForCausalLM": Phi3Config, "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
-    "GraniteMoeForCausalLM": GraniteMoeConfig, "Ernie4_5ForCausalLM": Ernie4_5Config, "SeedOssForCausalLM": SeedOssConfig,
+    "GraniteMoeForCausalLM": GraniteMoeConfig, "Ernie4_5ForCausalLM": Ernie4_5Config,
+    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
+    "SeedOssForCausalLM": SeedOssConfig,
     "GraniteMoeHybridForCausalLM":
         lambda: GraniteMoeHybridConfig(layer_types=["full_attention"] * 32, num_local_experts=0),
     "Qwen2VLForConditionalGeneration": lambda: Qwen2VLConfig().text_config,
@@ -426,6 +445,30 @@ def test_a_ministral_described_the_old_way_ends_where_its_scores_would_grow() ->
     assert spec_from_hf(config, hf_family(config)).max_position == 160
 
 
+@pytest.mark.parametrize("case", ["glm4 moe, 2 of 5 and shared", "ernie 4.5, 2 of 5 and shared"])
+def test_layers_that_predict_further_tokens_are_left_aside(case: str, tmp_path: Path) -> None:
+    """As the hub's folders have them: behind the others, or under a name of their own."""
+    reference = random_model(CASES[case])
+    folder = save(reference, tmp_path)
+    expected = worker_for(folder)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    config.pop("num_nextn_predict_layers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    further = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in tensors.items() if "layers.2." in name}
+    if case.startswith("ernie"):
+        further = {name.replace("layers.3", "mtp_block.0"): tensor for name, tensor in further.items()}
+    further["model.mtp_emb_norm.0.weight" if case.startswith("ernie") else "model.layers.3.enorm.weight"] = torch.ones(48)
+    save_file({name: tensor.clone() for name, tensor in (tensors | further).items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{len(further)} not part of the model"):
+        worker_for(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    found = worker_for(folder)
+    assert found.spec == expected.spec
+    assert found.weight_bytes == expected.weight_bytes
+    with open_checkpoint(folder) as checkpoint:
+        assert facts_of(checkpoint).num_parameters == sum(parameters(found.spec).values())
+
+
 ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "a bias of experts": (
         "qwen3 moe, 3 of 5, a dense layer between", {"mlp_bias": True}, UnsupportedError, "with 'experts.{e}.down.bias'",
@@ -440,6 +483,15 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "another activation in Gemma 2": (
         "gemma2, caps, window in every other layer", {"hidden_activation": "silu"}, UnsupportedError, "in a gemma2 model",
     ),
+    "experts by groups": ("glm4 moe, 2 of 5 and shared", {"n_group": 2}, UnsupportedError, "chosen by groups"),
+    "layers without experts at the end": (
+        "ernie 4.5, 2 of 5 and shared", {"moe_layer_end_index": 1}, UnsupportedError, "last layers have no experts",
+    ),
+    "biases of experts": ("ernie 4.5, 2 of 5 and shared", {"use_bias": True}, UnsupportedError, "biases of experts"),
+    "states": (
+        "granite 4, no positions", {"layer_types": ["mamba", "attention", "mamba"]}, UnsupportedError, "with state space layers",
+    ),
+    "shared experts of a hybrid": ("granite 4, no positions", {"num_local_experts": 4}, UnsupportedError, "with shared experts"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip
 
@@ -454,6 +506,13 @@ def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> 
         worker_for(folder)
     with open_checkpoint(folder) as checkpoint, pytest.raises(kind, match=re.escape(message)):
         facts_of(checkpoint)
+
+
+@pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared"])
+def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
+    folder = save(random_model(CASES[case]), tmp_path)
+    with open_checkpoint(folder) as checkpoint:
+        assert facts_of(checkpoint).num_parameters == sum(parameters(worker_for(folder).spec).values())
 
 
 def test_a_plan_counts_what_writes_alone(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a sigmoid": ("llama", {**EXPERTS, "expert_gating_func": 2}, "not weighed by a softmax"),
     "positions in an image": ("glm4", {"rope.dimension_sections": [8, 12, 12, 0]}, "positions of a GLM that sees"),
     "layers that see": ("granite", {"deepstack_mapping": [-1, 0, 1]}, "layers of a Granite that see"),
-    "layers that guess": ("glm4", {"nextn_predict_layers": 1}, "predict further tokens"),
+    "groups of experts": ("llama", {**EXPERTS, "expert_group_count": 2}, "chosen by groups"),
 }
 
 

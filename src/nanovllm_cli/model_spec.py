@@ -101,7 +101,8 @@ class MoESpec:
 
     The router gives each token a logit for each of num_experts, plus a learned one with router_bias. The experts_per_token with
     the largest logits take part, the lower number first among equals; their weights are the softmax of all logits, or with
-    norm_topk of theirs alone.
+    norm_topk of theirs alone. scoring, selection_bias, scale: see `mixture.Scoring`. shared: an expert that every token takes,
+    which weighs 1.
     """
 
     num_experts: int
@@ -109,17 +110,23 @@ class MoESpec:
     expert: MLPSpec
     norm_topk: bool
     router_bias: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    scale: float = 1.0
+    shared: MLPSpec | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
-        return self._router(hidden_size) + self.num_experts * self.expert.num_weights(hidden_size)
+        return self._every(hidden_size) + self.num_experts * self.expert.num_weights(hidden_size)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with: the router's, and of the experts that it takes."""
-        return self._router(hidden_size) + self.experts_per_token * self.expert.num_weights(hidden_size)
+        return self._every(hidden_size) + self.experts_per_token * self.expert.num_weights(hidden_size)
 
-    def _router(self, hidden_size: int) -> int:
-        return self.num_experts * (hidden_size + self.router_bias)
+    def _every(self, hidden_size: int) -> int:
+        """What all tokens take."""
+        shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
+        return shared + self.num_experts * (hidden_size + self.router_bias + self.selection_bias)
 
 
 @dataclass(frozen=True, slots=True)

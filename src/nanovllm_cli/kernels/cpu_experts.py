@@ -4,27 +4,66 @@ recorded step comes to run those that its token takes."""
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import clear_team, fields, kernel, run_kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
 
+@njit(nogil=True, error_model="numpy")
+def _score(logit, largest, total, by_sigmoid):
+    """logit's sigmoid, or share of a softmax."""
+    if by_sigmoid == 0:
+        return exp_not_positive(logit - largest) / total
+    e = exp_not_positive(-abs(logit))
+    return (np.float32(1.0) if logit >= 0 else e) / (np.float32(1.0) + e)
+
+
+@njit(nogil=True, error_model="numpy")
+def _rank(row, bias, by_sigmoid, ranks):
+    """ranks = scores of a row + bias; returns what `_score` needs besides."""
+    largest, total = np.float32(-np.inf), np.float32(0.0)
+    if by_sigmoid == 0:
+        for e in range(len(row)):
+            largest = max(largest, row[e])
+        for e in range(len(row)):
+            total += exp_not_positive(row[e] - largest)
+    for e in range(len(row)):
+        ranks[e] = _score(row[e], largest, total, by_sigmoid) + bias[e]
+    return largest, total
+
+
+@njit(nogil=True, error_model="numpy")
+def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
+    """part[c] = the score of places[c], with norm_topk over the sum of these, times scale."""
+    whole = np.float32(0.0)
+    for c in range(len(places)):
+        part[c] = _score(row[places[c]], largest, total, by_sigmoid)
+        whole += part[c]
+    for c in range(len(places)):
+        part[c] = (part[c] / whole if norm_topk != 0 else part[c]) * scale
+
+
 @kernel()
 def route(arguments, thread, team):
     """chosen, weights [num_rows, num_chosen]: of each row of logits [num_rows, num_experts] fp32 the places of the largest, the
     lower one first among equals, in ascending order, and exp(logit) over the sum of it: of all, or with norm_topk of the chosen.
+    Where ranks is not 0, [num_rows, num_experts] fp32 for scratch: as mixture.Scoring has it, bias [num_experts] fp32.
 
     A NaN is larger than any number, so that it comes out in the weights. Sums go up in order: a row's bits are its own.
     """
-    logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights = fields(arguments)
-    rows = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
+    logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, by_sigmoid, scale = fields(arguments)
+    all_logits = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
+    rows = carray(typed_pointer(ranks if ranks != 0 else logits, np.float32(0)), (num_rows, num_experts))
+    added = carray(typed_pointer(bias if ranks != 0 else logits, np.float32(0)), (num_experts,))
     places = carray(typed_pointer(chosen, np.int64(0)), (num_rows, num_chosen))
     shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
     for r in share(num_rows, thread, team):
         row, place, part = rows[r], places[r], shares[r]
-        largest = np.float32(0.0)
+        largest = total = np.float32(0.0)
+        if ranks != 0:
+            largest, total = _rank(all_logits[r], added, by_sigmoid, row)
         for c in range(num_chosen):
             best = -1
             for e in range(num_experts):
@@ -40,7 +79,10 @@ def route(arguments, thread, team):
                 place[i] = place[i - 1]
                 i -= 1
             place[i] = best
-            largest = row[best] if c == 0 else largest
+            largest = row[best] if c == 0 and ranks == 0 else largest
+        if ranks != 0:
+            _weigh(all_logits[r], place, largest, total, by_sigmoid, norm_topk, np.float32(scale), part)
+            continue
         total = np.float32(0.0)
         if norm_topk == 0:
             for e in range(num_experts):
@@ -125,3 +167,14 @@ def add_weighted_rows(arguments, thread, team):
         total = carray(typed_pointer(out + 4 * width * row_of[i], np.float32(0)), (width,))
         for j in range(width):
             total[j] += weight * load(line, j)
+
+
+@kernel()
+def add_onto(arguments, thread, team):
+    """x [num_rows, width] += y."""
+    tag, x, y, num_rows, width = fields(arguments)
+    one, other = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(y, tag), (num_rows, width))
+    for r in share(num_rows, thread, team):
+        target, added = one[r], other[r]
+        for i in range(width):
+            store(target, i, load(target, i) + load(added, i))

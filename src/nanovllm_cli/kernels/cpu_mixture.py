@@ -17,14 +17,16 @@ import torch
 from nanovllm_cli.kernels import cpu, cpu_experts
 from nanovllm_cli.kernels.cpu import Program, Step, address_of, tags_of
 from nanovllm_cli.kernels.entry import team_bytes
-from nanovllm_cli.kernels.mixture import Mixture, OfRows
+from nanovllm_cli.kernels.mixture import Mixture, OfRows, Scoring
 
 
 class CpuMixture(Mixture):
     """A Mixture that can be recorded where all experts are in the same formats."""
 
-    def __init__(self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool) -> None:
-        super().__init__(experts, num_chosen, norm_topk, route, add_weighted_rows)
+    def __init__(
+        self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
+    ) -> None:
+        super().__init__(experts, num_chosen, norm_topk, scoring, route, add_weighted_rows)
         self._recorded: _Experts | None = None
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,7 +34,7 @@ class CpuMixture(Mixture):
             return super().__call__(x, logits, slots)
         if self._recorded is None:
             self._recorded = _Experts(self.experts, x.shape[1], x.dtype)
-        return self._recorded.record(x, *route(logits, self.num_chosen, self.norm_topk))
+        return self._recorded.record(x, *route(logits, self.num_chosen, self.norm_topk, self.scoring))
 
 
 class _Place:
@@ -129,7 +131,9 @@ def _words(steps: Sequence[Step]) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(step.arguments for step in steps)), dtype=torch.int64)
 
 
-def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.route`; logits are fp32."""
     tokens, num_experts = logits.shape
     assert 0 < num_chosen <= num_experts
@@ -138,7 +142,13 @@ def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch
         address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
         chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
-    cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints)
+    how: tuple[int, ...] = (0, 0, 0)
+    if scoring is not None:
+        assert scoring.bias is not None, "zeros where there is none"
+        ranks = cpu.new_tensor((tokens, num_experts), torch.float32)
+        how = (ranks.data_ptr(), address_of(scoring.bias, torch.float32, num_experts), int(scoring.sigmoid))
+    scale = 1.0 if scoring is None else scoring.scale
+    cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints + how, (scale,))
     return chosen, weights
 
 
@@ -150,3 +160,10 @@ def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, we
         address_of(weights, torch.float32, n), n, width,
     )  # fmt: skip
     cpu.launch(cpu_experts.add_weighted_rows, 4 * n * width, tags_of(y.dtype), ints)
+
+
+def add_onto(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [T, width] itself, += y in place."""
+    ints = (address_of(x, x.dtype, *x.shape), address_of(y, x.dtype, *x.shape), *x.shape)
+    cpu.launch(cpu_experts.add_onto, x.numel(), tags_of(x.dtype), ints)
+    return x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels import cpu, reference
-from nanovllm_cli.kernels.cpu_mixture import CpuMixture
+from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 
 
 class CpuOps:
@@ -14,6 +14,7 @@ class CpuOps:
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
     mixture = CpuMixture
+    add = staticmethod(add_onto)
 
     def add_rms_norm(
         self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float

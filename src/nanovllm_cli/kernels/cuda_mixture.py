@@ -17,7 +17,7 @@ from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.mixture import Expert, Matrix, Mixture
+from nanovllm_cli.kernels.mixture import Expert, Matrix, Mixture, Scoring
 from nanovllm_cli.kernels.route import MAX_EXPERTS, route
 
 READ_MEANWHILE = 100_000_000
@@ -58,9 +58,15 @@ class CudaMixture(Mixture):
     """
 
     def __init__(
-        self, launcher: Launcher, deterministic: bool, experts: Sequence[Expert], num_chosen: int, norm_topk: bool
+        self,
+        launcher: Launcher,
+        deterministic: bool,
+        experts: Sequence[Expert],
+        num_chosen: int,
+        norm_topk: bool,
+        scoring: Scoring | None = None,
     ) -> None:
-        super().__init__(experts, num_chosen, norm_topk, reference.route, reference.add_weighted_rows)
+        super().__init__(experts, num_chosen, norm_topk, scoring, reference.route, reference.add_weighted_rows)
         self._launcher = launcher
         self._activation = experts[0].activation
         self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
@@ -99,7 +105,8 @@ class CudaMixture(Mixture):
         assert self._up is not None
         assert self._down is not None
         rows = FEW_ROWS if x.shape[0] <= self._most_few else MANY_ROWS
-        tasks, weights = route(self._launcher, logits, self._matrices, self.num_chosen, self.norm_topk, slots, rows)
+        how = (self.num_chosen, self.norm_topk, slots, rows, self.scoring)
+        tasks, weights = route(self._launcher, logits, self._matrices, *how)
         inner = self._up.multiply_tasks(x, tasks, 0, self._activation)
         return expert_sum(self._launcher, self._down.multiply_tasks(inner, tasks, 1, None), weights, residual, slots)
 

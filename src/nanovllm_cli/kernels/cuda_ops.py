@@ -34,5 +34,8 @@ class CudaOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
 
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.add_(y)
+
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return scale.scale(self.launcher, x, factor, cap)

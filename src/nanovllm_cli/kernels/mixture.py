@@ -6,7 +6,7 @@ Legend: T tokens, E experts, k experts a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,9 +36,19 @@ class Expert(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class Scoring(NamedTuple):
+    """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all. Taken
+    are the experts with the largest score + bias, bias [E] fp32; their scores, or with norm_topk their shares of the sum of
+    these, times `scale` are the weights."""
+
+    sigmoid: bool = False
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+
+
 OfRows = Callable[[torch.Tensor], torch.Tensor]
 """Rows [n, width] -> [n, width], each by itself: all that is asked of an expert where the host divides the work."""
-Route = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+Route = Callable[[torch.Tensor, int, bool, Scoring | None], tuple[torch.Tensor, torch.Tensor]]
 """See `reference.route`."""
 AddWeightedRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """See `reference.add_weighted_rows`."""
@@ -46,14 +56,21 @@ AddWeightedRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 class Mixture:
     """sum over a token's experts of weight * expert(x), in ascending order and in fp32: a token's bits are its own. A token takes
-    num_chosen; norm_topk: see `reference.route`."""
+    num_chosen; norm_topk, scoring: see `reference.route`."""
 
     def __init__(
-        self, experts: Sequence[OfRows], num_chosen: int, norm_topk: bool, route: Route, add_weighted_rows: AddWeightedRows
+        self,
+        experts: Sequence[OfRows],
+        num_chosen: int,
+        norm_topk: bool,
+        scoring: Scoring | None,
+        route: Route,
+        add_weighted_rows: AddWeightedRows,
     ) -> None:
         self.experts = experts
         self.num_chosen = num_chosen
         self.norm_topk = norm_topk
+        self.scoring = scoring
         self._route = route
         self._add_weighted_rows = add_weighted_rows
 
@@ -65,7 +82,7 @@ class Mixture:
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, width], logits [T, E] fp32 of the router. The host reads who takes what. slots [T] int64: -1 for rows that nobody
         asks for, which a device may leave out."""
-        chosen, weights = self._route(logits, self.num_chosen, self.norm_topk)
+        chosen, weights = self._route(logits, self.num_chosen, self.norm_topk, self.scoring)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e, tokens, own in _by_expert(chosen, weights, len(self.experts)):
             self._add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nanovllm_cli.kernels.mixture import Expert, Mixture
+from nanovllm_cli.kernels.mixture import Expert, Mixture, Scoring
 
 
 class Normed(NamedTuple):
@@ -62,7 +62,12 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
-    def mixture(self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool) -> Mixture:
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x itself, += y in place."""
+
+    def mixture(
+        self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
+    ) -> Mixture:
         """Of each token the sum of what those say that it takes; see `reference.route`."""
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm_cli.kernels.mixture import Scoring
+
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """The type to compute in."""
@@ -53,11 +55,20 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
-def route(logits: torch.Tensor, num_chosen: int, norm_topk: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [T, num_chosen] int64 in ascending order, and weights [T, num_chosen] of logits' type, of logits [T, E]: those with
     the largest, the lower number first among equals. Weights are the softmax of all logits, or of theirs alone. Shazeer et al.
-    2017."""
-    chosen = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
+    2017. scoring: see there; by sigmoids, DeepSeek-AI 2024."""
+    scores = ranks = logits
+    if scoring is not None:
+        scores = logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
+        ranks = scores if scoring.bias is None else scores + scoring.bias
+    chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
+    if scoring is not None:
+        taken = scores.gather(-1, chosen)
+        return chosen, (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale
     if norm_topk:
         return chosen, torch.softmax(logits.gather(-1, chosen), dim=-1)
     return chosen, torch.softmax(logits, dim=-1).gather(-1, chosen)

@@ -4,6 +4,8 @@
 //   above all numbers, into chosen [tokens, taken] int32 in ascending order: scratch, or null where it fits shared memory
 //   weights [tokens, taken] fp32: softmax of all the token's logits, or, where `normalises`, of the chosen ones alone. NaN among
 //   what a softmax is of makes all its weights NaN.
+//   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
+//   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale.
 //   tasks [num_tasks] Task: up to ROWS pairs of one expert with what `matrices` [experts, 8] int64 has of it, experts ascending
 //   and pairs ascending; a task's unused places repeat its last pair. Those behind the last one are zeros.
 //   A pair is a token and a place among its experts, with the number token * taken + place. slots [tokens] int64, or null: a token
@@ -43,6 +45,7 @@ DEVICE float logit_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0
 // A lane's part of one token.
 struct Choice {
   uint32_t keys[VALUES];  // of the experts from `first` on; 0 past the last
+  float scores[SCORED ? VALUES : 1];
   uint32_t bits = 0;      // those that are chosen
   uint32_t largest;       // key of all experts
   int first, experts;
@@ -63,6 +66,27 @@ struct Choice {
     for (int i = 0; i < VALUES; i += COUNT) logits[i / COUNT] = Logits::load(row + min(first + i, experts - COUNT));
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) keys[i] = is_there(i) ? key_of(logits[i / COUNT].at[i % COUNT]) : 0;
+  }
+
+  // Makes keys of scores out of keys of logits.
+  DEVICE void rank(const float* bias, bool by_sigmoid) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) most = max(most, keys[i]);
+    const float top = logit_of(warp_max(most));
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      const float logit = logit_of(keys[i]);
+      scores[i] = by_sigmoid ? 1.0f / (1.0f + expf(-logit)) : expf(logit - top);
+      total += is_there(i) ? scores[i] : 0.0f;
+    }
+    total = by_sigmoid ? 1.0f : warp_sum(total);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      scores[i] /= total;
+      keys[i] = is_there(i) ? key_of(scores[i] + (bias ? bias[first + i] : 0.0f)) : 0;
+    }
   }
 
   DEVICE bool is_there(int i) const { return first + i < experts; }
@@ -93,7 +117,11 @@ struct Choice {
 
 KERNEL __launch_bounds__(WARPS* WARP_SIZE, 1)
 route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_t* chosen, float* weights, Task* tasks, int tokens, int experts,
-      int taken, int normalises, int num_tasks) {
+      int taken, int normalises, int num_tasks
+#if SCORED
+      , const float* bias, int by_sigmoid, float scale
+#endif
+) {
   __shared__ int counts[WARPS][ROOM];  // of each warp's pairs; then which of its expert's pairs is the next
   __shared__ int first_tasks[ROOM], totals[ROOM];
   __shared__ int tasks_of_warps[WARPS];
@@ -121,15 +149,21 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
   for (int token = first_token; token < end_token; ++token) {
     if (is_padding(token)) continue;
     Choice choice(logits + (int64_t)token * experts, lane * VALUES, experts);
+#if SCORED
+    choice.rank(bias, by_sigmoid);
+#endif
     choice.choose(taken, lanes_below);
     const float largest = logit_of(choice.largest);
     float parts[VALUES], sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-      parts[i] = expf(logit_of(choice.keys[i]) - largest);
+      parts[i] = SCORED ? choice.scores[SCORED ? i : 0] : expf(logit_of(choice.keys[i]) - largest);
       sum += (normalises ? choice.has(i) : choice.is_there(i)) ? parts[i] : 0.0f;
     }
     sum = warp_sum(sum);
+#if SCORED
+    sum = (normalises ? sum : 1.0f) / scale;
+#endif
     int place = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) place += __popc(__ballot_sync(ALL_LANES, choice.has(i)) & lanes_below);

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks, most_tasks, words_of
 from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check
+from nanovllm_cli.kernels.mixture import Scoring
 
 VALUES = (1, 2, 4, 8, 16)
 """Experts a lane: what the kernel is compiled for."""
@@ -25,10 +28,11 @@ def route(
     norm_topk: bool,
     slots: torch.Tensor | None = None,
     rows: int = FEW_ROWS,
+    scoring: Scoring | None = None,
 ) -> tuple[Tasks, torch.Tensor]:
-    """logits [T, E] fp32; see `reference.route`. matrices [E, 8] int64: addresses of each expert's tensors, which no kernel
-    writes. slots [T] int64: a token without one (-1) is padding, and has no pairs. Returns tasks of so many rows, and weights [T,
-    taken] fp32, of padding anything. UnsupportedError past 512 experts."""
+    """logits [T, E] fp32, scoring: see `reference.route`. matrices [E, 8] int64: addresses of each expert's tensors, which no
+    kernel writes. slots [T] int64: a token without one (-1) is padding, and has no pairs. Returns tasks of so many rows, and
+    weights [T, taken] fp32, of padding anything. UnsupportedError past 512 experts."""
     tokens, experts = logits.shape
     assert 0 < taken <= experts, (taken, experts)
     check(logits, launcher, torch.float32, tokens, experts)
@@ -48,7 +52,11 @@ def route(
             logits, slots, matrices, chosen, weights, tasks,
             np.int32(tokens), np.int32(experts), np.int32(taken), np.int32(norm_topk), np.int32(num_tasks),
         )  # fmt: skip
-        launcher.launch(variant(values, rows), (1, 1, 1), (warps * WARP, 1, 1), args, 4 * tokens * taken if is_small else 0)
+        if scoring is not None and scoring.bias is not None:
+            check(scoring.bias, launcher, torch.float32, experts)
+        how = () if scoring is None else (scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale))
+        kernel, room = variant(values, rows, scoring is not None), 4 * tokens * taken if is_small else 0
+        launcher.launch(kernel, (1, 1, 1), (warps * WARP, 1, 1), (*args, *how), room)
     return Tasks(tasks, tokens, taken, experts, rows), weights
 
 
@@ -65,10 +73,10 @@ def most_warps(values: int) -> int:
     return 16 if values > 8 else 32
 
 
-def variant(values: int, rows: int) -> Kernel:
-    return Kernel("route", "route", (("VALUES", values), ("TASK_ROWS", rows)))
+def variant(values: int, rows: int, scored: bool) -> Kernel:
+    return Kernel("route", "route", (("VALUES", values), ("TASK_ROWS", rows), ("SCORED", int(scored))))
 
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
-    return [variant(values, rows) for values in VALUES for rows in (FEW_ROWS, MANY_ROWS)]
+    return [variant(*each) for each in itertools.product(VALUES, (FEW_ROWS, MANY_ROWS), (False, True))]

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
-from nanovllm_cli.kernels.cpu_mixture import CpuMixture
+from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
+from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -83,11 +84,11 @@ def warm_up_experts(dtype: torch.dtype) -> None:
     def expert(x: torch.Tensor) -> torch.Tensor:
         return cpu.add_rms_norm(x, None, x[0], 1e-6, 0.0)
 
-    mixture = CpuMixture([expert, expert], 1, True)
+    mixture = CpuMixture([expert, expert], 1, True, Scoring(bias=torch.zeros(2)))
     x, logits = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2)
     mixture(x, logits)
     with cpu.Program(cpu.MemoryPool()) as program:
-        mixture(x, logits)
+        add_onto(mixture(x, logits), x)
     program.replay()
     _mark(_marker("experts", dtype))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
@@ -16,7 +17,7 @@ from nanovllm_cli.model_spec import MoESpec
 
 
 class MoE:
-    """sum over a token's experts of weight * expert(x)."""
+    """sum over a token's experts of weight * expert(x), and the shared expert's."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
@@ -24,17 +25,27 @@ class MoE:
         self.router = kit.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
-        self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk)
+        self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, kit.at("shared"))
+        self.scoring: Scoring | None = None
+        if spec.scoring != "softmax" or spec.selection_bias or spec.scale != 1.0:
+            bias = kit.zeros(spec.num_experts, dtype=torch.float32)
+            self.scoring = Scoring(spec.scoring == "sigmoid", bias, spec.scale)
+        self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)
 
     def __call__(self, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
-        return self.mixture(x, self._logits(x), slots)
+        own = self.mixture(x, self._logits(x), slots)
+        return own if self.shared is None else self.ops.add(own, self.shared(x))
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Linear.onto`."""
         x = plain(x, self.ops)
-        return self.mixture.onto(residual, x, self._logits(x), slots)
+        shared = None if self.shared is None else self.shared.onto(residual, x)
+        own = self.mixture.onto(residual, x, self._logits(x), slots)
+        if shared is None or own is None:
+            return own if shared is None else shared
+        return self.ops.add(own, shared)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.router.matmul(x, self.router_bias, torch.float32)
@@ -51,6 +62,10 @@ class MoE:
         }
         if self.router_bias is not None:
             slots["router.bias"] = table_slot(self.router_bias)
+        if self.spec.selection_bias and self.scoring is not None and self.scoring.bias is not None:
+            slots["router.selection_bias"] = table_slot(self.scoring.bias)
+        if self.shared is not None:
+            slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         for e, expert in enumerate(self.experts):
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots

@@ -1,12 +1,14 @@
-"""ERNIE 4.5 (dense): Llama with its rotary pairs side by side."""
+"""ERNIE 4.5: Llama with its rotary pairs side by side; with experts, shared ones, and a bias by which they are chosen alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.family import ANOTHER, Family
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -14,18 +16,39 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     bias = read.flag("use_bias", False)
     blocks = []
     for block in spec.blocks:
-        assert isinstance(block.mlp, MLPSpec)
         attention = replace(block.attention, qkv_bias=bias, out_bias=bias)
-        blocks.append(replace(block, attention=attention, mlp=replace(block.mlp, bias=bias)))
+        mlp = replace(block.mlp, bias=bias) if isinstance(block.mlp, MLPSpec) else block.mlp
+        blocks.append(replace(block, attention=attention, mlp=mlp))
     return replace(spec, blocks=tuple(blocks))
 
 
+def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.values.get("moe_layer_end_index") not in (None, -1, spec.num_layers - 1):
+        raise UnsupportedError("an ERNIE whose last layers have no experts is not supported", ANOTHER)
+    if read.flag("use_bias", False):
+        raise UnsupportedError("an ERNIE with biases of experts is not supported", ANOTHER)
+    return spec
+
+
+_DEFAULTS = {"rope_theta": 5e5, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 ERNIE4_5 = Family(
     "ernie4_5",
     interleaved=True,
     interleaved_gguf=True,
     tied_by_default=True,
-    defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072,
-              "rms_norm_eps": 1e-5},
+    defaults=_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2},
     hf=_from_hf,
+)
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    name="ernie4_5_moe",
+    experts=ExpertKeys(
+        ("moe_num_experts",), "moe_intermediate_size", norm_topk=True, taken="moe_k", first="moe_layer_start_index",
+        step="moe_layer_interval", shared="moe_num_shared_experts", selection_bias=True,
+    ),
+    defaults=_DEFAULTS | {"num_key_value_heads": 4, "moe_layer_start_index": 1, "moe_num_shared_experts": 2, "moe_k": 6,
+                          "moe_num_experts": 64, "moe_intermediate_size": 1536},
+    hf_names=SHARED_NAMES
+    | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.moe_statics.e_score_correction_bias.0"},
+    hf=_with_experts_from_hf,
 )  # fmt: skip

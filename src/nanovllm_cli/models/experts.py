@@ -1,12 +1,13 @@
 """What configs say of mixtures of experts: which layers have one, how many experts of what size, how the router weighs them.
 
-Not covered: models with experts that every token takes (Qwen2-MoE, DeepSeek), or whose router is not a softmax.
+Not covered: experts that every token takes, but weighs (Qwen2-MoE); routers that choose groups of experts first (DeepSeek).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, MoESpec
@@ -19,11 +20,20 @@ MATRICES = ("gate", "up", "down")
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
     """How one family's config.json calls things. count: the first of these that is there. size: of an expert. norm_topk: a
-    flag's key, or what it always is."""
+    flag's key, or what it always is. taken: experts a token. first: of the layers, those before it have none; step: each so
+    many-th has. shared: experts of this size that every token takes. scale: of weights. scoring, selection_bias: as in MoESpec,
+    for there are no keys."""
 
     count: tuple[str, ...]
     size: str
     norm_topk: str | bool
+    taken: str = "num_experts_per_tok"
+    first: str | None = None
+    step: str = "decoder_sparse_step"
+    shared: str | None = None
+    scale: str | None = None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
 
 
 QWEN_KEYS = ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob")
@@ -36,6 +46,9 @@ QWEN_NAMES = {
         for part in MATRICES
     },
 }
+SHARED_NAMES = QWEN_NAMES | {
+    f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight" for part in MATRICES
+}
 MIXTRAL_NAMES = {
     "blocks.{i}.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
     **{
@@ -45,6 +58,8 @@ MIXTRAL_NAMES = {
 }
 GGUF_EXPERT_NAMES = {
     **{f"blocks.{{i}}.router.{kind}": f"blk.{{i}}.ffn_gate_inp.{kind}" for kind in ("weight", "bias")},
+    "blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b.bias",
+    **{f"blocks.{{i}}.shared.{part}.weight": f"blk.{{i}}.ffn_{part}_shexp.weight" for part in MATRICES},
     **{
         f"blocks.{{i}}.experts.{{e}}.{part}.{kind}": f"blk.{{i}}.ffn_{part}_exps.{{e}}.{kind}"
         for part in MATRICES
@@ -60,36 +75,55 @@ def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, la
         return [dense] * layers
     count = read.integer(next(filter(read.has, keys.count), keys.count[0]))
     norm = keys.norm_topk if isinstance(keys.norm_topk, bool) else read.flag(keys.norm_topk, False)
-    chosen = read.integer("num_experts_per_tok")
-    mixture = _mixture(read, count, chosen, replace(dense, intermediate_size=read.integer(keys.size)), norm)
-    step, excepted = read.integer("decoder_sparse_step", 1), read.values.get("mlp_only_layers") or []
+    expert = replace(dense, intermediate_size=read.integer(keys.size))
+    mixture = _mixture(read, count, read.integer(keys.taken), expert, norm, keys)
+    if keys.scale is not None:
+        mixture = replace(mixture, scale=read.number(keys.scale, 1.0))
+    if keys.shared is not None and (shared := read.integer(keys.shared, 0, least=0)):
+        mixture = replace(mixture, shared=replace(expert, intermediate_size=shared * expert.intermediate_size))
+    first = 0 if keys.first is None else read.integer(keys.first, 0, least=0)
+    step, excepted = read.integer(keys.step, 1), read.values.get("mlp_only_layers") or []
     if not isinstance(excepted, list) or not all(type(layer) is int for layer in excepted):
         raise CheckpointError(f"{read.where}: 'mlp_only_layers' must be a list of layers", BROKEN)
-    return [mixture if (i + 1) % step == 0 and i not in excepted else dense for i in range(layers)]
+    return [mixture if (i + 1) % step == 0 and i >= first and i not in excepted else dense for i in range(layers)]
 
 
 def mlps_from_gguf(
-    read: ConfigReader, key: Callable[[str], str], dense: MLPSpec, layers: int, names: set[str]
+    read: ConfigReader, key: Callable[[str], str], keys: ExpertKeys | None, dense: MLPSpec, layers: int, names: set[str]
 ) -> list[MLPSpec | MoESpec]:
     """The same of GGUF metadata. llama.cpp makes the weights of a token's experts 1 together in all architectures that are read
-    here. names: the file's tensors, which tell what layers have a router."""
+    here, but for those with sigmoids, whose files say so. names: the file's tensors, which tell what layers have a router."""
     count = read.integer(key("expert_count"), 0, least=0)
     if count == 0:
         return [dense] * layers
-    if (scale := read.number(key("expert_weights_scale"), 0.0, positive=False)) not in (0.0, 1.0):
+    by_sigmoid = keys is not None and keys.scoring == "sigmoid"
+    scale = read.number(key("expert_weights_scale"), 0.0, positive=False) or 1.0
+    if scale != 1.0 and not by_sigmoid:
         raise UnsupportedError(f"{read.where}: weights of experts times {scale:g}", "known: 1")
-    if read.integer(key("expert_gating_func"), 0, least=0) not in (0, 1, 3):  # softmax, of all logits or of the chosen ones
-        raise UnsupportedError(f"{read.where}: experts that are not weighed by a softmax", "known: softmax")
+    known = (0, 2) if by_sigmoid else (0, 1, 3)  # nothing, or: sigmoid; softmax, of all logits or of the chosen ones
+    if read.integer(key("expert_gating_func"), 0, least=0) not in known:
+        name = "sigmoid" if by_sigmoid else "softmax"
+        raise UnsupportedError(f"{read.where}: experts that are not weighed by a {name}", f"known: {name}")
+    if read.integer(key("expert_group_count"), 0, least=0) > 1:
+        raise UnsupportedError(f"{read.where}: experts that are chosen by groups", "known: one group")
     size = read.integer(key("expert_feed_forward_length"), dense.intermediate_size)
     expert = replace(dense, intermediate_size=size, bias="blk.0.ffn_gate_exps.bias" in names)
-    mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm_topk=True)
-    mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names)
+    norm = read.flag(key("expert_weights_norm"), False) if by_sigmoid else True
+    mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm, keys)
+    shared = size * read.integer(key("expert_shared_count"), 0, least=0)
+    shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
+    if shared and keys is not None and keys.shared is not None:
+        mixture = replace(mixture, shared=replace(expert, intermediate_size=shared))
+    mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]
 
 
-def _mixture(read: ConfigReader, count: int, chosen: int, expert: MLPSpec, norm_topk: bool) -> MoESpec:
+def _mixture(
+    read: ConfigReader, count: int, chosen: int, expert: MLPSpec, norm_topk: bool, keys: ExpertKeys | None
+) -> MoESpec:
     if count > MAX_EXPERTS:
         raise CheckpointError(f"{read.where} asks for {count} experts; at most {MAX_EXPERTS} are believed", BROKEN)
     if chosen > count:
         raise CheckpointError(f"{read.where}: a token can't take {chosen} of {count} experts", BROKEN)
-    return MoESpec(count, chosen, expert, norm_topk)
+    mixture = MoESpec(count, chosen, expert, norm_topk)
+    return mixture if keys is None else replace(mixture, scoring=keys.scoring, selection_bias=keys.selection_bias)

@@ -202,7 +202,8 @@ def spec_from_gguf(
     kv_heads = read.integer(key("attention.head_count_kv"), heads)
     hidden = read.integer(key("embedding_length"))
     head_dim = read.integer(key("attention.key_length"), hidden // heads)
-    layers = _layers(read.integer(key("block_count")), read)
+    further = read.integer(key("nextn_predict_layers"), 0, least=0)  # which are behind the model's own
+    layers = _layers(read.integer(key("block_count"), least=further + 1) - further, read)
     _check_heads(heads, kv_heads, head_dim, read)
     if read.integer(key("attention.value_length"), head_dim) != head_dim:
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
@@ -232,7 +233,7 @@ def spec_from_gguf(
     blocks = []
     if family.experts is None and family is not LLAMA and read.integer(key("expert_count"), 0, least=0):
         raise UnsupportedError(f"{arch} with experts is not supported", ANOTHER)
-    mlps = mlps_from_gguf(read, key, mlp, layers, names)  # Mixtral's are of the architecture llama
+    mlps = mlps_from_gguf(read, key, family.experts, mlp, layers, names)  # Mixtral's are of the architecture llama
     for i, kind in enumerate(_windows_from_gguf(read, key, family, layers)):
         own = replace(attention, rope=local, window=window) if kind == SLIDING and window is not None else sees_all
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every

@@ -1,4 +1,5 @@
-"""GLM-4 (0414, dense): half of each head is rotated, in pairs side by side; norms on either side of attention and MLP."""
+"""GLM-4 (0414, dense): half of each head is rotated, in pairs side by side; norms on either side of attention and MLP. GLM-4.5 to
+4.7 with experts: as Llama has it, but for half of each head, a shared expert and a router of sigmoids."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
@@ -18,12 +20,18 @@ def _sandwich(spec: ModelSpec) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    if read.integer(key("nextn_predict_layers"), 0, least=0):
-        raise UnsupportedError("GLM files with layers that predict further tokens are not supported", ANOTHER)
     sections = read.values.get(key("rope.dimension_sections"))
     if isinstance(sections, list | tuple) and any(sections[:2]):
         raise UnsupportedError("the positions of a GLM that sees are not supported", ANOTHER)
     return _sandwich(spec)
+
+
+def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.integer("n_group", 1) > 1:
+        raise UnsupportedError("experts that are chosen by groups are not supported", ANOTHER)
+    norm = read.flag("use_qk_norm", False)
+    blocks = (replace(block, attention=replace(block.attention, out_bias=False, qk_norm=norm)) for block in spec.blocks)
+    return replace(spec, blocks=tuple(blocks))
 
 
 GLM4 = Family(
@@ -41,3 +49,15 @@ GLM4 = Family(
     hf=lambda spec, read: _sandwich(spec),
     gguf=_from_gguf,
 )
+GLM4_MOE = Family(
+    "glm4_moe",
+    experts=ExpertKeys(
+        ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
+        shared="n_shared_experts", scale="routed_scaling_factor", scoring="sigmoid", selection_bias=True,
+    ),
+    defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+              "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
+    gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
+    hf=_with_experts_from_hf,
+)  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.ernie import ERNIE4_5
+from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.families import (
     LLAMA,
     MISTRAL,
@@ -21,7 +21,7 @@ from nanovllm_cli.models.families import (
 )
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
-from nanovllm_cli.models.glm import GLM4
+from nanovllm_cli.models.glm import GLM4, GLM4_MOE
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
@@ -41,11 +41,13 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
+    "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Glm4ForCausalLM": GLM4,
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
@@ -68,10 +70,12 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen3vl": QWEN3,
     "qwen3vlmoe": QWEN3_MOE,
     "ernie4_5": ERNIE4_5,
+    "ernie4_5-moe": ERNIE4_5_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "glm4": GLM4,
+    "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
     "granitemoe": GRANITE_MOE,

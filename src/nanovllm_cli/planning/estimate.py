@@ -114,7 +114,8 @@ def _widths(spec: ModelSpec) -> set[int]:
     found = set()
     for block in spec.blocks:
         found |= {spec.hidden_size, block.attention.num_heads * getattr(block.attention, "head_dim", 0)}
-        found.add((block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp).intermediate_size)
+        parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
+        found |= {part.intermediate_size for part in parts if part is not None}
     return found
 
 

@@ -17,6 +17,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_classes import CLASSES, class_of
 from nanovllm_cli.weights.tensor_names import left_aside
 from nanovllm_cli.weights.weight_reader import WeightReader
@@ -64,6 +65,7 @@ class Facts:
 def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
     """headers_only: its weights are not there. Raises what `open_reader` and `read_spec` raise, so what can't run is refused."""
     reader = reader_of(checkpoint, headers_only=headers_only)
+    checkpoint = unstacked(checkpoint)
     if reader is not None:
         spec = read_spec(checkpoint, reader)
         weights = [(name, math.prod(reader.shape(name)), reader.num_bytes(name), _type(reader, checkpoint, name))

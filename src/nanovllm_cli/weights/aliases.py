@@ -97,6 +97,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     },
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
     "glm4": {"9b": "zai-org/GLM-4-9B-0414", "32b": "zai-org/GLM-4-32B-0414"},
+    "glm4.5-air": {"106b": "zai-org/GLM-4.5-Air"},
     "mistral": {"7b": "mistralai/Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "mistralai/Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "mistralai/Mistral-Small-3.2-24B-Instruct-2506"},

@@ -5,6 +5,7 @@ A model that also sees or hears has the one that writes text as a part, whose te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from nanovllm_cli.errors import UnsupportedError
@@ -13,6 +14,8 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
+_GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
+_LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
@@ -47,12 +50,27 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
 
 
 def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
-    """Those of `names` that belong to other parts than the one that writes text."""
+    """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens."""
+    names = set(names)
     prefix = _prefix(checkpoint)
     if prefix is None:
         flat = checkpoint.format == "hf" and checkpoint.config.get("vision_config") is not None
-        return {name for name in names if flat and name.startswith(_SEES)}
+        return {name for name in names if (flat and name.startswith(_SEES))} | _further(checkpoint, names)
     return {name for name in names if not name.startswith((prefix, "language_model.")) and name != "lm_head.weight"}
+
+
+def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
+    """Layers behind the model's own that are for speculation."""
+    config, is_folder = checkpoint.config, checkpoint.format == "hf"
+    pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")
+    count = config.get("num_nextn_predict_layers" if is_folder else prefix + "nextn_predict_layers")
+    end = config.get("num_hidden_layers" if is_folder else prefix + "block_count")
+    if not isinstance(count, int) or count < 1 or not isinstance(end, int):
+        return set()
+    end -= 0 if is_folder else count
+    places = {name: pattern.match(name) for name in names}
+    behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
+    return behind | {name for name in names if name.startswith(_GUESSES)}
 
 
 def _prefix(checkpoint: Checkpoint) -> str | None:
