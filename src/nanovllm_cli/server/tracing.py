@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -78,6 +78,7 @@ class Tracing(Observer):
     def accepted(
         self, model: str, operation: Operation, prompt_len: int, params: SamplingParams | None, caller: Caller | None
     ) -> Watch:
+        began = time.monotonic()  # the engine has it; a first span may take longer to make than its first token
         from opentelemetry.trace import SpanKind
 
         attributes: dict[str, Attribute] = {
@@ -96,7 +97,7 @@ class Tracing(Observer):
             attributes |= _sampling(params)
         context = self._propagator.extract(carrier)
         span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes)
-        return _Watch(span) if span.is_recording() else Watch()
+        return _Watch(span, began) if span.is_recording() else Watch()
 
     def flush(self) -> bool:
         """Sends what is there now. False where that failed."""
@@ -110,10 +111,9 @@ class Tracing(Observer):
 
 
 class _Watch(Watch):
-    def __init__(self, span: Span, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, span: Span, began: float) -> None:
         self._span = span
-        self._clock = clock
-        self._start = clock()
+        self._start = began
         self._num_tokens = 0
         self._reasons: dict[int, str] = {}
         self._last: Output | None = None
@@ -122,7 +122,7 @@ class _Watch(Watch):
         self._last = output
         for piece in output.pieces:
             if piece.token_ids and not self._num_tokens:
-                self._span.set_attribute("gen_ai.response.time_to_first_chunk", self._clock() - self._start)
+                self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._start)
             self._num_tokens += len(piece.token_ids)
             if piece.finish_reason is not None:
                 self._reasons[piece.index] = piece.finish_reason
