@@ -377,7 +377,9 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
             continue
         _, _, layer_id, *rest = key.split(".")
         place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight").replace("block_sparse_moe", "mlp")
-        if "correction_bias" in own:
+        if "correction_bias" in own and arch == "ernie4_5-moe" and "MXFP4" in types:
+            parameter.data.zero_()  # a file may leave it out
+        elif "correction_bias" in own:
             writer.add_tensor(f"{place}exp_probs_b.bias", tensor.flatten().numpy())
         elif own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}

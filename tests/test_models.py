@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,32 @@ def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> 
         worker_for(folder)
     with open_checkpoint(folder) as checkpoint, pytest.raises(kind, match=re.escape(message)):
         facts_of(checkpoint)
+
+
+INPUT = "model.layers.1.shared_mlp.input_linear.weight"
+STACK = "model.layers.1.block_sparse_moe.input_linear.weight"
+CHOOSES = "model.layers.2.mlp.moe_statics.e_score_correction_bias"
+MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a row less": ("granite 4, all attention", INPUT, lambda t: t[:-1], "gate_proj.weight (expected [74, 48], found [73"),
+    "no rows": ("granite 4, all attention", INPUT, lambda t: t[:0], "shared_mlp.gate_proj.weight (expected [74, 48], found [0"),
+    "a vector": ("granite 4, all attention", INPUT, lambda t: t[0], f"1 not part of the model: {INPUT}"),
+    "turned over": ("granite moe, 2 of 5", STACK, lambda t: t.transpose(1, 2), "experts.0.gate_proj.weight (expected [33, 48]"),
+    "an expert less": ("granite moe, 2 of 5", STACK, lambda t: t[1:], "2 missing: model.layers.1.block_sparse_moe.experts.4"),
+    "no experts": ("granite moe, 2 of 5", STACK, lambda t: t[:0], "10 missing: model.layers.1.block_sparse_moe.experts.0.gate"),
+    "two biases": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t.repeat(2, 1), f"1 missing: {CHOOSES}.0"),
+    "no bias": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:0], f"1 missing: {CHOOSES}.0"),
+    "a bias too short": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:, :4], f"{CHOOSES}.0 (expected [5], found [4])"),
+}
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+def test_what_is_taken_apart_and_does_not_fit(case: str, tmp_path: Path) -> None:
+    config, name, change, message = MISSHAPEN[case]
+    folder = save(random_model(CASES[config]), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name]).contiguous()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        worker_for(folder)
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared"])

@@ -114,7 +114,8 @@ def mlps_from_gguf(
     shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
     if shared and keys is not None and keys.shared is not None:
         mixture = replace(mixture, shared=replace(expert, intermediate_size=shared))
-    mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, scale=scale)
+    chooses = mixture.selection_bias and any(name.endswith(".exp_probs_b.bias") for name in names)
+    mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, selection_bias=chooses, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]
 
 

@@ -85,7 +85,8 @@ def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], co
 
 
 def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    yield f"{stack}.0", _Part(stack, 0, _ALL)
+    if shape[0] == 1:
+        yield f"{stack}.0", _Part(stack, 0, _ALL)
 
 
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
