@@ -492,6 +492,7 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "states": (
         "granite 4, no positions", {"layer_types": ["mamba", "attention", "mamba"]}, UnsupportedError, "with state space layers",
     ),
+    "layers of no kind": ("granite 4, no positions", {"layer_types": [[], {}, 1]}, UnsupportedError, "with state space layers"),
     "shared experts of a hybrid": ("granite 4, no positions", {"num_local_experts": 4}, UnsupportedError, "with shared experts"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip

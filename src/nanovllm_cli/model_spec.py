@@ -5,8 +5,8 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "divisors"]
 
@@ -170,6 +170,11 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     dtype: str = field(default="bfloat16", compare=False)
+
+    def with_attention(self, **changes: Any) -> ModelSpec:
+        """The same with these values in the AttentionSpec of every block."""
+        blocks = (replace(block, attention=replace(block.attention, **changes)) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
 
     @property
     def num_layers(self) -> int:

@@ -14,12 +14,9 @@ from nanovllm_cli.models.family import ANOTHER, Family
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """ "use_bias" is of all projections."""
     bias = read.flag("use_bias", False)
-    blocks = []
-    for block in spec.blocks:
-        attention = replace(block.attention, qkv_bias=bias, out_bias=bias)
-        mlp = replace(block.mlp, bias=bias) if isinstance(block.mlp, MLPSpec) else block.mlp
-        blocks.append(replace(block, attention=attention, mlp=mlp))
-    return replace(spec, blocks=tuple(blocks))
+    mlps = (replace(block.mlp, bias=bias) for block in spec.blocks if isinstance(block.mlp, MLPSpec))
+    blocks = (replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True))
+    return replace(spec, blocks=tuple(blocks)).with_attention(qkv_bias=bias, out_bias=bias)
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

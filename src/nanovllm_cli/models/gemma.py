@@ -32,11 +32,8 @@ def _gemma(spec: ModelSpec, stored_offset: float) -> ModelSpec:
 
 def _sandwich(spec: ModelSpec, scale: float, score_cap: float | None, logit_cap: float | None) -> ModelSpec:
     """Gemma 2 and 3. scale: of scores; the caps: of scores and logits."""
-    blocks = tuple(
-        replace(block, order="sandwich", attention=replace(block.attention, scale=scale, softcap=score_cap))
-        for block in spec.blocks
-    )
-    return replace(spec, blocks=blocks, logit_softcap=logit_cap)
+    blocks = tuple(replace(block, order="sandwich") for block in spec.blocks)
+    return replace(spec, blocks=blocks, logit_softcap=logit_cap).with_attention(scale=scale, softcap=score_cap)
 
 
 def _cap(read: ConfigReader, key: str) -> float | None:

@@ -15,8 +15,8 @@ from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
 
 def _sandwich(spec: ModelSpec) -> ModelSpec:
-    blocks = (replace(block, order="sandwich", attention=replace(block.attention, out_bias=False)) for block in spec.blocks)
-    return replace(spec, blocks=tuple(blocks))
+    blocks = (replace(block, order="sandwich") for block in spec.blocks)
+    return replace(spec, blocks=tuple(blocks)).with_attention(out_bias=False)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -29,9 +29,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.integer("n_group", 1) > 1:
         raise UnsupportedError("experts that are chosen by groups are not supported", ANOTHER)
-    norm = read.flag("use_qk_norm", False)
-    blocks = (replace(block, attention=replace(block.attention, out_bias=False, qk_norm=norm)) for block in spec.blocks)
-    return replace(spec, blocks=tuple(blocks))
+    return spec.with_attention(out_bias=False, qk_norm=read.flag("use_qk_norm", False))
 
 
 GLM4 = Family(

@@ -26,8 +26,8 @@ _HYBRID_NAMES = {
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
-    blocks = tuple(replace(block, attention=replace(block.attention, scale=scores)) for block in spec.blocks)
-    return replace(spec, blocks=blocks, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits)
+    spec = spec.with_attention(scale=scores)
+    return replace(spec, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits)
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -38,22 +38,20 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """Without the layers that make it a hybrid."""
     kinds = read.values.get("layer_types")
-    if not isinstance(kinds, list) or set(kinds) - {"attention", "full_attention"}:
+    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
         raise UnsupportedError("a Granite with state space layers is not supported", ANOTHER)
     if read.integer("num_local_experts", least=0):
         raise UnsupportedError("a Granite with shared experts is not supported", ANOTHER)
     mlp = MLPSpec(read.integer("shared_intermediate_size"))
-    rotates = read.text("position_embedding_type", "") == "rope"
-    blocks = (replace(b, mlp=mlp, attention=b.attention if rotates else replace(b.attention, rope=None)) for b in spec.blocks)
-    return _from_hf(replace(spec, blocks=tuple(blocks)), read)
+    spec = _from_hf(replace(spec, blocks=tuple(replace(block, mlp=mlp) for block in spec.blocks)), read)
+    return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     if read.has(key("deepstack_mapping")):
         raise UnsupportedError("layers of a Granite that see are not supported", ANOTHER)
     if not read.flag(key("rope.scaling.finetuned"), True):  # what says in its files that there are no positions
-        blocks = (replace(block, attention=replace(block.attention, rope=None)) for block in spec.blocks)
-        spec = replace(spec, blocks=tuple(blocks))
+        spec = spec.with_attention(rope=None)
     scores = read.number(key("attention.scale"), 0.0, positive=False) or None
     embedding, residual = (read.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale"))
     return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))

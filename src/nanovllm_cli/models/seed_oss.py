@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    bias = read.flag("attention_out_bias", False)
-    return replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, out_bias=bias)) for b in spec.blocks))
+    return spec.with_attention(out_bias=read.flag("attention_out_bias", False))
 
 
 SEED_OSS = Family(
