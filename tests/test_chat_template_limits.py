@@ -1,7 +1,9 @@
 """Templates that would not end, would not stop growing, or would leave the sandbox."""
 
+import gc
 import resource
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -98,8 +100,16 @@ def bounded_memory() -> "object":
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Its time is not the template's: see the test of that."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("name", [*ENDLESS, *LARGE])
-def test_templates_without_end_are_stopped(name: str) -> None:
+def test_templates_without_end_are_stopped(name: str, without_collector: None) -> None:
     source = ENDLESS.get(name) or LARGE[name]
     template = ChatTemplate(source, max_seconds=0.3)
     before = time.thread_time()
@@ -107,6 +117,25 @@ def test_templates_without_end_are_stopped(name: str) -> None:
         template.render([])
     assert time.thread_time() - before < 1.5
     assert "MemoryError" not in caught.value.message
+
+
+def test_time_of_the_collector_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with millions of objects may be walked through for a second in the midst of a rendering."""
+
+    def slow(phase: str, info: dict[str, int]) -> None:
+        end = time.thread_time() + (0.02 if phase == "start" else 0.0)
+        while time.thread_time() < end:
+            pass
+
+    def collecting(value: object) -> str:
+        gc.callbacks.append(slow)
+        gc.collect()
+        gc.callbacks.remove(slow)
+        return str(value)
+
+    template = ChatTemplate("{% for i in range(20) %}{{ messages | tojson }}{% endfor %}", max_seconds=0.2)
+    monkeypatch.setitem(template._template.environment.filters, "tojson", collecting)
+    assert template.render([]) == "[]" * 20
 
 
 @pytest.mark.parametrize("name", list(OUTSIDE))

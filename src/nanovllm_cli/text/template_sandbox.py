@@ -49,7 +49,8 @@ def spending(budget: Budget, pieces: Callable[[], Iterable[str]]) -> str:
     """Joins what a rendering generates, under `budget`."""
     token = _current.set(budget)
     try:
-        return "".join(pieces())
+        with budget.without_collector():
+            return "".join(pieces())
     finally:
         _current.reset(token)
 
