@@ -37,7 +37,7 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
         else:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
     return model.to(dtype)
 
@@ -86,7 +86,8 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    heads, kinds = config.num_key_value_heads, getattr(config, "layer_types", None) or []
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if "conv" in kinds else heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

@@ -282,7 +282,7 @@ def test_tokens_do_not_depend_on_the_batch(dtype: str, blocks: Callable[[str], P
     trained(LlamaConfig(**EVEN), tmp_path)
     requests = [(ids, greedy(20)) for ids in prompts(EVEN["vocab_size"])]
     worker = worker_for(blocks("q4_0"), lora=(str(tmp_path),), dtype=dtype)
-    assert worker.model.blocks[0].attention.qkv.weight.recordable
+    assert worker.model.blocks[0].mixer.qkv.weight.recordable
 
     def answers(*groups: Any) -> list[Any]:
         return [output.outputs[0].token_ids for group in groups for output in run(engine_for(worker), list(group))]

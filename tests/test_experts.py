@@ -484,14 +484,14 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
 )
 def test_another_clamped_activation_is_refused(changes: dict[str, float], words: str) -> None:
     config = gpt_oss().config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
-    assert spec_from_hf(config, hf_family(config)).blocks[0].attention.sinks
+    assert spec_from_hf(config, hf_family(config)).blocks[0].mixer.sinks
     with pytest.raises(UnsupportedError, match=words):
         spec_from_hf(config | changes, hf_family(config))
 
 
 def test_windows_of_gpt_oss_are_in_every_second_layer_where_the_config_does_not_say() -> None:
     config = gpt_oss().config.to_dict() | {"architectures": ["GptOssForCausalLM"], "layer_types": None}
-    assert [block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks] == [20, None]
+    assert [block.mixer.window for block in spec_from_hf(config, hf_family(config)).blocks] == [20, None]
 
 
 def test_llama_cpp_gives_the_logits_that_we_give(tmp_path: Path) -> None:

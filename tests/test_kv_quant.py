@@ -15,6 +15,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu
+from nanovllm_cli.model_spec import AttentionSpec
 from test_kernels_cpu import GENERATOR, Paged, error, randn
 
 BF16, FP32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
@@ -210,13 +211,17 @@ def test_the_same_bits_whatever_the_chunks(
 )
 def test_bytes_of_a_token(dtype: torch.dtype, names: tuple[str, str], expected: int) -> None:
     layout = CpuAttention({2}, dtype, cache_dtypes(names, dtype))
-    assert block_bytes([(3, 128), (1, 128)], layout) == 16 * (3 + 1) * expected
+    assert block_bytes([heads(3, 128), heads(1, 128)], layout) == 16 * (3 + 1) * expected
+
+
+def heads(count: int, dim: int) -> AttentionSpec:
+    return AttentionSpec(count, count, dim, None)
 
 
 @pytest.mark.parametrize("kinds", [(INT8, INT8), (FP8, BF16), (BF16, INT8)])
 def test_a_copied_block_takes_its_scales_along(kinds: tuple[torch.dtype, torch.dtype]) -> None:
-    cache = KVCache(5, [(2, 24), (1, 80)], CpuAttention({1}, BF16, kinds))
-    assert [(layer.k.dtype, layer.v.dtype) for layer in cache.layers] == [kinds, kinds]
+    cache = KVCache(5, [heads(2, 24), heads(1, 80)], CpuAttention({1}, BF16, kinds))
+    assert [tuple(side.dtype for side in layer) for layer in cache.layers] == [kinds, kinds]
     memory = [side.view(torch.uint8) for layer in cache.layers for side in layer]
     for side in memory:
         side.copy_(torch.randint(0, 256, side.shape, generator=GENERATOR))

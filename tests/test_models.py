@@ -28,6 +28,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -68,6 +70,7 @@ GRANITE_4 = SMALL | {
     "head_dim": 8, "num_local_experts": 0, "shared_intermediate_size": 74, "layer_types": ["full_attention"] * 3,
     "mamba_n_heads": 6,
 }  # fmt: skip
+LFM2_LAYERS = ["conv", "full_attention", "conv"]
 CASES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, bias, tied, group 1": LlamaConfig(
@@ -142,6 +145,19 @@ CASES: dict[str, Any] = {
     "ernie 4.5": Ernie4_5Config(**SMALL),
     "seed-oss": SeedOssConfig(**SMALL),
     "seed-oss, other biases": SeedOssConfig(**SMALL, attention_bias=False, attention_out_bias=True, mlp_bias=True),
+    "lfm2": Lfm2Config(**SMALL, layer_types=LFM2_LAYERS),
+    "lfm2, four taps, biases, tied": Lfm2Config(
+        **SMALL | {"tie_word_embeddings": True}, full_attn_idxs=[0], conv_L_cache=4, conv_bias=True, block_multiple_of=10,
+        block_ffn_dim_multiplier=1.3,
+    ),
+    "lfm2, all attention": Lfm2Config(**SMALL, block_auto_adjust_ff_dim=False),
+    "lfm2 moe, 2 of 5": Lfm2MoeConfig(
+        **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, num_dense_layers=1,
+    ),
+    "lfm2 moe, weights as they are, none preferred": Lfm2MoeConfig(
+        **SMALL, layer_types=LFM2_LAYERS, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=34, num_dense_layers=0,
+        norm_topk_prob=False, use_expert_bias=False, routed_scaling_factor=1.5,
+    ),
     "phi3, window": Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}),
     "phi3, longrope of a part": Phi3Config(
         **SMALL | {"head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 6 * ORIGINAL},
@@ -222,7 +238,8 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
 
 def forget_lengths(reference: Any) -> None:
     """transformers' dynamic scaling remembers the longest sequence it ever saw; each prompt is to be the first."""
-    rotary = reference.model.rotary_emb
+    inner = reference.model
+    rotary = inner.pos_emb if hasattr(inner, "pos_emb") else inner.rotary_emb
     if rotary is not None and rotary.rope_type == "dynamic":
         rotary.max_seq_len_cached = rotary.original_max_seq_len
         rotary.register_buffer("inv_freq", rotary.original_inv_freq, persistent=False)
@@ -257,7 +274,8 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 COUNTED = [
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
-    "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared",
+    "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
+    "lfm2 moe, weights as they are, none preferred",
 ]  # fmt: skip
 
 
@@ -265,7 +283,8 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp"}
+    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp",
+             "feed_forward": "mlp", "conv": "conv"}  # fmt: skip
     counted: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
@@ -372,7 +391,7 @@ def test_gemma3_from_the_hub_leaves_most_to_be_known() -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
     spec = spec_from_hf(config, hf_family(config))
     like = Gemma3Config(**config).text_config
-    attention = [block.attention for block in spec.blocks]
+    attention = spec.attentions
     assert (spec.vocab_size, spec.max_position, spec.tied_head) == (like.vocab_size, like.max_position_embeddings, True)
     assert {(a.num_heads, a.num_kv_heads, a.head_dim, a.scale) for a in attention} == {(8, 4, 256, 1 / 16)}
     assert [a.window for a in attention] == [1024 if kind == "sliding_attention" else None for kind in like.layer_types]
@@ -402,7 +421,7 @@ DEFAULTS = {
     "Qwen3ForCausalLM": Qwen3Config, "Qwen3MoeForCausalLM": Qwen3MoeConfig, "SmolLM3ForCausalLM": SmolLM3Config,
     "GraniteMoeForCausalLM": GraniteMoeConfig, "Ernie4_5ForCausalLM": Ernie4_5Config,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
-    "SeedOssForCausalLM": SeedOssConfig,
+    "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
     "GraniteMoeHybridForCausalLM":
         lambda: GraniteMoeHybridConfig(layer_types=["full_attention"] * 32, num_local_experts=0),
     "Qwen2VLForConditionalGeneration": lambda: Qwen2VLConfig().text_config,
@@ -430,13 +449,13 @@ def test_caps_and_windows_of_none_are_none() -> None:
     none = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"))
     spec = spec_from_hf(config | none, hf_family(config))
     assert spec.logit_softcap is None
-    assert {(block.attention.softcap, block.attention.window) for block in spec.blocks} == {(None, None)}
+    assert {(block.mixer.softcap, block.mixer.window) for block in spec.blocks} == {(None, None)}
 
 
 def test_windows_of_smollm3_are_where_there_are_no_positions() -> None:
     like = SmolLM3Config(**SMALL | {"num_hidden_layers": 5}, use_sliding_window=True, sliding_window=20)
     config = like.to_dict() | {"architectures": ["SmolLM3ForCausalLM"], "layer_types": None}
-    found = [block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks]
+    found = [block.mixer.window for block in spec_from_hf(config, hf_family(config)).blocks]
     assert found == [20 if kind == "sliding_attention" else None for kind in like.layer_types]
 
 
@@ -494,6 +513,16 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     ),
     "layers of no kind": ("granite 4, no positions", {"layer_types": [[], {}, 1]}, UnsupportedError, "with state space layers"),
     "shared experts of a hybrid": ("granite 4, no positions", {"num_local_experts": 4}, UnsupportedError, "with shared experts"),
+    "convolutions over nothing": ("lfm2", {"conv_L_cache": 0}, CheckpointError, "'conv_L_cache' must be"),
+    "convolutions over too much": ("lfm2", {"conv_L_cache": 65}, CheckpointError, "at most 64 are believed"),
+    "layers of a third kind": ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, UnsupportedError, "layer type 'mamba'"),
+    "layers that are no list": ("lfm2", {"layer_types": "conv"}, CheckpointError, "must be a list of 3 kinds"),
+    "a layer too few": ("lfm2", {"layer_types": ["conv", "full_attention"]}, CheckpointError, "must be a list of 3 kinds"),
+    "convolutions alone": ("lfm2", {"layer_types": ["conv"] * 3}, CheckpointError, "no layer has attention"),
+    "attention past the last layer": (
+        "lfm2", {"layer_types": None, "full_attn_idxs": [3]}, CheckpointError, "'full_attn_idxs' must be a list of layers",
+    ),
+    "an MLP of a number below 1": ("lfm2", {"block_ff_dim": 1}, CheckpointError, "an MLP without a row"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip
 
@@ -513,6 +542,7 @@ def test_configs_that_are_read_and_can_not_be_run(case: str, tmp_path: Path) -> 
 INPUT = "model.layers.1.shared_mlp.input_linear.weight"
 STACK = "model.layers.1.block_sparse_moe.input_linear.weight"
 CHOOSES = "model.layers.2.mlp.moe_statics.e_score_correction_bias"
+TAPS = "model.layers.2.conv.conv.weight"
 MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a row less": ("granite 4, all attention", INPUT, lambda t: t[:-1], "gate_proj.weight (expected [74, 48], found [73"),
     "no rows": ("granite 4, all attention", INPUT, lambda t: t[:0], "shared_mlp.gate_proj.weight (expected [74, 48], found [0"),
@@ -522,6 +552,10 @@ MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str
     "no experts": ("granite moe, 2 of 5", STACK, lambda t: t[:0], "10 missing: model.layers.1.block_sparse_moe.experts.0.gate"),
     "two biases": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t.repeat(2, 1), f"1 missing: {CHOOSES}.0"),
     "no bias": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:0], f"1 missing: {CHOOSES}.0"),
+    "taps of another length": ("lfm2", TAPS, lambda t: t[:, :, 1:], f"{TAPS}.0 (expected [48, 3], found [48, 2])"),
+    "taps of fewer channels": ("lfm2", TAPS, lambda t: t[1:], f"{TAPS}.0 (expected [48, 3], found [47, 3])"),
+    "taps of two rows": ("lfm2", TAPS, lambda t: t.repeat(1, 2, 1), f"1 not part of the model: {TAPS}"),
+    "taps that are a matrix": ("lfm2", TAPS, lambda t: t[:, 0], f"1 missing: {TAPS}.0; 1 not part of the model: {TAPS}"),
     "a bias too short": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:, :4], f"{CHOOSES}.0 (expected [5], found [4])"),
 }
 
@@ -536,7 +570,7 @@ def test_what_is_taken_apart_and_does_not_fit(case: str, tmp_path: Path) -> None
         worker_for(folder)
 
 
-@pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared"])
+@pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2"])
 def test_a_plan_counts_what_is_taken_apart(case: str, tmp_path: Path) -> None:
     folder = save(random_model(CASES[case]), tmp_path)
     with open_checkpoint(folder) as checkpoint:

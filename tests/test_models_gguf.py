@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -29,7 +30,7 @@ from transformers import (
 from engines import SMALL, add_shape, random_model, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
-from test_models import DIVISORS, ORIGINAL, prompts
+from test_models import DIVISORS, LFM2_LAYERS, ORIGINAL, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Writer = gguf.GGUFWriter
@@ -91,6 +92,11 @@ def ministral(writer: Writer, config: Any) -> None:
     writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def taps(writer: Writer, config: Any) -> None:
+    theta(writer, config)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
 TIED = {"tie_word_embeddings": True}
 CASES: dict[str, tuple[str, Any, Add]] = {
     "ernie 4.5": ("ernie4_5", Ernie4_5Config(**SMALL), theta),
@@ -115,6 +121,10 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
+    "lfm2": ("lfm2", Lfm2Config(**SMALL, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
+    "lfm2, four taps": (
+        "lfm2", Lfm2Config(**SMALL | TIED, layer_types=LFM2_LAYERS[::-1], conv_L_cache=4, block_auto_adjust_ff_dim=False), taps,
+    ),
     "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),
     "phi3, longrope of a part": (
@@ -147,6 +157,8 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
         name, numbers = names.get_name(key, (".weight", ".bias")), parameter.detach().numpy()
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
+        if "shortconv.conv." in name:
+            numbers = numbers[:, 0]
         if arch in PAIRS and ("attn_q." in name or "attn_k." in name):
             halves = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])
             numbers = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(numbers.shape))
@@ -195,8 +207,8 @@ def test_bfloat16_gains_of_gemma_lose_nothing(tmp_path: Path) -> None:
     worker = worker_for(write(tmp_path / "m.gguf", arch, reference, add), dtype="bfloat16")
     block, layer = worker.model.blocks[2], "model.layers.2"
     for name, gain in (
-        ("input_layernorm", block.attention_norm.weight), ("self_attn.q_norm", block.attention.norm.q),
-        ("self_attn.k_norm", block.attention.norm.k), ("post_attention_layernorm", block.after_attention.weight),
+        ("input_layernorm", block.attention_norm.weight), ("self_attn.q_norm", block.mixer.norm.q),
+        ("self_attn.k_norm", block.mixer.norm.k), ("post_attention_layernorm", block.after_attention.weight),
         ("pre_feedforward_layernorm", block.mlp_norm.weight), ("post_feedforward_layernorm", block.after_mlp.weight),
     ):  # fmt: skip
         assert torch.equal(gain, gains[f"{layer}.{name}.weight"])
@@ -208,7 +220,7 @@ def test_scores_of_the_largest_gemmas(arch: str, layers: int, tmp_path: Path) ->
     _, config, add = CASES[arch]
     config = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
     worker = worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add))
-    assert {block.attention.scale for block in worker.spec.blocks} == {(48 / 6) ** -0.5}
+    assert {block.mixer.scale for block in worker.spec.blocks} == {(48 / 6) ** -0.5}
 
 
 def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
@@ -218,8 +230,8 @@ def test_ministral3_ends_where_its_scores_would_grow(tmp_path: Path) -> None:
 
 def test_early_gemma2_files_say_nothing_of_their_window_and_caps(tmp_path: Path) -> None:
     spec = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), nothing)).spec
-    assert [block.attention.window for block in spec.blocks] == [4096, None, 4096]
-    assert (spec.blocks[0].attention.softcap, spec.logit_softcap) == (50.0, 30.0)
+    assert [block.mixer.window for block in spec.blocks] == [4096, None, 4096]
+    assert (spec.blocks[0].mixer.softcap, spec.logit_softcap) == (50.0, 30.0)
 
 
 @pytest.mark.parametrize("kind", [1, [True, False, True]], ids=["every", "list"])
@@ -230,7 +242,7 @@ def test_a_file_may_say_which_layers_have_a_window(kind: Any, tmp_path: Path) ->
 
     worker = worker_for(write(tmp_path / "m.gguf", "gemma2", random_model(CASES["gemma2"][1]), pattern))
     wanted = [20, None, 20] if isinstance(kind, list) else [None] * 3
-    assert [block.attention.window for block in worker.spec.blocks] == wanted
+    assert [block.mixer.window for block in worker.spec.blocks] == wanted
 
 
 def test_a_list_of_windows_has_an_entry_a_layer(tmp_path: Path) -> None:
@@ -263,7 +275,7 @@ def test_a_granite_file_may_have_no_positions(tmp_path: Path) -> None:
         writer.add_rope_scaling_finetuned(False)
 
     worker = worker_for(write(tmp_path / "m.gguf", "granite", random_model(CASES["granite"][1]), without))
-    assert {block.attention.rope for block in worker.spec.blocks} == {None}
+    assert {block.mixer.rope for block in worker.spec.blocks} == {None}
 
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}

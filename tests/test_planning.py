@@ -117,7 +117,7 @@ def test_a_token_takes_as_long_as_reading_or_computing_whichever_is_longer() -> 
     assert estimate.decode_rate(facts, weights, 2.0, slow_memory, depth=500) == pytest.approx(1000 / (3000 + 2 * 500))
     multiplied = 4 * (3 * 256 * 256 + 3 * 256 * 640) + 4096 * 256  # q with k and v, o, the MLP; the head
     for window, seen in ((None, 500), (100, 100), (900, 500)):
-        blocks = [replace(block, attention=replace(block.attention, window=window)) for block in facts.spec.blocks]
+        blocks = [replace(block, mixer=replace(block.mixer, window=window)) for block in facts.spec.blocks]
         windowed = replace(facts, spec=replace(facts.spec, blocks=tuple(blocks)))
         operations = 2 * multiplied + 4 * 4 * 4 * 64 * seen  # scores and values; layers, heads, dims
         assert estimate.decode_rate(windowed, weights, 2.0, slow_sums, depth=500) == pytest.approx(1e9 / operations, rel=1e-3)

@@ -158,4 +158,4 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
 def test_no_layer_of_these_has_a_window(name: str) -> None:
     """Not even where transformers has one for a config that says nothing, as for Mistral."""
     config = shape_config(name)
-    assert {block.attention.window for block in spec_from_hf(config, hf_family(config)).blocks} == {None}
+    assert {block.mixer.window for block in spec_from_hf(config, hf_family(config)).blocks} == {None}

@@ -5,6 +5,7 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -75,6 +76,32 @@ class AttentionSpec:
     def interleaved(self) -> bool:
         return self.rope is not None and self.rope.interleaved
 
+    @property
+    def queries_a_key(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = (queries + 2 * keys) * self.qkv_bias + hidden_size * self.out_bias
+        return hidden_size * (2 * queries + 2 * keys) + biases + self.num_heads * self.sinks
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """A gated short convolution in place of attention (LFM2): in(x) is b, c and h, of `channels` each; then out(c * conv(b * h)),
+    where conv sums a channel's value and those of the `width` - 1 tokens before, each times a weight. bias: of in, conv and out.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width."""
+        biases = (4 * self.channels + hidden_size) * self.bias
+        return 4 * hidden_size * self.channels + self.channels * self.width + biases
+
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
@@ -141,14 +168,14 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """One layer. order:
+    """One layer. mixer: what carries numbers from token to token. order:
 
-    pre       x += attention(norm(x)); x += mlp(norm(x))
-    sandwich  x += norm(attention(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
-    parallel  x += attention(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
+    pre       x += mixer(norm(x)); x += mlp(norm(x))
+    sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
+    parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
     """
 
-    attention: AttentionSpec
+    mixer: AttentionSpec | ConvSpec
     mlp: MLPSpec | MoESpec
     order: Literal["pre", "sandwich", "parallel"] = "pre"
 
@@ -172,9 +199,37 @@ class ModelSpec:
     dtype: str = field(default="bfloat16", compare=False)
 
     def with_attention(self, **changes: Any) -> ModelSpec:
-        """The same with these values in the AttentionSpec of every block."""
-        blocks = (replace(block, attention=replace(block.attention, **changes)) for block in self.blocks)
+        """The same with these values in every AttentionSpec."""
+        return self.each_attention(lambda layer, attention: replace(attention, **changes))
+
+    def each_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
+        """The same with each layer's AttentionSpec as `change` has it."""
+        mixers = (change(i, mixer) if isinstance(mixer, AttentionSpec) else mixer for i, mixer in enumerate(self.mixers))
+        blocks = (replace(block, mixer=mixer) for block, mixer in zip(self.blocks, mixers, strict=True))
         return replace(self, blocks=tuple(blocks))
+
+    def each_rope(self, change: Callable[[RopeSpec], RopeSpec]) -> ModelSpec:
+        """The same with each RopeSpec as `change` has it."""
+        return self.each_attention(lambda layer, a: a if a.rope is None else replace(a, rope=change(a.rope)))
+
+    @property
+    def mixers(self) -> list[AttentionSpec | ConvSpec]:
+        """Of each layer; what a KV cache has to keep follows from them."""
+        return [block.mixer for block in self.blocks]
+
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """Of the layers that have one."""
+        return [mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)]
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first one: in most models, but for windows and positions, every one."""
+        return self.attentions[0]
+
+    @property
+    def ropes(self) -> set[RopeSpec]:
+        return {attention.rope for attention in self.attentions if attention.rope is not None}
 
     @property
     def num_layers(self) -> int:
@@ -190,16 +245,7 @@ class ModelSpec:
         """Numbers of the experts that a token does not take."""
         return sum(block.mlp.num_weights(self.hidden_size) - block.mlp.num_active(self.hidden_size) for block in self.blocks)
 
-    @property
-    def kv_heads_and_dims(self) -> list[tuple[int, int]]:
-        """Of each layer's keys and values, as a KV cache needs them."""
-        return [(block.attention.num_kv_heads, block.attention.head_dim) for block in self.blocks]
-
     def rope_regime(self, prompt_len: int) -> int:
         """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""
-        regimes = []
-        for block in self.blocks:
-            rope = block.attention.rope
-            if rope is not None and rope.depends_on_length and prompt_len > rope.original_len:
-                regimes.append(prompt_len if rope.scaling == "dynamic" else 1)
-        return max(regimes, default=0)
+        passed = (rope for rope in self.ropes if rope.depends_on_length and prompt_len > rope.original_len)
+        return max((prompt_len if rope.scaling == "dynamic" else 1 for rope in passed), default=0)

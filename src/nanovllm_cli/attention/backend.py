@@ -8,7 +8,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.model_spec import AttentionSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""
@@ -23,8 +23,16 @@ class QKNorm(NamedTuple):
     offset: float = 0.0
 
 
+class StepInputs(NamedTuple):
+    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it."""
+
+    batch: Batch
+    angles: dict[RopeSpec | None, Angles]
+    step: Any
+
+
 class AttentionBackend(CacheLayout, Protocol):
-    """Everything between a layer's qkv projection and its output projection."""
+    """Everything between a layer's projection of its input and that of its output."""
 
     def prepare(self, host: Batch, batch: Batch) -> Any:
         """What depends on the batch alone, once a step; handed to every layer's `attend`. The batch as it is on the host and
@@ -42,3 +50,15 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """qkv [T, (H + 2K) * D] -> [T, H * D]: norm and rotate q and k, write k and v to the cache, attend over each
         token's sequence."""
+
+    def convolve(
+        self,
+        spec: ConvSpec,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """projected [T, 3 * channels] -> [T, channels]: see `reference.gated_conv`, of each token's sequence. weight
+        [width, channels]: the token's own row is the last."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.attention.backend import Angles, QKNorm
-from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, Mixer, kept_inputs
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels import cpu
-from nanovllm_cli.model_spec import AttentionSpec
+from nanovllm_cli.kernels import conv, cpu
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
 
 
 class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
-    included) [T], and the work's tiles by size of the query group."""
+    included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], and how long it is
+    with them [B]."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
     run: torch.Tensor
     tiles: dict[int, torch.Tensor]
+    query_starts: torch.Tensor
+    kv_lens: torch.Tensor
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that kernels read, in a fixed order."""
+        yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens)
+        yield from self.tiles.values()
 
 
 class CpuBlocks:
@@ -47,15 +57,22 @@ class CpuBlocks:
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. goes_back: see
+    `kept_inputs`."""
 
-    def __init__(self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    def __init__(
+        self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], goes_back: bool = True
+    ) -> None:
         self.groups = groups
         self.dtype = dtype
         self.cache_dtypes = cache_dtypes
+        self.goes_back = goes_back
 
-    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return cpu.cache_shapes(num_blocks, kv_heads, dim, self.dtype, self.cache_dtypes)
+    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+        if isinstance(mixer, ConvSpec):
+            return [((kept_inputs(mixer.width, cpu.BLOCK, self.goes_back), mixer.channels), self.dtype)]
+        shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
+        return [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         return cpu.zeros(num_bytes, torch.uint8)
@@ -68,7 +85,7 @@ class CpuAttention:
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
         tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
-        return CpuStep(batch.slots, batch.block_tables, run, tiles)
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, batch.kv_lens)
 
     def attend(
         self,
@@ -80,10 +97,23 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
+        k, v = cache
         q = cpu.rope_and_cache(
-            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, *cache
+            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v
         )
-        tiles = step.tiles[spec.num_heads // spec.num_kv_heads]
+        tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
-            q, *cache, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
+            q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
         )
+
+    def convolve(
+        self,
+        spec: ConvSpec,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cache: LayerCache,
+        step: CpuStep,
+    ) -> torch.Tensor:
+        (inputs,) = cache
+        return conv.gated_conv(projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables)

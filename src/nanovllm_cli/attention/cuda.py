@@ -23,15 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import Angles, QKNorm
-from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, Mixer, kept_inputs
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
-from nanovllm_cli.model_spec import AttentionSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
@@ -41,12 +42,13 @@ Shape = tuple[int, int, int, int]
 
 
 class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens [B]; for a step that is not decodes only the work by shape; where all
-    sequences are whole prompts, the first row of each and the end."""
+    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1]; for a step that is not decodes only the work
+    by shape; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
+    query_starts: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
     prompts: list[int] | None = None
 
@@ -73,7 +75,7 @@ class CudaBlocks:
 class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
-    long_prompt: tokens from which on prompts are worth a launch each.
+    goes_back: see `kept_inputs`. long_prompt: tokens from which on prompts are worth a launch each.
     """
 
     long_prompt = 512
@@ -88,6 +90,7 @@ class CudaAttention:
         max_batch: int,
         max_tokens: int,
         deterministic: bool,
+        goes_back: bool = True,
     ) -> None:
         self.launcher = launcher
         self.dtype = dtype
@@ -95,6 +98,7 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
+        self.goes_back = goes_back
         self.shapes = list(dict.fromkeys(map(_shape, specs)))
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         if not deterministic:
@@ -109,9 +113,10 @@ class CudaAttention:
         same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
-    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        shape = (num_blocks, kv_heads, self.block_size, dim)
-        return shape, shape
+    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+        if isinstance(mixer, ConvSpec):
+            return [((kept_inputs(mixer.width, self.block_size, self.goes_back), mixer.channels), self.dtype)]
+        return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * 2
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
@@ -135,7 +140,7 @@ class CudaAttention:
             shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
             for shape, tiles in self.divide(starts, lens).items()
         }
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
+        return self.decode_step(batch, work)
 
     def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> dict[Shape, PrefillWork]:
         """See `prefill_tiles`; items are on the host."""
@@ -150,7 +155,7 @@ class CudaAttention:
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
         the host has divided."""
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, work)
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, work)
 
     def attend(
         self,
@@ -167,19 +172,34 @@ class CudaAttention:
         scales = None if self._scales is None else self._scales[:kv_heads]
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
+        k, v = cache
         if step.work is None and step.prompts is None:
             return decode_attention(
-                self.launcher, projected, *cache, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
+                self.launcher, projected, k, v, step.block_tables, step.kv_lens, self._scratch[shape[:3]], scale,
                 window, softcap, sinks, scales, scales,
             )  # fmt: skip
-        q = rope_and_cache(self.launcher, projected, step.slots, *cache, scales, scales)
+        q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
             return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
         assert step.work is not None
         return prefill_attention(
-            self.launcher, q, *cache, step.work[shape], step.block_tables, self._counters,
+            self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
             scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
         )  # fmt: skip
+
+    def convolve(
+        self,
+        spec: ConvSpec,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> torch.Tensor:
+        (inputs,) = cache
+        return gated_conv(
+            self.launcher, projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables, self.block_size
+        )
 
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float

@@ -1,16 +1,20 @@
-"""The paged KV cache: per layer two tensors of blocks, in the layout of the attention backend that reads them.
+"""The paged KV cache: per layer a few tensors of blocks, in the layout of the backend that reads them.
 
 What belongs to a block lies in it, the scales of a quantized cache too: whoever copies or shares blocks knows nothing of formats.
+Nor of convolutions, whose past is there as well: the inputs of a block's last tokens. So their prefixes are found, and their
+sequences forked and preempted, as those of attention are.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
 
 # What a cache can be kept as, beside the compute type.
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -28,11 +32,19 @@ def cache_dtypes(names: tuple[str, str], dtype: torch.dtype) -> tuple[torch.dtyp
     return k, v
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer; the first axis counts blocks."""
+LayerCache = tuple[torch.Tensor, ...]
+"""Keys and values of one layer, or the inputs of its convolution; the first axis counts blocks."""
+Mixer = AttentionSpec | ConvSpec
+BlockPart = tuple[tuple[int, ...], torch.dtype]
+"""Of one block in one tensor: shape and type."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+
+def kept_inputs(width: int, block_size: int, goes_back: bool) -> int:
+    """Of how many tokens a block keeps a convolution's inputs: those of token p lie at p modulo this number. All, where sequences
+    go back behind tokens that were not to be. Else those that its next token reads, and room for one that is dropped: a sequence
+    that ends may have been computed a token too far, behind what a fork of it shares."""
+    least = 1 << (width - 1).bit_length()
+    return block_size if goes_back else min(least, block_size)
 
 
 class BlockMover(Protocol):
@@ -42,7 +54,7 @@ class BlockMover(Protocol):
         """(from, to), at least one; no target is a source, or twice a target."""
 
     def take_out(self, blocks: list[int]) -> torch.Tensor:
-        """What these hold, on the host: uint8 [len(blocks), block_bytes], K and V of each layer in order."""
+        """What these hold, on the host: uint8 [len(blocks), block_bytes], what each layer keeps, in order."""
 
     def put_in(self, blocks: list[int], data: torch.Tensor) -> None:
         """Fills these, none of them twice, with what `take_out` gave of others."""
@@ -54,8 +66,8 @@ class CacheLayout(Protocol):
     cache_dtypes: tuple[torch.dtype, torch.dtype]
     """Of K's and V's tensors."""
 
-    def cache_shapes(self, num_blocks: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one layer's K and V; the first axis counts blocks."""
+    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+        """What a layer keeps in a block."""
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         """Zeroed memory for a cache, as uint8."""
@@ -65,16 +77,16 @@ class CacheLayout(Protocol):
 
 
 class KVCache:
-    """num_blocks blocks for every layer, in one allocation. heads_and_dims: of each layer's keys."""
+    """num_blocks blocks for every layer, in one allocation. mixers: of each layer."""
 
-    def __init__(self, num_blocks: int, heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> None:
+    def __init__(self, num_blocks: int, mixers: Sequence[Mixer], layout: CacheLayout) -> None:
         self.num_blocks = num_blocks
-        shapes = [shape for heads, dim in heads_and_dims for shape in layout.cache_shapes(num_blocks, heads, dim)]
-        dtypes = layout.cache_dtypes * len(heads_and_dims)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        parts = torch.split(layout.empty_cache(sum(sizes)), sizes)
-        tensors = [part.view(dtype).view(shape) for part, dtype, shape in zip(parts, dtypes, shapes, strict=True)]
-        self.layers = [LayerCache(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
+        layers = [layout.block_parts(mixer) for mixer in mixers]
+        memory = iter(torch.split(layout.empty_cache(num_blocks * block_bytes(mixers, layout)),
+                                  [num_blocks * _num_bytes(part) for parts in layers for part in parts]))  # fmt: skip
+        self.layers: list[LayerCache] = [
+            tuple(next(memory).view(dtype).view(num_blocks, *shape) for shape, dtype in parts) for parts in layers
+        ]
         self.blocks = layout.block_mover(self.layers)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -83,10 +95,11 @@ class KVCache:
             self.blocks.copy(pairs)
 
 
-def block_bytes(heads_and_dims: list[tuple[int, int]], layout: CacheLayout) -> int:
+def block_bytes(mixers: Sequence[Mixer], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
-    return sum(
-        math.prod(shape) * dtype.itemsize
-        for heads, dim in heads_and_dims
-        for shape, dtype in zip(layout.cache_shapes(1, heads, dim), layout.cache_dtypes, strict=True)
-    )
+    return sum(_num_bytes(part) for mixer in mixers for part in layout.block_parts(mixer))
+
+
+def _num_bytes(part: BlockPart) -> int:
+    shape, dtype = part
+    return math.prod(shape) * dtype.itemsize

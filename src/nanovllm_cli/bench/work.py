@@ -44,9 +44,8 @@ class ModelWork(NamedTuple):
         """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
         linear = attended = kv_bytes = 0.0
         for block in spec.blocks:
-            attention = block.attention
-            linear += 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim * spec.hidden_size
-            linear += block.mlp.num_active(spec.hidden_size)
+            linear += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_active(spec.hidden_size)
+        for attention in spec.attentions:
             attended += 2 * attention.num_heads * attention.head_dim
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
         head = 2.0 * spec.vocab_size * spec.hidden_size

@@ -164,8 +164,8 @@ def _record(
 
 
 def _heads(facts: Facts) -> dict[str, int]:
-    attention = facts.spec.blocks[0].attention
-    window = max(block.attention.window or 0 for block in facts.spec.blocks)
+    attention = facts.spec.attention
+    window = max(each.window or 0 for each in facts.spec.attentions)
     found = {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
     return found | ({"window": window} if window else {})
 

@@ -108,8 +108,10 @@ class CpuPlatform:
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
             self._warm_up(warm.experts_are_compiled(dtype), lambda: warm.warm_up_experts(dtype))
-        groups = {block.attention.num_heads // block.attention.num_kv_heads for block in spec.blocks}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
+        if len(spec.attentions) < spec.num_layers:
+            self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
+        groups = {attention.queries_a_key for attention in spec.attentions}
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), self.config.max_guesses > 0)
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

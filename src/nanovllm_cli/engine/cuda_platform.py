@@ -113,11 +113,10 @@ class CudaPlatform:
         return CudaLowRank(weight, down, up, dtype, self.launcher)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
-        specs = [block.attention for block in spec.blocks]
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
-            self.launcher, specs, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
-            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,
+            self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
+            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, self.config.max_guesses > 0,
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:
@@ -167,7 +166,7 @@ class CudaPlatform:
         size = self.config.block_size
         tokens = min(self.config.max_num_batched_tokens, model.spec.max_position)
         blocks = -(-tokens // size)
-        cache = KVCache(blocks, model.spec.kv_heads_and_dims, model.backend)
+        cache = KVCache(blocks, model.spec.mixers, model.backend)
         prompt = Scheduled(0, [0] * tokens, 0, list(range(blocks)), (0,), prompt_len=tokens)
         # Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own.
         chunks = [

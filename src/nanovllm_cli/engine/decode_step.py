@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
@@ -25,7 +26,7 @@ from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
 from nanovllm_cli.engine.strategy import MOST_ROWS
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device, Graph
-from nanovllm_cli.models.decoder import Decoder, StepInputs
+from nanovllm_cli.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ Sampling = tuple[bool, bool]
 Key = tuple[int, int | None, Sampling | None]
 """Rows; room for attention's items, where the host divides it; None for a step with guesses."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
-KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW = range(7)
-NUM_LINES = 7
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW, START = range(8)
+NUM_LINES = 8
 
 
 class DecodeStep:
@@ -65,7 +66,6 @@ class DecodeStep:
         self._state = torch.zeros(max_rows + NUM_LINES * max_tokens, dtype=torch.int64, device=where)
         self._lines = self._state[max_rows:].view(NUM_LINES, max_tokens)
         self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
-        self._starts = torch.arange(max_tokens + 1, dtype=torch.int32, device=where)
         self._logit_rows = torch.arange(max_tokens, dtype=torch.int64, device=where)
         self._uploads = Uploads(device, NUM_LINES * max_tokens, torch.int64)
         self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
@@ -141,7 +141,7 @@ class DecodeStep:
             token_ids=lines[SOURCE, :rows],
             positions=lines[POSITION, :rows],
             rope_lens=lines[ROPE_LEN, :rows],
-            query_starts=self._starts[: rows + 1],  # not with guesses: then attention's work says what is whose
+            query_starts=lines[START].view(torch.int32)[: rows + 1],
             kv_lens=lines[KV_LEN].view(torch.int32)[:rows],
             slots=lines[SLOT, :rows],
             block_tables=self._tables[:rows],
@@ -182,11 +182,15 @@ class DecodeStep:
         lines[POSITION, : len(fed)] = position
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = block * size + position % size
-        kv_lens, sampling_rows = lines[KV_LEN].view(np.int32), lines[SAMPLING_ROW].view(np.int32)
+        kv_lens, sampling_rows, starts = (lines[line].view(np.int32) for line in (KV_LEN, SAMPLING_ROW, START))
         kv_lens[:] = 0
         kv_lens[:count] = kv_len
         sampling_rows[:] = -1
         sampling_rows[: len(slots)] = slots
+        starts[: self.max_tokens + 1] = np.arange(self.max_tokens + 1)  # a row of padding is a sequence of its own
+        if len(fed) > count:
+            starts[: count + 1] = np.concatenate(([0], np.cumsum(lens)))
+            starts[count + 1 : self.max_tokens + 1] = len(fed)
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._upload_tables([share.block_table for share in scheduled])

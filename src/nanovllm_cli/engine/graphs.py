@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.cpu import MemoryPool, Program
-from nanovllm_cli.models.decoder import Decoder, StepInputs
+from nanovllm_cli.models.decoder import Decoder
 
 MAX_GRAPHS = 32
 MOST_SHARED = 1 / 4
@@ -77,5 +78,4 @@ def _tensors(inputs: StepInputs) -> Iterator[torch.Tensor]:
     yield inputs.batch.token_ids
     for pair in inputs.angles.values():
         yield from pair
-    yield from (inputs.step.slots, inputs.step.block_tables, inputs.step.run)
-    yield from inputs.step.tiles.values()
+    yield from inputs.step.tensors

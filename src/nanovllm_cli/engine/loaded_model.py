@@ -64,7 +64,7 @@ class LoadedModel:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
-        self.block_bytes = block_bytes(self.spec.kv_heads_and_dims, backend)
+        self.block_bytes = block_bytes(self.spec.mixers, backend)
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property

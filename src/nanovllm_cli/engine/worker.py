@@ -67,7 +67,7 @@ class Worker(LoadedModel):
         self.num_blocks, self.max_model_len = size_cache(
             config, self.spec.max_position, self.block_bytes, platform.cache_budget(*(each.model for each in models))
         )
-        self._caches = [KVCache(self.num_blocks, each.spec.kv_heads_and_dims, each.model.backend) for each in models]
+        self._caches = [KVCache(self.num_blocks, each.spec.mixers, each.model.backend) for each in models]
         self._compiler: Compiler | None = None
         if encode is not None and token_bytes is not None:
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
@@ -124,7 +124,7 @@ class Worker(LoadedModel):
             "lora": self.lora,
             "draft_model": self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
-            "heads": self.spec.kv_heads_and_dims,
+            "layers": [str(self.model.backend.block_parts(mixer)) for mixer in self.spec.mixers],
             "block": [config.block_size, self.block_bytes],
         }
 

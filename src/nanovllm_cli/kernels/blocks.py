@@ -18,8 +18,8 @@ CHUNK = THREADS * 4 * 16
 class CacheRegions(NamedTuple):
     """Where the blocks of a cache lie; it does not keep the cache alive.
 
-    table [R, 3] int64 on the device: of K and of V of each layer the address, the bytes of a block, and the bytes before it in
-    a staged block, which has staged_bytes and is [layers, 2, elements] where layers are alike.
+    table [R, 3] int64 on the device: of each tensor of each layer the address, the bytes of a block, and the bytes before it in
+    a staged block, which has staged_bytes.
     """
 
     table: torch.Tensor
@@ -28,8 +28,8 @@ class CacheRegions(NamedTuple):
     staged_bytes: int
 
 
-def cache_regions(launcher: Launcher, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CacheRegions:
-    """layers: K and V of each, [N, …] contiguous; built once a cache."""
+def cache_regions(launcher: Launcher, layers: Sequence[tuple[torch.Tensor, ...]]) -> CacheRegions:
+    """layers: the tensors of each, [N, …] contiguous; built once a cache."""
     rows, staged_bytes, num_blocks = [], 0, layers[0][0].shape[0]
     for tensor in (tensor for layer in layers for tensor in layer):
         check(tensor, launcher, tensor.dtype, num_blocks, *tensor.shape[1:])

@@ -55,6 +55,20 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(x.dtype)
 
 
+def gated_conv(
+    projected: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, before: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, C] and inputs [T, C] of one sequence's projected [T, 3 C], which is b, c and h behind each other. inputs = b * h,
+    rounded; out = c * conv(inputs), where conv is causal and each channel's own: the sum of weight [width, C] times the inputs of
+    the last width tokens, the token's own last, plus bias [C]. before [width - 1, C]: inputs of the tokens before, zeros in front
+    of the first. LFM2's short convolution (Liquid AI 2025)."""
+    b, c, h = wide(projected).chunk(3, dim=-1)
+    inputs = (b * h).to(projected.dtype)
+    known = wide(torch.cat([before, inputs]))
+    total = sum(wide(row) * known[i : i + len(inputs)] for i, row in enumerate(weight))
+    return (c * (total if bias is None else total + wide(bias))).to(projected.dtype), inputs
+
+
 def route(
     logits: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

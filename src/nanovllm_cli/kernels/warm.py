@@ -1,5 +1,5 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights and of experts.
+dtype and kind of KV cache, and apart from them those of integer weights, of experts and of convolutions.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
+from nanovllm_cli.kernels import conv, cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
@@ -91,6 +91,19 @@ def warm_up_experts(dtype: torch.dtype) -> None:
         add_onto(mixture(x, logits), x)
     program.replay()
     _mark(_marker("experts", dtype))
+
+
+def conv_is_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_conv`."""
+    return _marker("conv", dtype).exists()
+
+
+def warm_up_conv(dtype: torch.dtype) -> None:
+    """Run the kernel of convolutions once on next to nothing."""
+    x, one = torch.zeros(1, 48, dtype=dtype), torch.ones(1, dtype=torch.int32)
+    taps, cache = torch.zeros(3, 16, dtype=dtype), torch.zeros(1, 4, 16, dtype=dtype)
+    conv.gated_conv(x, taps, None, cache, torch.tensor([0, 1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int32))
+    _mark(_marker("conv", dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from nanovllm_cli.attention.backend import Angles, QKNorm
+from nanovllm_cli.attention.backend import QKNorm, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
+from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import AttentionSpec, NormSpec
 
 
-class Attention:
+class Attention(Mixer):
     """out(attend(qkv(x)))."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
@@ -29,17 +28,9 @@ class Attention:
         self.stored_offset = norm.stored_offset
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
-    def __call__(self, x: Hidden, angles: Angles, cache: LayerCache, step: Any) -> torch.Tensor:
-        return self.out(self._attend(x, angles, cache, step))
-
-    def onto(
-        self, residual: torch.Tensor, x: Hidden, angles: Angles, cache: LayerCache, step: Any
-    ) -> torch.Tensor | None:
-        """See `Linear.onto`."""
-        return self.out.onto(residual, self._attend(x, angles, cache, step))
-
-    def _attend(self, x: Hidden, angles: Angles, cache: LayerCache, step: Any) -> torch.Tensor:
-        return self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, step)
+    def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        angles = inputs.angles[self.spec.rope]
+        return self.backend.attend(self.spec, self.qkv(x), self.norm, angles, self.sinks, cache, inputs.step)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles
+from nanovllm_cli.attention.backend import Angles, StepInputs
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.attention import Attention
+from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
@@ -19,19 +19,11 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec, RopeSpec
-
-
-class StepInputs(NamedTuple):
-    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it."""
-
-    batch: Batch
-    angles: dict[RopeSpec | None, Angles]
-    step: Any
+from nanovllm_cli.model_spec import BlockSpec, ConvSpec, ModelSpec, MoESpec, RopeSpec
 
 
 class Block:
-    """One layer. `x` is what the layer before has still to add to the residual stream, or None; slots: the batch's."""
+    """One layer. `x` is what the layer before has still to add to the residual stream, or None."""
 
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         width = model.hidden_size
@@ -42,7 +34,8 @@ class Block:
         self.order = spec.order
         self.ops = kit.ops
         self.scale = model.residual_scale
-        self.attention = Attention(spec.attention, model.norm, width, kit)
+        mixer = spec.mixer
+        self.mixer = ShortConv(mixer, width, kit) if isinstance(mixer, ConvSpec) else Attention(mixer, model.norm, width, kit)
         self.mlp = MoE(spec.mlp, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
@@ -50,24 +43,18 @@ class Block:
         self.after_mlp = norm() if spec.order == "sandwich" else None
 
     def __call__(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        angles: Angles,
-        cache: LayerCache,
-        step: Any,
-        slots: torch.Tensor,
+        self, x: torch.Tensor | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache
     ) -> torch.Tensor | None:
-        h = self.attention_norm(x, residual)
+        h, slots = self.attention_norm(x, residual), inputs.batch.slots
         if self.mlp_norm is None:
-            return self.attention(h, angles, cache, step) + self._mlp(h, slots)
+            return self.mixer(h, inputs, cache) + self._mlp(h, slots)
         if self.after_attention is not None and self.after_mlp is not None:
-            x = self.after_attention.alone(self.attention(h, angles, cache, step))
+            x = self.after_attention.alone(self.mixer(h, inputs, cache))
             return self.after_mlp.alone(self._mlp(self.mlp_norm(x, residual), slots))
         if self.scale != 1.0:
-            x = self.ops.scale(self.attention(h, angles, cache, step), self.scale)
+            x = self.ops.scale(self.mixer(h, inputs, cache), self.scale)
             return self.ops.scale(self._mlp(self.mlp_norm(x, residual), slots), self.scale)
-        x = self.attention.onto(residual, h, angles, cache, step)
+        x = self.mixer.onto(residual, h, inputs, cache)
         h = self.mlp_norm(x, residual)
         return self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
 
@@ -82,7 +69,7 @@ class Block:
             "after_mlp_norm": self.after_mlp,
         }
         named = {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items() if norm is not None}
-        return self.attention.slots() | self.mlp.slots() | named
+        return self.mixer.slots() | self.mlp.slots() | named
 
 
 class Decoder:
@@ -101,8 +88,7 @@ class Decoder:
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
-        ropes = {block.attention.rope for block in spec.blocks}
-        self.ropes = {rope: Rope(rope, kit.ops) for rope in ropes if rope is not None}
+        self.ropes = {rope: Rope(rope, kit.ops) for rope in spec.ropes}
 
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
@@ -152,8 +138,8 @@ class Decoder:
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
         x: torch.Tensor | None = None
-        for block, spec, layer in zip(self.blocks, self.spec.blocks, cache.layers, strict=True):
-            x = block(x, residual, inputs.angles[spec.attention.rope], layer, inputs.step, batch.slots)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, residual, inputs, layer)
         rows = batch.logit_rows
         if rows.shape[0] == batch.num_tokens:
             return self.norm(x, residual)

@@ -199,7 +199,7 @@ def spec_from_gguf(
         return f"{arch}.{name}"
 
     heads = read.integer(key("attention.head_count"))
-    kv_heads = read.integer(key("attention.head_count_kv"), heads)
+    kv_heads = _kv_heads(read, key("attention.head_count_kv"), heads, family)
     hidden = read.integer(key("embedding_length"))
     head_dim = read.integer(key("attention.key_length"), hidden // heads)
     further = read.integer(key("nextn_predict_layers"), 0, least=0)  # which are behind the model's own
@@ -248,6 +248,17 @@ def spec_from_gguf(
         tied_head="output.weight" not in names,
     )
     return family.gguf(spec, read, key)
+
+
+def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:
+    """Of all layers; a list of layers has a 0 for those with a convolution instead."""
+    listed = read.values.get(name)
+    if not isinstance(listed, list | tuple) or not family.convolutions:
+        return read.integer(name, heads)
+    layers, found = read.integer(name.replace("attention.head_count_kv", "block_count")), set(listed) - {0}
+    if len(listed) != layers or len(found) != 1 or type(found.copy().pop()) is not int:
+        raise CheckpointError(f"{read.where}: {name!r} must be a list of {layers} layers' heads, alike or 0", BROKEN)
+    return ConfigReader({name: found.pop()}, read.where).integer(name)
 
 
 def _windows_from_gguf(read: ConfigReader, key: Callable[[str], str], family: Family, layers: int) -> list[str]:

@@ -17,7 +17,7 @@ FromHF = Callable[[ModelSpec, ConfigReader], ModelSpec]
 FromGGUF = Callable[[ModelSpec, ConfigReader, Callable[[str], str]], ModelSpec]
 """The third: a key's name without the architecture -> with it."""
 
-GGUFField = float | list[bool]
+GGUFField = float | list[bool] | list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,8 @@ class Family:
     None: a window counts wherever it is given. full_every: where a config doesn't list its layers, each so many-th has no window,
     None: all have one. local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config
     doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in
-    its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. experts: what its configs
+    its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. convolutions: in
+    place of attention, in some layers. experts: what its configs
     call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise
     than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the
     rest makes. gguf_activation: the one that its GGUF files mean without a word. gguf_keys: what they say beyond what all do, by
@@ -48,6 +49,7 @@ class Family:
     fused_qkv: bool = False
     fused_mlp: bool = False
     tied_by_default: bool = False
+    convolutions: bool = False
     experts: ExpertKeys | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_names: Mapping[str, str] = field(default_factory=dict)

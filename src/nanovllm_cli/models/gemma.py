@@ -69,7 +69,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 def _score_scale(spec: ModelSpec, largest: int) -> float:
     """largest: layers of the 27B model."""
-    attention = spec.blocks[0].attention
+    attention = spec.attention
     width = spec.hidden_size // attention.num_heads if spec.num_layers == largest else attention.head_dim
     return float(width**-0.5)
 
@@ -80,10 +80,7 @@ def _gemma2_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     spec = _sandwich(_gemma(spec, 1.0), _score_scale(spec, 46), *caps)
     if read.has(key("attention.sliding_window")):
         return spec
-    blocks = (
-        replace(block, attention=replace(block.attention, window=None if i % 2 else 4096)) for i, block in enumerate(spec.blocks)
-    )
-    return replace(spec, blocks=tuple(blocks))
+    return spec.each_attention(lambda layer, attention: replace(attention, window=None if layer % 2 else 4096))
 
 
 def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -92,13 +89,12 @@ def _gemma3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
 
 def _sandwich_keys(full_every: int) -> Callable[[ModelSpec], dict[str, GGUFField]]:
     def keys(spec: ModelSpec) -> dict[str, GGUFField]:
-        attention = [block.attention for block in spec.blocks]
-        local = [a.rope.theta for a in attention if a.window is not None and a.rope is not None]
-        caps = {"attn_logit_softcapping": attention[0].softcap, "final_logit_softcapping": spec.logit_softcap}
+        local = [a.rope.theta for a in spec.attentions if a.window is not None and a.rope is not None]
+        caps = {"attn_logit_softcapping": spec.attention.softcap, "final_logit_softcapping": spec.logit_softcap}
         found: dict[str, GGUFField] = {key: cap for key, cap in caps.items() if cap is not None}
         if local:
             found["rope.freq_base_swa"] = local[0]
-        windows = [a.window is not None for a in attention]
+        windows = [a.window is not None for a in spec.attentions]
         if local and windows != [(i + 1) % full_every != 0 for i in range(spec.num_layers)]:
             found["attention.sliding_window_pattern"] = windows
         return found

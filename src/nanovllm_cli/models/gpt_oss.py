@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import Family
@@ -34,25 +34,23 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     for key, known in _ACTIVATION.items():
         if (value := read.number(key, known)) != known:
             raise UnsupportedError(f"{read.where}: {key!r} of {value:g} is not supported", f"known: {known:g}")
-    return replace(spec, blocks=tuple(_block(block, read) for block in spec.blocks))
+    return _made(spec, read)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Its yarn rounds none of the frequencies between which it interpolates, which GGUF has no key for."""
-    blocks = []
-    for block in spec.blocks:
-        rope = block.attention.rope
-        assert rope is not None
-        blocks.append(_block(replace(block, attention=replace(block.attention, rope=replace(rope, truncate=False))), read))
-    return replace(spec, blocks=tuple(blocks))
+    return _made(spec.each_rope(lambda rope: replace(rope, truncate=False)), read)
 
 
-def _block(block: BlockSpec, read: ConfigReader) -> BlockSpec:
-    if not isinstance(block.mlp, MoESpec):
+def _made(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    blocks = tuple(replace(block, mlp=_mixture(block.mlp, read)) for block in spec.blocks)
+    return replace(spec, blocks=blocks).with_attention(sinks=True)
+
+
+def _mixture(mlp: MLPSpec | MoESpec, read: ConfigReader) -> MoESpec:
+    if not isinstance(mlp, MoESpec):
         raise CheckpointError(f"{read.where}: a gpt-oss model without experts", BROKEN)
-    expert = replace(block.mlp.expert, activation="swiglu_oai", bias=True)
-    mixture = replace(block.mlp, expert=expert, router_bias=True)
-    return replace(block, attention=replace(block.attention, sinks=True), mlp=mixture)
+    return replace(mlp, expert=replace(mlp.expert, activation="swiglu_oai", bias=True), router_bias=True)
 
 
 GPT_OSS = Family(

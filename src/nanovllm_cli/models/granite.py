@@ -61,7 +61,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {
         "embedding_scale": spec.embedding_scale,
         "residual_scale": spec.residual_scale,
-        "attention.scale": spec.blocks[0].attention.score_scale,
+        "attention.scale": spec.attention.score_scale,
         "logit_scale": 1 / spec.logit_scale,
     }
 

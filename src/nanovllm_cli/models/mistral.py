@@ -16,7 +16,7 @@ from nanovllm_cli.models.rotary import rope_section
 
 
 def _below_the_first_step(spec: ModelSpec) -> ModelSpec:
-    rope = spec.blocks[0].attention.rope
+    rope = spec.attention.rope
     assert rope is not None
     return replace(spec, max_position=min(spec.max_position, rope.original_len))
 
@@ -28,12 +28,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     if all_dim := read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False):
-        blocks = (
-            replace(block, attention=replace(block.attention, rope=replace(rope, mscale=1.0, mscale_all_dim=all_dim)))
-            for block in spec.blocks
-            if (rope := block.attention.rope) is not None
-        )
-        spec = replace(spec, blocks=tuple(blocks))
+        spec = spec.each_rope(lambda rope: replace(rope, mscale=1.0, mscale_all_dim=all_dim))
     scales = read.number(key("attention.temperature_scale"), 0.0, positive=False) != 0
     return _below_the_first_step(spec) if scales else spec
 

@@ -24,6 +24,7 @@ from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE
 from nanovllm_cli.models.gpt_oss import GPT_OSS
 from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.phi import PHI3
 from nanovllm_cli.models.seed_oss import SEED_OSS
@@ -52,6 +53,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Phi3ForCausalLM": PHI3,
@@ -79,6 +82,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
     "granitemoe": GRANITE_MOE,
+    "lfm2": LFM2,
+    "lfm2moe": LFM2_MOE,
     "mistral3": MINISTRAL3,
     "phi3": PHI3,
     "seed_oss": SEED_OSS,

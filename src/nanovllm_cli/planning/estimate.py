@@ -21,7 +21,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ConvSpec, ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -113,7 +113,8 @@ def _is_plain(outer: TensorClass) -> bool:
 def _widths(spec: ModelSpec) -> set[int]:
     found = set()
     for block in spec.blocks:
-        found |= {spec.hidden_size, block.attention.num_heads * getattr(block.attention, "head_dim", 0)}
+        mixer = block.mixer
+        found |= {spec.hidden_size, mixer.channels if isinstance(mixer, ConvSpec) else mixer.num_heads * mixer.head_dim}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
         found |= {part.intermediate_size for part in parts if part is not None}
     return found
@@ -128,7 +129,7 @@ def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activation
 
 def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int) -> int:
     """Of a cache that holds `batch` sequences of `context` tokens."""
-    return -(-context // block_size) * batch * block_bytes(spec.kv_heads_and_dims, layout)
+    return -(-context // block_size) * batch * block_bytes(spec.mixers, layout)
 
 
 def total_bytes(weight_bytes: int, cache_bytes: int) -> int:
@@ -184,12 +185,10 @@ def _operations(speed: Speed, weights: WeightPlan) -> float:
 def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
     """Operations of a token; the head is multiplied for those that are drawn from."""
     numbers = parameters(spec)
-    layers = numbers["attention"] + numbers["mlp"] - spec.num_idle
+    layers = numbers["attention"] + numbers["conv"] + numbers["mlp"] - spec.num_idle
     return 2.0 * (layers + with_head * spec.vocab_size * spec.hidden_size)
 
 
 def _attention(spec: ModelSpec, keys: float) -> float:
     """Operations of a token that sees so many keys: scores and weighted values."""
-    heads = ((block.attention.num_heads, getattr(block.attention, "head_dim", 0), getattr(block.attention, "window", None))
-             for block in spec.blocks)  # fmt: skip
-    return sum(4.0 * count * dim * min(keys, window or keys) for count, dim, window in heads)
+    return sum(4.0 * each.num_heads * each.head_dim * min(keys, each.window or keys) for each in spec.attentions)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ConvSpec, ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -96,13 +96,10 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["head"] = 0 if spec.tied_head else spec.vocab_size * hidden
     found["norms"] = hidden
     for block in spec.blocks:
-        attention = block.attention
-        queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        found["attention"] += hidden * (2 * queries + 2 * keys)
-        found["attention"] += (queries + 2 * keys) * attention.qkv_bias + hidden * attention.out_bias
-        found["attention"] += attention.num_heads * attention.sinks
+        found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += block.mixer.num_weights(hidden)
         found["mlp"] += block.mlp.num_weights(hidden)
-        found["norms"] += (4 if block.order == "sandwich" else 2) * hidden + 2 * attention.head_dim * attention.qk_norm
+        found["norms"] += (4 if block.order == "sandwich" else 2) * hidden
+    found["norms"] += sum(2 * attention.head_dim for attention in spec.attentions if attention.qk_norm)
     return found
 
 
@@ -141,7 +138,7 @@ def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
 
 def rope_words(spec: ModelSpec) -> str:
     """How positions are told, in a few words."""
-    rope = spec.blocks[0].attention.rope
+    rope = spec.attention.rope
     if rope is None:
         return "none"
     words = f"theta {rope.theta:,.0f}"

@@ -124,7 +124,7 @@ def make_plan(
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
-    per_block = block_bytes(facts.spec.kv_heads_and_dims, layout)
+    per_block = block_bytes(facts.spec.mixers, layout)
     free, usable, size, most = platform.available_bytes(), _usable(platform), config.block_size, facts.spec.max_position
     context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)

@@ -5,6 +5,7 @@ it did: a scale goes into the norm or the rows of the weight before. Then each g
 lowers the error. What comes out is floats, to be rounded to nearest in any format.
 
     attention norm -> q, k, v      norm -> gate, up      v -> o      up -> down
+    norm -> conv_in                the part of conv_in that multiplies the convolution -> conv_out
 
 Legend: n rows of a weight (outputs), K columns (inputs), G groups of c columns.
 """
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import BlockSpec
+from nanovllm_cli.model_spec import BlockSpec, ConvSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 
@@ -31,12 +32,13 @@ CLIP_PASSES = 2
 class _Fold(NamedTuple):
     """Scales of the columns of `readers` that go into `source`: a norm, or the rows of a matrix and its bias. input: where the
     statistics of what they read are. heads: (key-value heads, query heads each serves) where one row of the source is read by
-    several columns."""
+    several columns. rows: those of the source that it is about."""
 
     source: str
     readers: tuple[str, ...]
     input: str
     heads: tuple[int, int] = (1, 1)
+    rows: slice = slice(None)
 
 
 def scale_and_clip(
@@ -71,12 +73,14 @@ def scale_and_clip(
 
 
 def _folds(spec: BlockSpec) -> list[_Fold]:
-    attention = spec.attention
-    heads = (attention.num_kv_heads, attention.num_heads // attention.num_kv_heads)
-    inner = [_Fold("v", ("o",), "o", heads), _Fold("up", ("down",), "down")]
+    mixer, mlp = spec.mixer, [_Fold("mlp_norm", ("gate", "up"), "gate_up"), _Fold("up", ("down",), "down")]
+    if isinstance(mixer, ConvSpec):
+        middle = slice(mixer.channels, 2 * mixer.channels)
+        return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
+    inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
-        return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), *inner]
-    return [_Fold("attention_norm", ("q", "k", "v"), "qkv"), _Fold("mlp_norm", ("gate", "up"), "gate_up"), *inner]
+        return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]
+    return [_Fold("attention_norm", ("q", "k", "v"), "qkv"), inner, *mlp]
 
 
 def _search(readers: list[tuple[torch.Tensor, Format]], seen: InputStatistics, fold: _Fold) -> torch.Tensor:
@@ -111,9 +115,9 @@ def _apply(weights: dict[str, torch.Tensor], fold: _Fold, scales: torch.Tensor, 
     if weights[source].dim() == 1:
         weights[source] = (weights[source] + norm_offset) / scales - norm_offset
         return
-    weights[source] /= scales[:, None]
+    weights[source][fold.rows] /= scales[:, None]
     if (bias := f"{fold.source}.bias") in weights:
-        weights[bias] /= scales
+        weights[bias][fold.rows] /= scales
 
 
 def _group_of(form: Format) -> int:

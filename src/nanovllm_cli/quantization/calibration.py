@@ -29,6 +29,7 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.model_spec import ModelSpec
@@ -39,6 +40,8 @@ from nanovllm_cli.quant.statistics import InputStatistics
 INPUTS: dict[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
     "o": ("o",),
+    "conv_in": ("conv_in",),
+    "conv_out": ("conv_out",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
@@ -129,20 +132,23 @@ class _Block:
 
         backend = platform.backend(spec, dtype)
         self.model = Decoder(spec, Kit(dtype, make, platform.ops, backend))
-        self.cache = KVCache(num_blocks, spec.kv_heads_and_dims, backend)
+        self.cache = KVCache(num_blocks, spec.mixers, backend)
 
     def run(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
         """The residual stream [T, hidden] behind the layer; the one before it is overwritten."""
         inputs = self.model.prepare(batch)
-        angles = inputs.angles[self.model.spec.blocks[0].attention.rope]
-        x = self.model.blocks[0](None, residual, angles, self.cache.layers[0], inputs.step, batch.slots)
+        x = self.model.blocks[0](None, residual, inputs, self.cache.layers[0])
         return residual if x is None else residual.add_(x)
 
     def storages(self) -> dict[str, _Watched]:
         """By the inputs that they read."""
-        attention, mlp = self.model.blocks[0].attention, self.model.blocks[0].mlp
+        mixer, mlp = self.model.blocks[0].mixer, self.model.blocks[0].mlp
         assert isinstance(mlp, MLP), "Walk refuses experts"
-        linears = {"qkv": attention.qkv, "o": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
+        if isinstance(mixer, ShortConv):
+            linears = {"conv_in": mixer.projection, "conv_out": mixer.out}
+        else:
+            linears = {"qkv": mixer.qkv, "o": mixer.out}
+        linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
         found = {name: linear.weight for name, linear in linears.items()}
         return {name: storage for name, storage in found.items() if isinstance(storage, _Watched)}
 

@@ -42,7 +42,7 @@ class MeasuredModel:
         self.dtype = self._worker.dtype
         self.model: Decoder = self._worker.model
         num_blocks = -(-max_len // config.block_size)
-        self._cache = KVCache(num_blocks, self._worker.spec.kv_heads_and_dims, self.model.backend)
+        self._cache = KVCache(num_blocks, self._worker.spec.mixers, self.model.backend)
 
     def hidden(self, ids: Sequence[int]) -> Hidden:
         """Rows [T, hidden] of all tokens, after the last norm."""

@@ -60,7 +60,7 @@ def _fits(name: str, width: int) -> bool:
 
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
-    """The type that differs from the mix's own, for part q, k, v, qkv, o, gate, up, gate_up or down of a layer."""
+    """The type that differs from the mix's own, for a part of a layer: see `plan.LINEARS`."""
     layers = spec.num_layers
     many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     match mix, part:
@@ -83,10 +83,5 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
         case "q2_k_m", ("o" | "down"):
             return "Q3_K"
         case "q2_k_m", "v":
-            return "Q4_K" if _queries_a_key(spec) >= 4 else "Q3_K"
+            return "Q4_K" if spec.attention.queries_a_key >= 4 else "Q3_K"
     return None
-
-
-def _queries_a_key(spec: ModelSpec) -> int:
-    attention = spec.blocks[0].attention
-    return attention.num_heads // attention.num_kv_heads

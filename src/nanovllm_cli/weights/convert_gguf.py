@@ -98,7 +98,7 @@ def gguf_header(
 
 
 def _windows(spec: ModelSpec) -> set[int]:
-    return {block.attention.window for block in spec.blocks if block.attention.window is not None}
+    return {attention.window for attention in spec.attentions if attention.window is not None}
 
 
 def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_length: int) -> None:
@@ -233,12 +233,9 @@ def _check(
 
     found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
     usual = attention_of(spec).rope
-    blocks = (
-        replace(block, attention=replace(block.attention, rope=rope)) if block.attention.rope == usual else block
-        for block in spec.blocks
-    )
     norm = replace(spec.norm, stored_offset=spec.norm.offset)
-    lost = differences(replace(spec, blocks=tuple(blocks), norm=norm), found)
+    told = replace(spec, norm=norm).each_attention(lambda layer, a: replace(a, rope=rope) if a.rope == usual else a)
+    lost = differences(told, found)
     if lost:
         raise UnsupportedError(
             f"GGUF cannot say this of a {family.name} model: {', '.join(lost)}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +128,7 @@ def _check(config: dict[str, Any], spec: ModelSpec) -> None:
     if (
         ours is not None and ours.scaling == "divisors" and theirs.scaling in ("llama3", "longrope")
     ):  # verified when chosen
-        spec = replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, rope=theirs)) for b in spec.blocks))
+        spec = spec.with_attention(rope=theirs)
     lost = differences(spec, found)
     if lost:
         raise UnsupportedError(

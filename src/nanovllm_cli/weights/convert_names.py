@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.tensor_names import checkpoint_name
@@ -24,8 +24,7 @@ _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
     """The attention that all layers have, but for windows, and what those with one or without positions have of their own."""
-    found = [block.attention for block in spec.blocks]
-    return next((each for each in found if each.window is None and each.rope is not None), found[0])
+    return next((each for each in spec.attentions if each.window is None and each.rope is not None), spec.attention)
 
 
 def dense_mlp_of(spec: ModelSpec) -> MLPSpec:
@@ -131,14 +130,8 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
 
 
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    attention, mlp = block.attention, block.mlp
-    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    heads = {"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q, "k": kv, "v": kv}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows, columns, biased in (
-        *((name, rows, hidden, attention.qkv_bias) for name, rows in heads.items()), ("o", hidden, q, attention.out_bias),
-    ):  # fmt: skip
-        shapes |= _linear(name, rows, columns, biased)
+    mlp = block.mlp
+    shapes = _conv_shapes(block.mixer, hidden) if isinstance(block.mixer, ConvSpec) else _attention_shapes(block.mixer, hidden)
     if isinstance(mlp, MLPSpec):
         shapes |= _mlp_shapes("", mlp, hidden)
     else:
@@ -148,11 +141,24 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
     if block.order == "sandwich":
         shapes |= {"after_attention_norm.weight": (hidden,), "after_mlp_norm.weight": (hidden,)}
+    return shapes
+
+
+def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    shapes = _linear("o", hidden, q, attention.out_bias)
+    for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q, "k": kv, "v": kv}).items():
+        shapes |= _linear(name, rows, hidden, attention.qkv_bias)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
     if attention.qk_norm:
         shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
     return shapes
+
+
+def _conv_shapes(conv: ConvSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes = _linear("conv_in", 3 * conv.channels, hidden, conv.bias) | _linear("conv_out", hidden, conv.channels, conv.bias)
+    return shapes | _linear("conv", conv.channels, conv.width, conv.bias)
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:

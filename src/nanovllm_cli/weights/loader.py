@@ -69,8 +69,7 @@ def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) 
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
     wanted = spec.vocab_size * spec.hidden_size
     for block in spec.blocks:
-        heads = 2 * (block.attention.num_heads + block.attention.num_kv_heads)
-        wanted += spec.hidden_size * heads * block.attention.head_dim + block.mlp.num_weights(spec.hidden_size)
+        wanted += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_weights(spec.hidden_size)
         if isinstance(block.mlp, MoESpec):
             wanted += block.mlp.num_experts * EXPERT_EXCESS
     there = sum(math.prod(reader.shape(name)) for name in reader.names())

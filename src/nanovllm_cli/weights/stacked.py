@@ -9,6 +9,7 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
+    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight.0 [N, K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -38,12 +39,14 @@ _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one."""
+    """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
+    that is [N, 1, K]."""
 
     stack: str
     expert: int | None
     rows: slice
     turned: bool = False
+    flat: bool = False
 
 
 _Parts = Iterator[tuple[str, _Part]]
@@ -89,6 +92,11 @@ def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config
         yield f"{stack}.0", _Part(stack, 0, _ALL)
 
 
+def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    if shape[1] == 1:
+        yield f"{stack}.0", _Part(stack, None, _ALL, flat=True)
+
+
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -109,6 +117,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
+        (re.compile(r"model\.layers\.\d+\.conv\.conv\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
 }  # fmt: skip
@@ -125,7 +134,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             shape = checkpoint.info(name).shape
             if len(shape) != (dims if isinstance(dims, int) else dims[found.groups()[-1]]):
                 continue  # it stays under its name, which is none of the model's
-            if len(shape) > 2 and shape[0] > MAX_EXPERTS:
+            if len(shape) > 2 and take is not _of_one_column and shape[0] > MAX_EXPERTS:
                 most = f"at most {MAX_EXPERTS} are believed"
                 raise CheckpointError(f"{checkpoint.path}: tensor {name!r} has {shape[0]} experts; {most}", DOWNLOAD_AGAIN)
             if len(parts) > MAX_PARTS:
@@ -153,6 +162,7 @@ class _Unstacked(CheckpointView):
         part = self._parts[name]
         info, shape = self._inner.info(part.stack), self._shape(part)
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
+        others = others[1:] if part.flat else others
         own_rows = len(range(num_rows)[part.rows])
         own_bytes = info.num_bytes // shape[0] * own_rows // max(1, num_rows)
         return TensorInfo(name, (own_rows, *others), info.dtype_name, own_bytes)
@@ -163,6 +173,7 @@ class _Unstacked(CheckpointView):
         part = self._parts[name]
         if part.expert is None:
             own = self._inner.tensor(part.stack)
+            own = own[:, 0] if part.flat else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
         own = (own.T if part.turned else own)[part.rows]

@@ -7,9 +7,10 @@ _MARKS = (
     ("embedding", ("embed", "token_embd")),
     ("head", ("lm_head", "output.weight")),
     ("attention", ("attn",)),
-    ("mlp", ("mlp", "ffn")),
+    ("conv", ("conv",)),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe")),
 )
-CLASSES = ("embedding", "attention", "mlp", "norms", "head", "other")
+CLASSES = ("embedding", "attention", "conv", "mlp", "norms", "head", "other")
 
 
 def class_of(name: str) -> str:

@@ -1,0 +1,147 @@
+"""LFM2: gated short convolutions in most layers, attention in the others; with experts, a router of sigmoids and a bias that
+chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import ExpertKeys
+from nanovllm_cli.models.family import Family, GGUFField
+
+CONV, ATTENTION = "conv", "full_attention"
+KINDS = ("weight", "bias")
+MAX_TAPS = 64
+
+_LAYER = "model.layers.{i}"
+_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+_NAMES = {
+    "blocks.{i}.attention_norm.weight": f"{_LAYER}.operator_norm.weight",
+    "blocks.{i}.mlp_norm.weight": f"{_LAYER}.ffn_norm.weight",
+    "blocks.{i}.o.weight": f"{_LAYER}.self_attn.out_proj.weight",
+    **{f"blocks.{{i}}.{part}_norm.weight": f"{_LAYER}.self_attn.{part}_layernorm.weight" for part in "qk"},
+    **{f"blocks.{{i}}.conv_{part}.{kind}": f"{_LAYER}.conv.{part}_proj.{kind}" for part in ("in", "out") for kind in KINDS},
+    "blocks.{i}.conv.weight": f"{_LAYER}.conv.conv.weight.0",
+    "blocks.{i}.conv.bias": f"{_LAYER}.conv.conv.bias",
+    **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{theirs}.weight" for part, theirs in _PARTS.items()},
+    "norm.weight": "model.embedding_norm.weight",
+}
+"""The taps of a channel are a matrix of one row there; weights/stacked.py takes it apart."""
+_MOE_NAMES = _NAMES | {
+    "blocks.{i}.router.weight": f"{_LAYER}.feed_forward.gate.weight",
+    "blocks.{i}.router.selection_bias": f"{_LAYER}.feed_forward.expert_bias",
+    **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_LAYER}.feed_forward.experts.{{e}}.{theirs}.weight"
+       for part, theirs in _PARTS.items()},
+}  # fmt: skip
+_GGUF_NAMES = {
+    **{f"blocks.{{i}}.conv_{part}.{kind}": f"blk.{{i}}.shortconv.{part}_proj.{kind}" for part in ("in", "out") for kind in KINDS},
+    **{f"blocks.{{i}}.conv.{kind}": f"blk.{{i}}.shortconv.conv.{kind}" for kind in KINDS},
+    "norm.weight": "token_embd_norm.weight",
+}
+
+
+def _with_convolutions(spec: ModelSpec, convolves: list[bool], width: int, bias: bool) -> ModelSpec:
+    conv = ConvSpec(spec.hidden_size, width, bias)
+    blocks = (replace(block, mixer=conv if own else block.mixer) for block, own in zip(spec.blocks, convolves, strict=True))
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _width(read: ConfigReader, key: str) -> int:
+    width = read.integer(key)
+    if width > MAX_TAPS:
+        raise CheckpointError(f"{read.where}: convolutions over {width} tokens; at most {MAX_TAPS} are believed", BROKEN)
+    return width
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    types, layers = read.values.get("layer_types"), range(spec.num_layers)
+    if types is None:
+        whole = read.values.get("full_attn_idxs")
+        whole = list(layers) if whole is None else whole
+        if not isinstance(whole, list) or not all(type(i) is int and i in layers for i in whole):
+            raise CheckpointError(f"{read.where}: 'full_attn_idxs' must be a list of layers", BROKEN)
+        types = [ATTENTION if i in whole else CONV for i in layers]
+    if not isinstance(types, list) or len(types) != spec.num_layers:
+        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {spec.num_layers} kinds", BROKEN)
+    if unknown := [str(kind) for kind in types if kind not in (CONV, ATTENTION)]:
+        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {CONV}, {ATTENTION}")
+    if ATTENTION not in types:
+        raise CheckpointError(f"{read.where}: no layer has attention", BROKEN)
+    spec = replace(spec, norm=NormSpec(read.number("norm_eps")), tied_head=read.flag("tie_embedding", spec.tied_head))
+    return _with_convolutions(spec, [kind == CONV for kind in types], _width(read, "conv_L_cache"), read.flag("conv_bias", False))
+
+
+def _dense_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """Their MLPs are as wide as a rule makes of what the config says."""
+    size = read.integer("block_ff_dim", read.integer("intermediate_size"))
+    if read.flag("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3)
+        if read.values.get("block_ffn_dim_multiplier", 1.0) is not None:
+            multiple = read.integer("block_multiple_of", 256)
+            size = multiple * -(-int(read.number("block_ffn_dim_multiplier", 1.0) * size) // multiple)
+    if size < 1:
+        raise CheckpointError(f"{read.where}: an MLP without a row", BROKEN)
+    blocks = tuple(replace(block, mlp=MLPSpec(size)) for block in spec.blocks)
+    return _from_hf(replace(spec, blocks=blocks), read)
+
+
+def _with_mixtures(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with these values in every MoESpec."""
+    mlps = (replace(block.mlp, **changes) if isinstance(block.mlp, MoESpec) else block.mlp for block in spec.blocks)
+    return replace(spec, blocks=tuple(replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True)))
+
+
+def _moe_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return _from_hf(_with_mixtures(spec, selection_bias=read.flag("use_expert_bias", True)), read)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """A layer without key and value heads is a convolution."""
+    heads = read.values.get(key("attention.head_count_kv"))
+    convolves = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
+    return _with_convolutions(spec.with_attention(qk_norm=True), convolves, _width(read, key("shortconv.l_cache")), False)
+
+
+def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """Its files say nothing of weights, which llama.cpp makes 1 together."""
+    return _with_mixtures(_from_gguf(spec, read, key), norm_topk=True)
+
+
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    conv = next((mixer for mixer in spec.mixers if isinstance(mixer, ConvSpec)), None)
+    heads = [mixer.num_kv_heads if isinstance(mixer, AttentionSpec) else 0 for mixer in spec.mixers]
+    return {"attention.head_count_kv": heads, "shortconv.l_cache": 1 if conv is None else conv.width}
+
+
+_DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 8,
+             "num_attention_heads": 32, "conv_L_cache": 3, "vocab_size": 65536, "num_hidden_layers": 32}  # fmt: skip
+LFM2 = Family(
+    "lfm2",
+    qk_norm=True,
+    qkv_bias=False,
+    tied_by_default=True,
+    convolutions=True,
+    defaults=_DEFAULTS | {"hidden_size": 2560, "intermediate_size": 12288},
+    hf_names=_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf=_dense_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=_keys,
+)
+LFM2_MOE = replace(
+    LFM2,
+    name="lfm2_moe",
+    experts=ExpertKeys(
+        ("num_experts",), "moe_intermediate_size", "norm_topk_prob", first="num_dense_layers", scale="routed_scaling_factor",
+        scoring="sigmoid", selection_bias=True,
+    ),
+    defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts": 32,
+                          "num_experts_per_tok": 4, "num_dense_layers": 2, "norm_topk_prob": True},
+    hf_names=_MOE_NAMES,
+    hf=_moe_from_hf,
+    gguf=_moe_from_gguf,
+)  # fmt: skip
