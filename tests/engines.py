@@ -87,7 +87,7 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     heads, kinds = config.num_key_value_heads, getattr(config, "layer_types", None) or []
-    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if "conv" in kinds else heads)
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if config.model_type[:4] == "lfm2" else heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

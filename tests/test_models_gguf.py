@@ -121,9 +121,14 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     ),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
-    "lfm2": ("lfm2", Lfm2Config(**SMALL, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
+    "lfm2": ("lfm2", Lfm2Config(**SMALL | {"head_dim": 8}, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
     "lfm2, four taps": (
-        "lfm2", Lfm2Config(**SMALL | TIED, layer_types=LFM2_LAYERS[::-1], conv_L_cache=4, block_auto_adjust_ff_dim=False), taps,
+        "lfm2",
+        Lfm2Config(
+            **SMALL | TIED | {"head_dim": 8}, layer_types=["full_attention", *LFM2_LAYERS[:2]], conv_L_cache=4,
+            block_auto_adjust_ff_dim=False,
+        ),
+        taps,
     ),
     "mistral3": ("mistral3", TEXTS["ministral3, before its scores grow"], ministral),
     "phi3": ("phi3", Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 25}), window),

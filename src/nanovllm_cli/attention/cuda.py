@@ -42,8 +42,8 @@ Shape = tuple[int, int, int, int]
 
 
 class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1]; for a step that is not decodes only the work
-    by shape; where all sequences are whole prompts, the first row of each and the end."""
+    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1]; for a step that is not decodes only the
+    work by shape; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor

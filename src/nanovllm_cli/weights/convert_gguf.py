@@ -114,15 +114,15 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
     builder.add_embedding_length(spec.hidden_size)
     builder.add_feed_forward_length(mlp.intermediate_size)
     builder.add_head_count(attention.num_heads)
-    builder.add_head_count_kv(attention.num_kv_heads)
     builder.add_key_length(attention.head_dim)
     builder.add_value_length(attention.head_dim)
     builder.add_layer_norm_rms_eps(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)
     assert family.gguf_keys is not None
+    keys = {"attention.head_count_kv": attention.num_kv_heads, **family.gguf_keys(spec)}
     add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
-    for key, value in family.gguf_keys(spec).items():
+    for key, value in keys.items():
         add[type(value)](f"{family.name}.{key}", value)
 
 
