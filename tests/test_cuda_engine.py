@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GraniteConfig,
+    Lfm2Config,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -118,13 +119,15 @@ OTHERS: dict[str, Any] = {
     "gemma2": Gemma2Config(**SHAPE | {"tie_word_embeddings": True}, sliding_window=10, query_pre_attn_scalar=20),
     "glm4": Glm4Config(**SHAPE),
     "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
     "smollm3": SmolLM3Config(**SHAPE | {"no_rope_layers": [0, 1]}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
-    """Norms with an offset, on either side, of heads; caps; windows, layers without positions; factors: recorded, all of it."""
+    """Norms with an offset, on either side, of heads; caps; windows, layers without positions;
+    factors; convolutions: recorded, all of it."""
     model = save(random_model(OTHERS[family], dtype=torch.bfloat16), tmp_path)
     device = EmulatedDevice()
     assert tokens(engine_on(model, device), greedy(6), PROMPTS[:3]) == tokens(engine_on(model, None), greedy(6), PROMPTS[:3])

@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -57,6 +58,10 @@ FAMILIES: dict[str, Any] = {
     ),
     "ernie": Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=4, moe_k=2, moe_intermediate_size=48),
     "granite": GraniteMoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.22),
+    "lfm2": Lfm2MoeConfig(
+        **SHAPE, layer_types=["conv", "full_attention"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        num_dense_layers=1,
+    ),
     "gpt-oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 FORMATS = ("int8", "fp8", "int4:group=32", "q8_0")  # one for each kind of kernel

@@ -17,6 +17,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -311,7 +312,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
     config = model.config
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
-           "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe"}  # fmt: skip
+           "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -342,6 +343,10 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_expert_shared_feed_forward_length(config.moe_num_shared_experts * config.moe_intermediate_size)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if arch == "lfm2moe":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_tokenizer_model("no_vocab")
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
              "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
@@ -351,14 +356,18 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     names |= {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
     if gpt_oss or arch == "glm4moe":
         names |= {"post_attention_layernorm": "post_attention_norm"}
+    names |= {f"conv.{part}": f"shortconv.{part}" for part in ("in_proj", "out_proj", "conv")}
+    names |= {"operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output",
+              "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"}  # fmt: skip
+    names |= {f"mlp.{theirs}": f"ffn_{part}" for part, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-             "lm_head.weight": "output.weight"}  # fmt: skip
+             "lm_head.weight": "output.weight", "model.embedding_norm.weight": "token_embd_norm.weight"}  # fmt: skip
     turn = 0
 
     def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What a reader will take it for."""
         nonlocal turn
-        if tensor.dim() == 1 or "gate_inp" in name:
+        if tensor.dim() == 1 or "gate_inp" in name or "shortconv.conv" in name:
             writer.add_tensor(name, tensor.numpy())
             return tensor
         kind = gguf.GGMLQuantizationType[types[turn % len(types)]]
@@ -367,7 +376,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
         writer.add_tensor(name, data, raw_dtype=kind)
         return torch.from_numpy(np.ascontiguousarray(dequantize(data, kind))).view(tensor.shape)
 
-    others = {key: buffer for key, buffer in model.named_buffers() if "correction_bias" in key}
+    others = {key: buffer for key, buffer in model.named_buffers() if key.endswith(("correction_bias", "expert_bias"))}
     if arch == "glm4moe":
         writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32))
     for key, parameter in {**dict(model.named_parameters()), **others}.items():
@@ -376,10 +385,11 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
             parameter.data = add(outer[key], tensor)
             continue
         _, _, layer_id, *rest = key.split(".")
-        place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight").replace("block_sparse_moe", "mlp")
+        place, own = f"blk.{layer_id}.", ".".join(rest).removesuffix(".weight")
+        own = own.replace("block_sparse_moe", "mlp").replace("feed_forward", "mlp")
         if "correction_bias" in own and arch == "ernie4_5-moe" and "MXFP4" in types:
             parameter.data.zero_()  # a file may leave it out
-        elif "correction_bias" in own:
+        elif "correction_bias" in own or "expert_bias" in own:
             writer.add_tensor(f"{place}exp_probs_b.bias", tensor.flatten().numpy())
         elif own.endswith(("gate_up_proj_bias", "down_proj_bias")):
             parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]} if "gate" in own else {"down": tensor}
@@ -400,6 +410,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
             parameter.data = torch.cat(halves, 1)
         elif own == "mlp.experts.down_proj":
             parameter.data = add(f"{place}ffn_down_exps.weight", tensor)
+        elif own == "conv.conv":
+            add(f"{place}shortconv.conv.weight", tensor[:, 0].contiguous())
         elif mixtral and own in ("self_attn.q_proj", "self_attn.k_proj"):  # pairs (i, d / 2 + i) become (2 i, 2 i + 1)
             heads = tensor.view(-1, 2, config.head_dim // 2, tensor.shape[1])
             stored = add(f"{place}{names[own]}.weight", heads.transpose(1, 2).reshape(tensor.shape).contiguous())
@@ -432,6 +444,12 @@ def ernie() -> Any:
     return random_model(Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=64))
 
 
+def lfm2() -> Any:
+    config = Lfm2MoeConfig(**SHAPE | {"num_attention_heads": 4, "num_hidden_layers": 3}, num_experts=5, num_experts_per_tok=2,
+                           layer_types=["conv", "full_attention", "conv"], moe_intermediate_size=64, num_dense_layers=1)  # fmt: skip
+    return random_model(config)
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -441,7 +459,7 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss, glm, ernie])
+@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss, glm, ernie, lfm2])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's
@@ -498,7 +516,7 @@ def test_llama_cpp_gives_the_logits_that_we_give(tmp_path: Path) -> None:
     """Its own matmuls round activations of Q8_0 to 8 bits too, by blocks of 32."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     tokens = prompts(SHAPE["vocab_size"])[3]
-    for model in (qwen(), mixtral(), gpt_oss()):
+    for model in (qwen(), mixtral(), gpt_oss(), lfm2()):
         path = write_gguf(tmp_path / f"{model.config.model_type}.gguf", model, ["F32"])
         theirs = llama_cpp.Llama(str(path), n_ctx=128, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0)
         theirs.eval(tokens)

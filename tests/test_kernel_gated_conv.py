@@ -64,8 +64,6 @@ def test_sequences_of_guesses_are_told_apart_by_their_starts() -> None:
         rows, own = len(args["projected"]), len(args["kv_lens"])
         args["query_starts"] = torch.cat([args["query_starts"], torch.full((rows - own,), rows, dtype=torch.int32)])
         args["kv_lens"] = torch.cat([args["kv_lens"], torch.zeros(rows - own, dtype=torch.int32)])
-        empty = torch.zeros(rows - own, args["block_tables"].shape[1], dtype=torch.int32)
-        args["block_tables"] = torch.cat([args["block_tables"], empty])
         check_step(gated_conv(Emulator(), **args, block_size=16), expected)
     paged.check_cache()
 

@@ -31,13 +31,13 @@ def gated_conv(
 
     weight [width, channels]; bias [channels] or None; cache [N, kept, channels], where the inputs of the token at position p lie
     at p modulo kept of its block. query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`; a length of 0 is a
-    row of padding. Raises UnsupportedError for more than MAX_WIDTH taps.
+    row of padding, or none, and tables end with the last sequence that has one. Raises UnsupportedError for more than MAX_WIDTH taps.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, weight.shape
     if width > MAX_WIDTH:
         raise UnsupportedError(f"a convolution over {width} tokens on a GPU", f"take one over at most {MAX_WIDTH}, or the CPU")
     num_blocks, kept, _ = cache.shape
-    num_sequences, table_width = block_tables.shape
+    num_sequences, (_, table_width) = len(kv_lens), block_tables.shape
     assert block_size % kept == 0, (block_size, kept)
     assert min(width, block_size) <= kept, (width, kept)
     check(projected, launcher, dtype, tokens, 3 * channels)
@@ -47,7 +47,7 @@ def gated_conv(
     check(cache, launcher, dtype, num_blocks, kept, channels)
     check(query_starts, launcher, torch.int32, num_sequences + 1)
     check(kv_lens, launcher, torch.int32, num_sequences)
-    check(block_tables, launcher, torch.int32, num_sequences, table_width)
+    check(block_tables, launcher, torch.int32, *block_tables.shape)
     out = torch.empty((tokens, channels), dtype=dtype, device=projected.device)
     if tokens:
         vector = widest(channels, dtype)

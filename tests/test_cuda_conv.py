@@ -1,0 +1,82 @@
+"""Convolutions in the GPU's engine on emulated kernels: what lies in a sequence's blocks of them survives guesses that did not
+hold, forks, pressure and steps that ran ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Lfm2Config
+
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from engines import greedy, random_model, run, save
+from nanovllm_cli.sampling_params import SamplingParams
+from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_cuda_guesses import KINDS, SETTINGS
+from test_lookup import answers
+
+pytestmark = needs_emulation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Lfm2Config(**SHAPE | {"num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"])
+    return save(random_model(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Any]:
+    return answers(engine_on(folder, EmulatedDevice(), deterministic=True, **SETTINGS), KINDS)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_speculative_tokens": 8},
+        {"num_speculative_tokens": 4, "num_blocks": 6, "max_num_batched_tokens": 13},
+        {"draft_model": "itself", "draft_min_p": 0.0},
+        {"num_blocks": 6, "max_num_batched_tokens": 13},
+    ],
+    ids=["guesses", "guesses, few blocks", "drafts", "few blocks"],
+)
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path, plain: list[Any]) -> None:
+    more |= {"draft_model": str(folder)} if "draft_model" in more else {}
+    device = EmulatedDevice()
+    engine = engine_on(folder, device, **SETTINGS | {"deterministic": True} | more)
+    assert answers(engine, KINDS) == plain
+    assert engine.stats().used_blocks == 0
+    assert device.graphs
+
+
+def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
+    """Three answers to a prompt begin in one block; the step ahead may have written a token too far into it."""
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=20, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
+    expected = []
+    for prompt in prompts:
+        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
+        expected.append([each.token_ids for each in output.outputs])
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    for _ in range(2):
+        outputs = run(engine, [(prompt, params) for prompt in prompts])
+        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
+    assert outputs[2].metrics.num_cached_tokens == 32
+
+
+def test_a_decode_step_has_no_more_launches_than_one_of_attention(folder: Path) -> None:
+    assert launches_of_a_decode_step(folder) <= 5 * 3 + 6
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 16}], ids=str)
+def test_no_kernel_is_compiled_late(settings: dict[str, Any], folder: Path) -> None:
+    assert not kernels_not_rehearsed(folder, **settings)
+
+
+def test_other_block_sizes(folder: Path) -> None:
+    def answered(**settings: Any) -> list[tuple[int, ...]]:
+        return tokens(engine_on(folder, EmulatedDevice(), deterministic=True, **settings), greedy(40), PROMPTS[:3])
+
+    assert answered(block_size=32, num_blocks=32) == answered()
