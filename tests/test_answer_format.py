@@ -21,6 +21,8 @@ FORMATS: Mapping[str, tuple[str, str | None]] = {
     "<｜tool▁calls▁begin｜>```json": ("deepseek_r1", None),
     "<|tool_calls_section_begin|>": ("kimi", None),
     "<|tool_call|>": ("granite", None),
+    "List of tools: <|tool_list_start|>[]<|tool_list_end|>": ("lfm2", None),
+    "<|tool_call_start|>": ("lfm2", None),
     "<|tool_call|><|/tool_call|>": ("phi4", None),
     "functools[": ("phi", None),
     "<|start_header_id|>": ("llama", None),

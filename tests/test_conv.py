@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Lfm2Config
 
 from convolutions import CASES, Case, Paged, check_step
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.attention.kv_cache import kept_inputs
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import conv, cpu
 from nanovllm_cli.sampling_params import SamplingParams
+from quantizing import TINY, quantize
+from test_convert import SETTINGS as SETTINGS_OF_TINY
+from test_models import prompts
+from test_quant_engine import difference, logits_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = ["conv", "full_attention", "conv", "conv"]
+TAPS = "model.layers.0.conv.conv.weight"
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -102,3 +111,49 @@ def test_forks_draw_what_each_would_draw_alone(settings: dict[str, Any], folder:
     expected = [answers(folder, params, [ids], enable_prefix_caching=False)[0] for ids in PROMPTS[:4]]
     assert answers(folder, params, PROMPTS[:4], **settings) == expected
     assert len({tuple(each) for each in expected[0]}) == 3
+
+
+# ---- quantized ----
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the bundled tokenizer, whose texts calibrate it."""
+    shape = SMALL | {"vocab_size": 4096, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 3}
+    folder = tmp_path_factory.mktemp("spoken")
+    save(random_model(Lfm2Config(**shape, layer_types=LAYERS[:3], conv_bias=True), dtype=BF16), folder)
+    for name in SETTINGS_OF_TINY:
+        shutil.copy(TINY / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_calibrated_weights_lose_less(algorithm: str, spoken: Path, tmp_path: Path) -> None:
+    errors = {}
+    with torch.inference_mode():
+        wanted = logits_of(worker_for(spoken, dtype="float32"), prompts(4096))
+    for each in ("rtn", algorithm):
+        quantize("int4:group=32", tmp_path / each, spoken, algorithm=each, num_samples=8)
+        worker = worker_for(tmp_path / each, dtype="float32", activations="exact")
+        errors[each] = difference(logits_of(worker, prompts(4096)), wanted)
+        assert {form.name for form in worker.formats if form is not None} == {"int4:group=32"}
+        assert load_file(tmp_path / each / "model.safetensors")[TAPS].dtype == BF16
+    assert errors[algorithm] < 0.95 * errors["rtn"]
+
+
+def test_a_gguf_file_keeps_its_taps(spoken: Path, tmp_path: Path) -> None:
+    """In float32, as llama.cpp has them. Its architecture has no biases: a model with some is refused."""
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a lfm2 model: bias"):
+        quantize("q4_k_m", tmp_path / "m.gguf", spoken)
+    shape = SMALL | {"vocab_size": 4096, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    config = Lfm2Config(**shape, layer_types=LAYERS[:3], block_auto_adjust_ff_dim=False)
+    plain = save(random_model(config, dtype=BF16), tmp_path / "folder")
+    for name in SETTINGS_OF_TINY:
+        shutil.copy(TINY / name, plain / name)
+    quantize("q6_k", tmp_path / "m.gguf", plain)
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.shortconv.conv.weight"] == "F32"
+    assert types["blk.0.shortconv.in_proj.weight"] == types["blk.0.shortconv.out_proj.weight"] == "Q6_K"
+    found, wanted = (logits_of(worker_for(path, dtype="float32", activations="exact"), prompts(4096))
+                     for path in (tmp_path / "m.gguf", plain))  # fmt: skip
+    assert difference(found, wanted) < 0.1

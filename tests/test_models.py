@@ -30,6 +30,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm2VlConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -315,6 +316,10 @@ SEEING: dict[str, Any] = {
         text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=512,
     ),
+    "lfm2-vl": Lfm2VlConfig(
+        text_config=CASES["lfm2"].to_dict(), vision_config=VISION | {"model_type": "siglip2_vision_model"}, image_token_id=512,
+        tie_word_embeddings=False,
+    ),
     "qwen2-vl": Qwen2VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION | {"embed_dim": 16}, **QWEN_IDS),
     "qwen2.5-vl": Qwen2_5_VLConfig(
         text_config=QWEN_TEXT, vision_config=QWEN_VISION | {"intermediate_size": 16, "out_hidden_size": 48}, **QWEN_IDS
@@ -350,6 +355,13 @@ def test_of_a_model_that_sees_the_part_that_writes(case: str, prefix: str, tmp_p
     names = {name: name.replace("language_model.model.", prefix).replace("model.language_model.", prefix) for name in tensors}
     assert any("vision" in name for name in names)
     save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    check_what_it_writes(reference, folder)
+
+
+def test_of_an_lfm2_that_sees_the_part_that_writes(tmp_path: Path) -> None:
+    reference = random_model(SEEING["lfm2-vl"], auto=AutoModelForImageTextToText)
+    folder = save(reference, tmp_path)
+    assert any("vision" in name for name in load_file(folder / "model.safetensors"))
     check_what_it_writes(reference, folder)
 
 
@@ -552,10 +564,10 @@ MISSHAPEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str
     "no experts": ("granite moe, 2 of 5", STACK, lambda t: t[:0], "10 missing: model.layers.1.block_sparse_moe.experts.0.gate"),
     "two biases": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t.repeat(2, 1), f"1 missing: {CHOOSES}.0"),
     "no bias": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:0], f"1 missing: {CHOOSES}.0"),
-    "taps of another length": ("lfm2", TAPS, lambda t: t[:, :, 1:], f"{TAPS}.0 (expected [48, 3], found [48, 2])"),
-    "taps of fewer channels": ("lfm2", TAPS, lambda t: t[1:], f"{TAPS}.0 (expected [48, 3], found [47, 3])"),
-    "taps of two rows": ("lfm2", TAPS, lambda t: t.repeat(1, 2, 1), f"1 not part of the model: {TAPS}"),
-    "taps that are a matrix": ("lfm2", TAPS, lambda t: t[:, 0], f"1 missing: {TAPS}.0; 1 not part of the model: {TAPS}"),
+    "taps of another length": ("lfm2", TAPS, lambda t: t[:, :, 1:], f"{TAPS} (expected [48, 3], found [48, 2])"),
+    "taps of fewer channels": ("lfm2", TAPS, lambda t: t[1:], f"{TAPS} (expected [48, 3], found [47, 3])"),
+    "taps of two rows": ("lfm2", TAPS, lambda t: t.repeat(1, 2, 1), f"{TAPS} (expected [48, 3], found [48, 2, 3])"),
+    "taps of no channel": ("lfm2", TAPS, lambda t: t[:0], f"{TAPS} (expected [48, 3], found [0, 3])"),
     "a bias too short": ("ernie 4.5, 2 of 5 and shared", CHOOSES, lambda t: t[:, :4], f"{CHOOSES}.0 (expected [5], found [4])"),
 }
 

@@ -38,6 +38,7 @@ ONE: dict[str, str] = {
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
     ),
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+    "lfm2": '<|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',
     "phi": 'functools[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
     "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln", "days": 3}',

@@ -25,12 +25,12 @@ _NAMES = {
     "blocks.{i}.o.weight": f"{_LAYER}.self_attn.out_proj.weight",
     **{f"blocks.{{i}}.{part}_norm.weight": f"{_LAYER}.self_attn.{part}_layernorm.weight" for part in "qk"},
     **{f"blocks.{{i}}.conv_{part}.{kind}": f"{_LAYER}.conv.{part}_proj.{kind}" for part in ("in", "out") for kind in KINDS},
-    "blocks.{i}.conv.weight": f"{_LAYER}.conv.conv.weight.0",
+    "blocks.{i}.conv.weight": f"{_LAYER}.conv.conv.weight",
     "blocks.{i}.conv.bias": f"{_LAYER}.conv.conv.bias",
     **{f"blocks.{{i}}.{part}.weight": f"{_LAYER}.feed_forward.{theirs}.weight" for part, theirs in _PARTS.items()},
     "norm.weight": "model.embedding_norm.weight",
 }
-"""The taps of a channel are a matrix of one row there; weights/stacked.py takes it apart."""
+"""The taps of a channel are a matrix of one row there; weights/stacked.py makes a row of it."""
 _MOE_NAMES = _NAMES | {
     "blocks.{i}.router.weight": f"{_LAYER}.feed_forward.gate.weight",
     "blocks.{i}.router.selection_bias": f"{_LAYER}.feed_forward.expert_bias",

@@ -55,6 +55,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
+    "Lfm2VlForConditionalGeneration": LFM2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Phi3ForCausalLM": PHI3,

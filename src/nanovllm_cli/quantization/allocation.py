@@ -15,7 +15,7 @@ from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.quant.sensitivity import Candidate, allocate, candidates
-from nanovllm_cli.quantization.calibration import INPUTS, parts_reading
+from nanovllm_cli.quantization.calibration import EVERY_INPUT, parts_reading
 from nanovllm_cli.quantization.plan import Kind, Plan, Planned
 from nanovllm_cli.quantization.walk import Walk
 
@@ -55,7 +55,7 @@ def _measured(
     weights = walk.enter(layer)
     seen = walk.calibration.observe()
     found: dict[str, list[Candidate]] = {}
-    for source in INPUTS:
+    for source in EVERY_INPUT:
         names = [f"blocks.{layer}.{part}.weight" for part in parts_reading(source, weights)]
         together = [weights[f"{name.split('.')[2]}.weight"] for name in names if name in free]
         if together:
@@ -71,7 +71,7 @@ def _with_format(item: Planned, free: dict[str, Planned], chosen: dict[str, Form
     if item.weight.ours not in free:
         return item
     part = item.weight.ours.split(".")[2]
-    source = next((source for source, parts in INPUTS.items() if part in parts), part)
+    source = next((source for source, parts in EVERY_INPUT.items() if part in parts), part)
     return item._replace(format=chosen[f"{item.weight.unit}.{source}"])
 
 

@@ -15,7 +15,7 @@ from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.gptq import quantize_gptq
 from nanovllm_cli.quantization.algorithms import RoundToNearest
-from nanovllm_cli.quantization.calibration import INPUTS, parts_reading
+from nanovllm_cli.quantization.calibration import EVERY_INPUT, parts_reading
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Rows
 from nanovllm_cli.quantization.plan import Plan, Planned
@@ -73,7 +73,7 @@ def check_awq(plan: Plan) -> None:
 def by_gptq(walk: Walk, weights: Block, formats: Formats, original: Original) -> dict[str, Rows]:
     """A ChooseBlock, for a plan that `check_gptq` has passed."""
     found: dict[str, Rows] = {}
-    for source in INPUTS:
+    for source in EVERY_INPUT:
         slots = [slot for part in parts_reading(source, weights) if formats[slot := f"{part}.weight"] is not None]
         if not slots:
             continue

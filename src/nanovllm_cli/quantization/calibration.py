@@ -40,20 +40,20 @@ from nanovllm_cli.quant.statistics import InputStatistics
 INPUTS: dict[str, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
     "o": ("o",),
-    "conv_in": ("conv_in",),
-    "conv_out": ("conv_out",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
 """What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows."""
+EVERY_INPUT = {"conv_in": ("conv_in",), "conv_out": ("conv_out",), **INPUTS}
+"""Those of blocks with a convolution in place of attention, too; in the order of their computation."""
 
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
 
 
 def parts_reading(source: str, slots: Collection[str]) -> list[str]:
-    """Of a block with these slots, the weights that read an input: those of INPUTS, or the one that has their rows together."""
-    return [part for part in dict.fromkeys((*INPUTS[source], source)) if f"{part}.weight" in slots]
+    """Of a block with these slots, the weights that read an input: those of EVERY_INPUT, or the one that has their rows together."""
+    return [part for part in dict.fromkeys((*EVERY_INPUT[source], source)) if f"{part}.weight" in slots]
 
 
 class Calibration:
@@ -91,10 +91,11 @@ class Calibration:
         for name, weight in weights.items():
             slots[name].load(weight, 0)
 
-    def observe(self, inputs: Collection[str] = tuple(INPUTS)) -> dict[str, InputStatistics]:
-        """What those inputs of the current block look like, with the weights that are loaded. The stream stays where it is."""
-        seen = {name: _Watch(self.num_tokens) for name in inputs}
+    def observe(self, inputs: Collection[str] = ()) -> dict[str, InputStatistics]:
+        """What those inputs of the current block look like, all where none is named, with the weights that are loaded. The stream
+        stays where it is."""
         watched = self._block.storages()
+        seen = {name: _Watch(self.num_tokens) for name in inputs or watched}
         for name, watch in seen.items():
             watched[name].watch = watch
         try:

@@ -20,7 +20,7 @@ from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.convert_names import check_to_gguf, dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
-from nanovllm_cli.weights.stacked import unstacked
+from nanovllm_cli.weights.stacked import holds_several
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
@@ -181,7 +181,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         dense_mlp_of(original.spec)
         if original.checkpoint.format != "gguf":
             check_to_gguf(family_of(original.checkpoint))
-    elif unstacked(original.checkpoint) is not original.checkpoint:
+    elif holds_several(original.checkpoint):
         raise UnsupportedError(
             f"{original.name} holds several matrices in one tensor, and such a folder is not written yet",
             "run it with --quant instead",

@@ -193,6 +193,12 @@ def _read_llama(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     yield from stream.accept("<|python_end|>")
 
 
+def _read_lfm2(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
+    """Python's calls in a list; JSON's, where it was asked for those."""
+    yield from _read_loose(stream, None)
+    yield from stream.accept("<|tool_call_end|>")
+
+
 def _read_bare(stream: CallStream, tag: str, tools: Tools) -> Reading[None]:
     """What stands at the beginning of an answer: a call only by the name of a tool."""
     yield from _read_loose(stream, frozenset(tool.name for tool in tools))
@@ -321,6 +327,14 @@ FORMATS: tuple[ToolFormat, ...] = (
         ("</tool_call>",),
         _read_json,
         CallGrammar(json_call(open="\n", close=("\n", "</tool_call>")), "<tool_call>", between=("\n", "<tool_call>")),
+    ),
+    ToolFormat(
+        "lfm2",
+        (("<|tool_list_start|>",), ("<|tool_call_start|>",)),
+        ("<|tool_call_start|>",),
+        ("<|tool_call_end|>",),
+        _read_lfm2,
+        CallGrammar(python_call, "<|tool_call_start|>", ("[",), (", ",), ("]", "<|tool_call_end|>")),
     ),
     ToolFormat(
         "phi4",

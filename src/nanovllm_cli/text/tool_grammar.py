@@ -20,6 +20,8 @@ from nanovllm_cli.text.tool_calls import Tool, ToolChoice
 
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _ANYTHING = "(?s:.*)"
+_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+_PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\.)*'/"
 _COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
 _TEXT_KEYWORDS = frozenset(
     ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
@@ -229,13 +231,17 @@ def kimi_call(writer: Writer, tool: Bound) -> str:
 
 
 def python_call(writer: Writer, tool: Bound) -> str:
-    """name(argument=value, …), values as JSON writes them."""
+    """name(argument=value, …), values as JSON writes them. Where any argument will do, also some that only Python knows."""
     required, optional = _parameters(tool)
     pieces = {
         name: f"{_quoted(name + '=')} {tool.argument(writer, schema)}" for name, schema in (required | optional).items()
     }
     comma = _quoted(", ")
-    if required:
+    if not pieces and tool.schema.get("additionalProperties") is not False:
+        value = f"({writer.json({}, strict=False)} | {writer.terminal(_PYTHON_ONLY)})"
+        any_argument = writer.rule(f"{writer.terminal(_ANY_KEY)} {_quoted('=')} {value}")
+        body = f"({any_argument} ({comma} {any_argument})*)?"
+    elif required:
         body = f" {comma} ".join(pieces[name] for name in required)
         body += "".join(f" ({comma} {pieces[name]})?" for name in optional)
     else:
@@ -263,7 +269,7 @@ def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, .
         body = [argument(name, schema) for name, schema in required.items()]
         body += [f"({argument(name, schema)})?" for name, schema in optional.items()]
         if not body and tool.schema.get("additionalProperties") is not False:
-            any_key = writer.terminal("/[A-Za-z_][A-Za-z0-9_.-]*/")
+            any_key = writer.terminal(_ANY_KEY)
             opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
             body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
         return f"{writer.sequence(head[0] + tool.name + head[1])} {' '.join(body)} {writer.sequence(*end)}"

@@ -9,7 +9,7 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
-    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight.0 [N, K]
+    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -94,7 +94,7 @@ def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config
 
 def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     if shape[1] == 1:
-        yield f"{stack}.0", _Part(stack, None, _ALL, flat=True)
+        yield stack, _Part(stack, None, _ALL, flat=True)
 
 
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
@@ -117,7 +117,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
-        (re.compile(r"model\.layers\.\d+\.conv\.conv\.weight"), 3, _of_one_column),
+        (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.conv\.conv\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
 }  # fmt: skip
@@ -144,12 +144,18 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
     return _Unstacked(checkpoint, parts) if parts else checkpoint
 
 
+def holds_several(checkpoint: Checkpoint) -> bool:
+    """Whether a tensor is more than one of the model's."""
+    parts = unstacked(checkpoint)
+    return isinstance(parts, _Unstacked) and not all(part.flat for part in parts.parts.values())
+
+
 class _Unstacked(CheckpointView):
     """`parts` by their names."""
 
     def __init__(self, inner: Checkpoint, parts: dict[str, _Part]) -> None:
         super().__init__(inner)
-        self._parts = parts
+        self.parts = parts
         self._last = {part.stack: name for name, part in parts.items()}
         self._names = [*(name for name in inner.names() if name not in self._last), *parts]
 
@@ -157,9 +163,9 @@ class _Unstacked(CheckpointView):
         return self._names
 
     def info(self, name: str) -> TensorInfo:
-        if name not in self._parts:
+        if name not in self.parts:
             return super().info(name)
-        part = self._parts[name]
+        part = self.parts[name]
         info, shape = self._inner.info(part.stack), self._shape(part)
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
         others = others[1:] if part.flat else others
@@ -168,9 +174,9 @@ class _Unstacked(CheckpointView):
         return TensorInfo(name, (own_rows, *others), info.dtype_name, own_bytes)
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        if name not in self._parts:
+        if name not in self.parts:
             return super().tensor(name, rows)
-        part = self._parts[name]
+        part = self.parts[name]
         if part.expert is None:
             own = self._inner.tensor(part.stack)
             own = own[:, 0] if part.flat else own
@@ -180,9 +186,9 @@ class _Unstacked(CheckpointView):
         return own if rows is None else own[rows[0] : rows[1]]
 
     def raw(self, name: str) -> torch.Tensor:
-        if name not in self._parts:
+        if name not in self.parts:
             return super().raw(name)
-        part = self._parts[name]
+        part = self.parts[name]
         if part.turned:
             kind = self._inner.info(part.stack).dtype_name
             raise UnsupportedError(f"{self.path}: tensor {part.stack!r} turned over in {kind}", ANOTHER)
@@ -196,7 +202,7 @@ class _Unstacked(CheckpointView):
 
     def release(self, name: str) -> None:
         """A stack's pages go when its last expert is read: those of two experts may lie on one."""
-        if name not in self._parts:
+        if name not in self.parts:
             super().release(name)
-        elif self._last[self._parts[name].stack] == name:
-            self._inner.release(self._parts[name].stack)
+        elif self._last[self.parts[name].stack] == name:
+            self._inner.release(self.parts[name].stack)
