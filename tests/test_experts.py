@@ -445,9 +445,10 @@ def ernie() -> Any:
 
 
 def lfm2() -> Any:
-    config = Lfm2MoeConfig(**SHAPE | {"num_attention_heads": 4, "num_hidden_layers": 3}, num_experts=5, num_experts_per_tok=2,
-                           layer_types=["conv", "full_attention", "conv"], moe_intermediate_size=64, num_dense_layers=1)  # fmt: skip
-    return random_model(config)
+    shape = SHAPE | {"num_attention_heads": 4, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    return random_model(
+        Lfm2MoeConfig(**shape, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, num_dense_layers=1)
+    )
 
 
 def gpt_oss() -> Any:

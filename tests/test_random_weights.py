@@ -31,6 +31,8 @@ PUBLISHED = {
     "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "mistral-7b": 7_248_023_552,
     "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008,
     "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704, "gpt-oss-20b": 20_914_757_184,
+    "lfm2-350m": 354_483_968, "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the biases that choose, which are no parameters to PyTorch
 }  # fmt: skip
 
 
@@ -158,4 +160,4 @@ def test_a_shape_that_does_not_fit_takes_no_memory(tmp_path: Path) -> None:
 def test_no_layer_of_these_has_a_window(name: str) -> None:
     """Not even where transformers has one for a config that says nothing, as for Mistral."""
     config = shape_config(name)
-    assert {block.mixer.window for block in spec_from_hf(config, hf_family(config)).blocks} == {None}
+    assert {attention.window for attention in spec_from_hf(config, hf_family(config)).attentions} == {None}

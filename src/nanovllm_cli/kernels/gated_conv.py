@@ -31,7 +31,7 @@ def gated_conv(
 
     weight [width, channels]; bias [channels] or None; cache [N, kept, channels], where the inputs of the token at position p lie
     at p modulo kept of its block. query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`; a length of 0 is a
-    row of padding, or none, and tables end with the last sequence that has one. Raises UnsupportedError for more than MAX_WIDTH taps.
+    row of padding, or none, and tables end with the last sequence that has one. UnsupportedError for more than MAX_WIDTH taps.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, weight.shape
     if width > MAX_WIDTH:

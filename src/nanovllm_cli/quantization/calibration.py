@@ -52,7 +52,7 @@ SAMPLE_ROWS = 1024
 
 
 def parts_reading(source: str, slots: Collection[str]) -> list[str]:
-    """Of a block with these slots, the weights that read an input: those of EVERY_INPUT, or the one that has their rows together."""
+    """Of a block with these slots, the weights that read an input: EVERY_INPUT's, or the one that has their rows together."""
     return [part for part in dict.fromkeys((*EVERY_INPUT[source], source)) if f"{part}.weight" in slots]
 
 

@@ -120,7 +120,9 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
     for window in _windows(spec):
         builder.add_sliding_window(window)
     assert family.gguf_keys is not None
-    keys = {"attention.head_count_kv": attention.num_kv_heads, **family.gguf_keys(spec)}
+    keys = family.gguf_keys(spec)
+    if "attention.head_count_kv" not in keys:
+        builder.add_head_count_kv(attention.num_kv_heads)
     add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
     for key, value in keys.items():
         add[type(value)](f"{family.name}.{key}", value)

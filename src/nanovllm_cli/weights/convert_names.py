@@ -136,6 +136,10 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _mlp_shapes("", mlp, hidden)
     else:
         shapes |= _linear("router", mlp.num_experts, hidden, mlp.router_bias)
+        if mlp.selection_bias:
+            shapes["router.selection_bias"] = (mlp.num_experts,)
+        if mlp.shared is not None:
+            shapes |= _mlp_shapes("shared.", mlp.shared, hidden)
         for e in range(mlp.num_experts):
             shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}

@@ -128,8 +128,8 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:
-    """The GGUF type of a tensor, by llama.cpp's rules: vectors, norms and taps in float32, matrices in `outtype`, embedding and head
-    in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
+    """The GGUF type of a tensor, by llama.cpp's rules: vectors, norms and taps in float32, matrices in `outtype`, embedding and
+    head in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
     keeps what the input has."""
     if before not in _FLOATS and not is_blocks(before):
         raise UnsupportedError(

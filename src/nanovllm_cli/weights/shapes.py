@@ -43,6 +43,9 @@ _QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40960, "ro
 _QWEN25: dict[str, Any] = {"max_position_embeddings": 32768, "rope_theta": 1e6}
 
 
+_LFM2: dict[str, Any] = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000}
+
+
 def _llama(factor: float) -> dict[str, Any]:
     scaling = {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -67,6 +70,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-3b": _config("Qwen2", 36, 2048, 11008, 16, 2, 151936, tied=True, **_QWEN25),
     "qwen2.5-7b": _config("Qwen2", 28, 3584, 18944, 28, 4, 152064, tied=False, **_QWEN25),
     "qwen2.5-14b": _config("Qwen2", 48, 5120, 13824, 40, 8, 152064, tied=False, **_QWEN25),
+    "lfm2-350m": _config("Lfm2", 16, 1024, 6656, 16, 8, 65536, tied=True, **_LFM2),
+    "lfm2-1.2b": _config("Lfm2", 16, 2048, 12288, 32, 8, 65536, tied=True, **_LFM2),
+    "lfm2-8b-a1b": _config(
+        "Lfm2Moe", 24, 2048, 7168, 32, 8, 65536, tied=True, full_attn_idxs=[2, 6, 10, 14, 18, 21], num_experts=32,
+        num_experts_per_tok=4, moe_intermediate_size=1792, num_dense_layers=2, max_position_embeddings=128000,
+    ),
     "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),
