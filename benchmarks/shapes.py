@@ -17,10 +17,12 @@ from typing import Any
 import gguf
 import numpy as np
 
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.lfm2 import LFM2
 from nanovllm_cli.weights import shapes
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, int]:
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = {
         "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads", "dim": "head_dim", "vocab": "vocab_size",
@@ -28,11 +30,20 @@ def _plain(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: config[key] for name, key in keys.items()}
 
 
+def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """attention: the layers that have it; the others have convolutions."""
+    rows = spec_from_hf(config, LFM2).blocks[0].mlp.intermediate_size
+    return _plain(config) | {"inner": rows, "attention": config["full_attn_idxs"]}
+
+
 SHAPES = {
     "qwen3-0.6b": _plain(shapes.SHAPES["qwen3-0.6b"]),
+    "lfm2-350m": _lfm2(shapes.SHAPES["lfm2-350m"]),
+    "lfm2-1.2b": _lfm2(shapes.SHAPES["lfm2-1.2b"]),
     "small": {"layers": 4, "hidden": 256, "inner": 768, "heads": 4, "kv_heads": 2, "dim": 64, "vocab": 4096},
 }
 CONTEXT = 40960
+TAPS = 3
 
 
 def write_adapter(path: Path, model: Path, rank: int, seed: int = 0) -> Path:
@@ -62,19 +73,23 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | None = None) -> Path:
-    """A Qwen3 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens, or that of `tokenizer`."""
+    """A Qwen3 or LFM2 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens, or that of
+    `tokenizer`."""
     shape = SHAPES[shape_name]
     hidden, inner, dim = shape["hidden"], shape["inner"], shape["dim"]
     q, kv = shape["heads"] * dim, shape["kv_heads"] * dim
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "qwen3")
+    attends = [i in shape.get("attention", range(shape["layers"])) for i in range(shape["layers"])]
+    writer = gguf.GGUFWriter(str(path), "qwen3" if all(attends) else "lfm2")
     writer.add_name(f"random {shape_name}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(hidden)
     writer.add_block_count(shape["layers"])
     writer.add_feed_forward_length(inner)
     writer.add_head_count(shape["heads"])
-    writer.add_head_count_kv(shape["kv_heads"])
+    writer.add_head_count_kv(shape["kv_heads"] if all(attends) else [shape["kv_heads"] * own for own in attends])
+    if not all(attends):
+        writer.add_shortconv_l_cache(TAPS)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -98,14 +113,19 @@ def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | Non
     matrix("token_embd.weight", shape["vocab"], hidden)
     for i in range(shape["layers"]):
         norm(f"blk.{i}.attn_norm.weight", hidden)
-        for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
-            matrix(f"blk.{i}.attn_{name}.weight", rows, columns)
-        for name in ("q", "k"):
-            norm(f"blk.{i}.attn_{name}_norm.weight", dim)
+        if attends[i]:
+            for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
+                matrix(f"blk.{i}.attn_{name}.weight", rows, columns)
+            for name in ("q", "k"):
+                norm(f"blk.{i}.attn_{name}_norm.weight", dim)
+        else:
+            matrix(f"blk.{i}.shortconv.in_proj.weight", 3 * hidden, hidden)
+            matrix(f"blk.{i}.shortconv.out_proj.weight", hidden, hidden)
+            writer.add_tensor(f"blk.{i}.shortconv.conv.weight", rng.standard_normal((hidden, TAPS), np.float32))
         norm(f"blk.{i}.ffn_norm.weight", hidden)
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             matrix(f"blk.{i}.ffn_{name}.weight", rows, columns)
-    norm("output_norm.weight", hidden)
+    norm("output_norm.weight" if all(attends) else "token_embd_norm.weight", hidden)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
