@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -76,6 +77,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "phi3": (Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0}), {}),
+    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]), {}),
     "gemma3": (Gemma3TextConfig(**SMALL | {"sliding_window": 20, "query_pre_attn_scalar": 17}), {}),
     "qwen3, the head": (Qwen3Config(**SMALL), {"target_modules": ["lm_head", "down_proj"]}),
     "qwen3-moe, attention": (
@@ -365,11 +367,13 @@ def test_keys_that_were_kept_are_not_those_of_another_adapter(qwen: Path, tmp_pa
 # ---- writing it into a model ----
 
 
-def test_merged_as_peft_merges(qwen: Path) -> None:
-    model = PeftModel.from_pretrained(random_model(Qwen3Config(**EVEN)), qwen / "one").merge_and_unload()
-    expected = model.state_dict()
-    with open_checkpoint(qwen / "base") as base:
-        adapted = merged(base, [Lora(str(qwen / "one"))])
+@pytest.mark.parametrize("config", [Qwen3Config(**EVEN), Lfm2Config(**EVEN, full_attn_idxs=[1])], ids=["qwen3", "lfm2"])
+def test_merged_as_peft_merges(config: Any, tmp_path: Path) -> None:
+    save(random_model(config), tmp_path / "base")
+    expected = trained(config, tmp_path / "one").merge_and_unload().state_dict()
+    with open_checkpoint(tmp_path / "base") as base:
+        adapted = merged(base, [Lora(str(tmp_path / "one"))])
+        assert set(adapted.names()) == set(expected)
         for name in adapted.names():
             assert difference(adapted.tensor(name), expected[name]) < 1e-6
             assert torch.equal(adapted.tensor(name, (3, 17)), adapted.tensor(name)[3:17])

@@ -15,6 +15,7 @@ from gpu.shapes import Shape
 from gpu.timing import copies_for
 from nanovllm_cli.kernels import activation, embedding, norm, prefill_attention, rope_cache, sampling
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
+from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Normed
@@ -187,9 +188,17 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, 0.0, angles, angles, False)
         return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
+    gates, taps, inputs = (randn(launcher, *sizes, shape.hidden) for sizes in ((rows, 3), (3,), (rows, 4)))
+    starts, lens, tables = (torch.arange(rows + 1, dtype=torch.int32, device=device), torch.full_like(ids, 9).int(),
+                            torch.arange(rows, dtype=torch.int32, device=device)[:, None].contiguous())  # fmt: skip
+
+    def convolved() -> object:
+        return gated_conv(launcher, gates.flatten(1), taps, None, inputs, starts, lens, tables, BLOCK)
+
     made: list[tuple[str, float, Callable[[], object]]] = [
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),
         ("rope and cache", 2.0 * qkv.nbytes, rotated),
+        ("short convolution", 7.0 * x.nbytes, convolved),
         ("silu and up", 1.5 * both.nbytes, lambda: activation.gated_activation(launcher, both, "silu")),
         ("embedding", 2.0 * x.nbytes, lambda: embedding.embedding(launcher, ids, table)),
         ("draw, greedy", float(logits.nbytes), drawn(0.0)),

@@ -27,7 +27,7 @@ from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.stacked import unstacked
+from nanovllm_cli.weights.stacked import holds_several, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -69,7 +69,8 @@ def adapt(
                 raise UnsupportedError(f"{each.name}: an adapter of quantized experts ({name})", "take the unquantized model")
             else:
                 beside.setdefault(ours[name], []).append(added)
-    return Adapted(_Sum(unstacked(checkpoint), plain, rounds=rounds) if plain else checkpoint, beside)
+    apart = unstacked(checkpoint) if holds_several(checkpoint) else checkpoint
+    return Adapted(_Sum(apart, plain, rounds=rounds) if plain else checkpoint, beside)
 
 
 def merged(checkpoint: Checkpoint, lora: Sequence[Lora]) -> Checkpoint:
@@ -82,7 +83,7 @@ def merged(checkpoint: Checkpoint, lora: Sequence[Lora]) -> Checkpoint:
             f"{checkpoint.path}: an adapter is not written into weights that are quantized: most of it would be rounded away",
             "take the original, and quantize what comes out",
         )
-    if unstacked(checkpoint) is not checkpoint:
+    if holds_several(checkpoint):
         raise UnsupportedError(f"{checkpoint.path}: an adapter is not written into a file that stacks its experts")
     return adapted.checkpoint
 
