@@ -15,11 +15,10 @@ Chunks = list[list[int]]
 
 
 class Case(NamedTuple):
-    """kept: places of a block. steps: see Chunks; a sequence that is not in a step has a 0."""
+    """steps: see Chunks; a sequence that is not in a step has a 0."""
 
     channels: int
     width: int
-    kept: int
     steps: Chunks
     bias: bool = False
     block_size: int = 16
@@ -27,17 +26,17 @@ class Case(NamedTuple):
 
 DECODES = [[1, 1, 1]] * 20
 CASES = [
-    Case(16, 3, 4, [[1], *[[1]] * 20]),
-    Case(64, 3, 4, [[5, 17, 1], *DECODES]),
-    Case(24, 3, 16, [[16, 15, 33], [1, 1, 1], [2, 7, 1], [18, 1, 40]]),
-    Case(8, 4, 4, [[40], [3], [1], [1], [30]], bias=True),
-    Case(17, 2, 2, [[3, 2, 31, 1], [1, 1, 1, 1], [2, 1, 1, 1]], bias=True),
-    Case(136, 8, 8, [[9, 1], [1, 50], [1, 1], [6, 1]]),
-    Case(600, 3, 4, [[0, 20], [3, 1], [1, 1]]),
-    Case(2, 1, 1, [[3], [1], [20]]),
-    Case(40, 3, 4, [[70], [64], [1]], block_size=32),
-    Case(33, 3, 4, [[100, 3], [1, 61]], block_size=64),
-    Case(2056, 3, 4, [[2], [1]]),
+    Case(16, 3, [[1], *[[1]] * 20]),
+    Case(64, 3, [[5, 17, 1], *DECODES]),
+    Case(24, 3, [[16, 15, 33], [1, 1, 1], [2, 7, 1], [18, 1, 40]]),
+    Case(8, 4, [[40], [3], [1], [1], [30]], bias=True),
+    Case(17, 2, [[3, 2, 31, 1], [1, 1, 1, 1], [2, 1, 1, 1]], bias=True),
+    Case(136, 8, [[9, 1], [1, 50], [1, 1], [6, 1]]),
+    Case(600, 3, [[0, 20], [3, 1], [1, 1]]),
+    Case(2, 1, [[3], [1], [20]]),
+    Case(40, 3, [[70], [64], [1]], block_size=32),
+    Case(33, 3, [[100, 3], [1, 61]], block_size=64),
+    Case(2056, 3, [[2], [1]]),
 ]
 
 
@@ -52,7 +51,7 @@ class Paged:
         num_blocks = width * len(self.lens) + 2
         order = torch.randperm(num_blocks)[: width * len(self.lens)]
         self.tables = order.view(len(self.lens), width).int()
-        shape = (num_blocks, case.kept, case.channels)
+        shape = (num_blocks, case.block_size, case.channels)
         memory = torch.full((math.prod(shape) + 64,), torch.nan).to(dtype)  # a planted bug may write behind it
         self.cache = memory[: math.prod(shape)].view(shape)
         self.weight = random(case.width, case.channels, dtype=dtype)
@@ -82,12 +81,12 @@ class Paged:
         }, torch.cat(expected)  # fmt: skip
 
     def check_cache(self) -> None:
-        """Each block has the inputs of its last tokens in their places, and nobody else's."""
+        """Each block has the inputs of its tokens, and nobody else's."""
         case = self.case
         wanted = torch.full_like(self.cache, torch.nan)
         for table, length, inputs in zip(self.tables.tolist(), self.lens, self.inputs, strict=True):
             for position in range(length):
-                wanted[table[position // case.block_size], position % case.kept] = inputs[case.width - 1 + position]
+                wanted[table[position // case.block_size], position % case.block_size] = inputs[case.width - 1 + position]
         assert torch.equal(self.cache.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 

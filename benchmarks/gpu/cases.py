@@ -188,12 +188,12 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, 0.0, angles, angles, False)
         return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
-    gates, taps, inputs = (randn(launcher, *sizes, shape.hidden) for sizes in ((rows, 3), (3,), (rows, 4)))
+    gates, taps, inputs = (randn(launcher, *sizes, shape.hidden) for sizes in ((rows, 3), (3,), (rows, BLOCK)))
     starts, lens, tables = (torch.arange(rows + 1, dtype=torch.int32, device=device), torch.full_like(ids, 9).int(),
                             torch.arange(rows, dtype=torch.int32, device=device)[:, None].contiguous())  # fmt: skip
 
     def convolved() -> object:
-        return gated_conv(launcher, gates.flatten(1), taps, None, inputs, starts, lens, tables, BLOCK)
+        return gated_conv(launcher, gates.flatten(1), taps, None, inputs, starts, lens, tables)
 
     made: list[tuple[str, float, Callable[[], object]]] = [
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),

@@ -103,6 +103,10 @@ class ConvSpec:
         return 4 * hidden_size * self.channels + self.channels * self.width + biases
 
 
+MixerSpec = AttentionSpec | ConvSpec
+"""What carries numbers from token to token in a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai: see
@@ -168,14 +172,14 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """One layer. mixer: what carries numbers from token to token. order:
+    """One layer. order:
 
     pre       x += mixer(norm(x)); x += mlp(norm(x))
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
     """
 
-    mixer: AttentionSpec | ConvSpec
+    mixer: MixerSpec
     mlp: MLPSpec | MoESpec
     order: Literal["pre", "sandwich", "parallel"] = "pre"
 
@@ -213,7 +217,7 @@ class ModelSpec:
         return self.each_attention(lambda layer, a: a if a.rope is None else replace(a, rope=change(a.rope)))
 
     @property
-    def mixers(self) -> list[AttentionSpec | ConvSpec]:
+    def mixers(self) -> list[MixerSpec]:
         """Of each layer; what a KV cache has to keep follows from them."""
         return [block.mixer for block in self.blocks]
 

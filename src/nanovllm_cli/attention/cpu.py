@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.attention.backend import Angles, QKNorm
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, Mixer, kept_inputs
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, MixerSpec
 
 
 class CpuStep(NamedTuple):
@@ -57,20 +57,16 @@ class CpuBlocks:
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. goes_back: see
-    `kept_inputs`."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
 
-    def __init__(
-        self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], goes_back: bool = True
-    ) -> None:
+    def __init__(self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         self.groups = groups
         self.dtype = dtype
         self.cache_dtypes = cache_dtypes
-        self.goes_back = goes_back
 
-    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
-            return [((kept_inputs(mixer.width, cpu.BLOCK, self.goes_back), mixer.channels), self.dtype)]
+            return [((cpu.BLOCK, mixer.channels), self.dtype)]
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
         return [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import Angles, QKNorm
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, Mixer, kept_inputs
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
@@ -32,7 +32,7 @@ from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, MixerSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
@@ -75,7 +75,7 @@ class CudaBlocks:
 class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
-    goes_back: see `kept_inputs`. long_prompt: tokens from which on prompts are worth a launch each.
+    long_prompt: tokens from which on prompts are worth a launch each.
     """
 
     long_prompt = 512
@@ -90,7 +90,6 @@ class CudaAttention:
         max_batch: int,
         max_tokens: int,
         deterministic: bool,
-        goes_back: bool = True,
     ) -> None:
         self.launcher = launcher
         self.dtype = dtype
@@ -98,7 +97,6 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
-        self.goes_back = goes_back
         self.shapes = list(dict.fromkeys(map(_shape, specs)))
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
         if not deterministic:
@@ -113,9 +111,9 @@ class CudaAttention:
         same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
-    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
-            return [((kept_inputs(mixer.width, self.block_size, self.goes_back), mixer.channels), self.dtype)]
+            return [((self.block_size, mixer.channels), self.dtype)]
         return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * 2
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
@@ -197,9 +195,7 @@ class CudaAttention:
         step: CudaStep,
     ) -> torch.Tensor:
         (inputs,) = cache
-        return gated_conv(
-            self.launcher, projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables, self.block_size
-        )
+        return gated_conv(self.launcher, projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables)
 
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float

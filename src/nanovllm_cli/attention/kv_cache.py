@@ -1,8 +1,8 @@
 """The paged KV cache: per layer a few tensors of blocks, in the layout of the backend that reads them.
 
 What belongs to a block lies in it, the scales of a quantized cache too: whoever copies or shares blocks knows nothing of formats.
-Nor of convolutions, whose past is there as well: the inputs of a block's last tokens. So their prefixes are found, and their
-sequences forked and preempted, as those of attention are.
+Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
+forked, preempted and led back behind guesses, as those of attention are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec
+from nanovllm_cli.model_spec import MixerSpec
 
 # What a cache can be kept as, beside the compute type.
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -34,17 +34,8 @@ def cache_dtypes(names: tuple[str, str], dtype: torch.dtype) -> tuple[torch.dtyp
 
 LayerCache = tuple[torch.Tensor, ...]
 """Keys and values of one layer, or the inputs of its convolution; the first axis counts blocks."""
-Mixer = AttentionSpec | ConvSpec
 BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
-
-
-def kept_inputs(width: int, block_size: int, goes_back: bool) -> int:
-    """Of how many tokens a block keeps a convolution's inputs: those of token p lie at p modulo this number. All, where sequences
-    go back behind tokens that were not to be. Else those that its next token reads, and room for one that is dropped: a sequence
-    that ends may have been computed a token too far, behind what a fork of it shares."""
-    least = 1 << (width - 1).bit_length()
-    return block_size if goes_back else min(least, block_size)
 
 
 class BlockMover(Protocol):
@@ -66,7 +57,7 @@ class CacheLayout(Protocol):
     cache_dtypes: tuple[torch.dtype, torch.dtype]
     """Of K's and V's tensors."""
 
-    def block_parts(self, mixer: Mixer) -> list[BlockPart]:
+    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
         """What a layer keeps in a block."""
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
@@ -79,11 +70,11 @@ class CacheLayout(Protocol):
 class KVCache:
     """num_blocks blocks for every layer, in one allocation. mixers: of each layer."""
 
-    def __init__(self, num_blocks: int, mixers: Sequence[Mixer], layout: CacheLayout) -> None:
+    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec], layout: CacheLayout) -> None:
         self.num_blocks = num_blocks
         layers = [layout.block_parts(mixer) for mixer in mixers]
-        memory = iter(torch.split(layout.empty_cache(num_blocks * block_bytes(mixers, layout)),
-                                  [num_blocks * _num_bytes(part) for parts in layers for part in parts]))  # fmt: skip
+        sizes = [num_blocks * _num_bytes(part) for parts in layers for part in parts]
+        memory = iter(torch.split(layout.empty_cache(sum(sizes)), sizes))
         self.layers: list[LayerCache] = [
             tuple(next(memory).view(dtype).view(num_blocks, *shape) for shape, dtype in parts) for parts in layers
         ]
@@ -95,7 +86,7 @@ class KVCache:
             self.blocks.copy(pairs)
 
 
-def block_bytes(mixers: Sequence[Mixer], layout: CacheLayout) -> int:
+def block_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
     return sum(_num_bytes(part) for mixer in mixers for part in layout.block_parts(mixer))
 

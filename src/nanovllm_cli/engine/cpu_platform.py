@@ -111,7 +111,7 @@ class CpuPlatform:
         if len(spec.attentions) < spec.num_layers:
             self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), self.config.max_guesses > 0)
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -116,7 +116,7 @@ class CudaPlatform:
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
-            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, self.config.max_guesses > 0,
+            self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic,
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:

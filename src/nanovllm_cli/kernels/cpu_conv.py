@@ -1,7 +1,6 @@
 """The gated short convolution on the CPU. See `conv.gated_conv` for what it does, and for the names.
 
-A task is a sequence and some of its channels: it goes through the step's tokens in their order, so that of those that share a
-place in the cache the last one stays.
+A task is a sequence and some of its channels: it goes through the step's tokens in their order.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ CHANNELS = 512
 def gated_conv(arguments, thread, team):
     """out [T, channels] = c * (bias + sum of weight[i] * inputs of the token width - 1 - i before); inputs = b * h are kept.
 
-    projected [T, 3 channels]: b, c and h. weight [width, channels]; bias [channels], or 0. cache [N, kept, channels]. starts
+    projected [T, 3 channels]: b, c and h. weight [width, channels]; bias [channels], or 0. cache [N, BLOCK, channels]. starts
     [B + 1], lens [B] int32; tables [B, P] int32.
     """
     (
-        tag, projected, num_tokens, channels, weight, bias, width, cache, num_blocks, kept, starts, lens, tables, num_sequences,
+        tag, projected, num_tokens, channels, weight, bias, width, cache, num_blocks, starts, lens, tables, num_sequences,
         table_width, out,
     ) = fields(arguments)  # fmt: skip
     source = carray(typed_pointer(projected, tag), (num_tokens, 3, channels))
     result = carray(typed_pointer(out, tag), (num_tokens, channels))
     taps = carray(typed_pointer(weight, tag), (width, channels))
     offsets = carray(typed_pointer(bias if bias != 0 else out, tag), (channels,))
-    inputs = carray(typed_pointer(cache, tag), (num_blocks, kept, channels))
+    inputs = carray(typed_pointer(cache, tag), (num_blocks, BLOCK, channels))
     start_of = carray(typed_pointer(starts, np.int32(0)), (num_sequences + 1,))
     len_of = carray(typed_pointer(lens, np.int32(0)), (num_sequences,))
     table_of = carray(typed_pointer(tables, np.int32(0)), (num_sequences, table_width))
@@ -52,12 +51,12 @@ def gated_conv(arguments, thread, team):
                 for i in range(count):
                     row[i] = np.float32(0.0)
             else:
-                line = inputs[table_of[sequence, p // BLOCK], p % kept]
+                line = inputs[table_of[sequence, p // BLOCK], p % BLOCK]
                 for i in range(count):
                     row[i] = load(line, first + i)
         for t in range(begin, end):
             gate, out_gate, value = source[t, 0], source[t, 1], source[t, 2]
-            row, line, target = rows[position % width], inputs[table_of[sequence, position // BLOCK], position % kept], result[t]
+            row, line, target = rows[position % width], inputs[table_of[sequence, position // BLOCK], position % BLOCK], result[t]
             for i in range(count):
                 store(line, first + i, load(gate, first + i) * load(value, first + i))
             for i in range(count):

@@ -2,17 +2,16 @@
 // convolution of a step's tokens, behind what the cache has of their sequences.
 //
 //   projected [T, 3, channels]: b, c and h;  weight [WIDTH, channels], the token's own row last;  bias [channels], or null
-//   cache [blocks, KEPT, channels]: inputs of the token at position p lie at p % KEPT of its block. DTYPE all.
+//   cache [blocks, BLOCK_SIZE, channels]: the inputs of each block's tokens. DTYPE all.
 //   starts [B + 1], lens [B] int32: where sequences begin among the T rows, and their lengths with these; a length of 0 is a row of
 //   padding, whose output is 0.  tables [B, table_width] int32: a sequence's blocks
 //
-// A block takes a sequence's next BLOCK_SIZE tokens, in their order, a thread VECTOR channels. Grid (T, channels / (threads *
-// VECTOR)): those at rows in between end at once. So nothing is read from the cache that another block of this step writes: the
-// first of a sequence alone reads it, and the others write to blocks of the cache behind those. Of tokens that share a place only
-// the last one writes.
+// A block takes TOKENS tokens of a sequence, in their order, a thread VECTOR channels. Grid (T, channels / (threads * VECTOR)): those
+// at rows in between end at once. Only what was written before this step is read from the cache.
 #include "common.cuh"
 
 typedef Vector<DTYPE, VECTOR> Elements;
+constexpr int TOKENS = 16;
 
 // The sequence of a row.
 DEVICE int sequence_of(const int* starts, int num_sequences, int row) {
@@ -60,9 +59,9 @@ gated_conv(const DTYPE* projected, const DTYPE* weight, const DTYPE* bias, DTYPE
     for (int j = 0; j < VECTOR; ++j) zeros.at[j] = from_float<DTYPE>(0.0f);
     return zeros.store(result);
   }
-  if ((row - begin) % BLOCK_SIZE != 0) return;
+  if ((row - begin) % TOKENS != 0) return;
   const int* table = tables + (Index)sequence * table_width;
-  const int last = min(row + BLOCK_SIZE, end), first_position = len - (end - begin) + (row - begin);
+  const int last = min(row + TOKENS, end), first_position = len - (end - begin) + (row - begin);
 
   const DTYPE* source = projected + (Index)row * 3 * channels + column;
   Gates next = Gates::load(source, channels);
@@ -81,13 +80,12 @@ gated_conv(const DTYPE* projected, const DTYPE* weight, const DTYPE* bias, DTYPE
         before.at[j] = from_float<DTYPE>(to_float(gates.in.at[j]) * to_float(gates.value.at[j]));
       }
     } else if (position >= 0) {
-      const int page = position / BLOCK_SIZE;
 #ifdef BUG_PAGE
       const int block = table[first_position / BLOCK_SIZE];
 #else
-      const int block = table[page];
+      const int block = table[position / BLOCK_SIZE];
 #endif
-      before = Elements::load(cache + ((Index)block * KEPT + position % KEPT) * channels + column);
+      before = Elements::load(cache + ((Index)block * BLOCK_SIZE + position % BLOCK_SIZE) * channels + column);
     }
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) inputs[k][j] = to_float(before.at[j]);
@@ -113,15 +111,8 @@ gated_conv(const DTYPE* projected, const DTYPE* weight, const DTYPE* bias, DTYPE
     }
     sums.store(result);
     result += channels;
-    const bool is_last = t + KEPT >= end || position % BLOCK_SIZE + KEPT >= BLOCK_SIZE;
-#ifdef BUG_EVERY_WRITE
-    if (true) {
-#else
-    if (is_last) {
-#endif
-      const int block = table[position / BLOCK_SIZE];
-      input.store(cache + ((Index)block * KEPT + position % KEPT) * channels + column);
-    }
+    const int block = table[position / BLOCK_SIZE];
+    input.store(cache + ((Index)block * BLOCK_SIZE + position % BLOCK_SIZE) * channels + column);
   }
 }
 EXPORT(gated_conv)

@@ -25,26 +25,23 @@ def gated_conv(
     query_starts: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    block_size: int,
 ) -> torch.Tensor:
     """projected [T, 3 * channels] -> [T, channels]: see `reference.gated_conv`, of each sequence behind what cache has of it.
 
-    weight [width, channels]; bias [channels] or None; cache [N, kept, channels], where the inputs of the token at position p lie
-    at p modulo kept of its block. query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`; a length of 0 is a
-    row of padding, or none, and tables end with the last sequence that has one. UnsupportedError for more than MAX_WIDTH taps.
+    weight [width, channels]; bias [channels] or None; cache [N, S, channels]: the inputs of each block's tokens. query_starts
+    [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`; a length of 0 is a row of padding, or none, and tables end with
+    the last sequence that has one. UnsupportedError for more than MAX_WIDTH taps.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, weight.shape
     if width > MAX_WIDTH:
         raise UnsupportedError(f"a convolution over {width} tokens on a GPU", f"take one over at most {MAX_WIDTH}, or the CPU")
-    num_blocks, kept, _ = cache.shape
+    num_blocks, block_size, _ = cache.shape
     num_sequences, (_, table_width) = len(kv_lens), block_tables.shape
-    assert block_size % kept == 0, (block_size, kept)
-    assert min(width, block_size) <= kept, (width, kept)
     check(projected, launcher, dtype, tokens, 3 * channels)
     check(weight, launcher, dtype, width, channels)
     if bias is not None:
         check(bias, launcher, dtype, channels)
-    check(cache, launcher, dtype, num_blocks, kept, channels)
+    check(cache, launcher, dtype, num_blocks, block_size, channels)
     check(query_starts, launcher, torch.int32, num_sequences + 1)
     check(kv_lens, launcher, torch.int32, num_sequences)
     check(block_tables, launcher, torch.int32, *block_tables.shape)
@@ -55,16 +52,16 @@ def gated_conv(
         tensors = (projected, weight, bias, cache, query_starts, kv_lens, block_tables, out)
         sizes = (np.int32(num_sequences), np.int32(table_width), np.int32(channels))
         grid = (tokens, -(-channels // (vector * threads)), 1)
-        launcher.launch(variant(dtype, vector, width, kept, block_size), grid, (threads, 1, 1), (*tensors, *sizes))
+        launcher.launch(variant(dtype, vector, width, block_size), grid, (threads, 1, 1), (*tensors, *sizes))
     return out
 
 
-def variant(dtype: torch.dtype, vector: int, width: int, kept: int, block_size: int) -> Kernel:
-    sizes = (("VECTOR", vector), ("WIDTH", width), ("KEPT", kept), ("BLOCK_SIZE", block_size))
+def variant(dtype: torch.dtype, vector: int, width: int, block_size: int) -> Kernel:
+    sizes = (("VECTOR", vector), ("WIDTH", width), ("BLOCK_SIZE", block_size))
     return Kernel("gated_conv", "gated_conv", (("DTYPE", type_name(dtype)), *sizes))
 
 
 def variants() -> list[Kernel]:
-    """What the compile gate builds: LFM2's, with and without guesses, and the most taps."""
-    shapes = ((8, 3, 4, 16), (8, 3, 16, 16), (8, MAX_WIDTH, 8, 16), (1, 3, 4, 16))
+    """What the compile gate builds: LFM2's, the most taps, and odd channels."""
+    shapes = ((8, 3, 16), (8, MAX_WIDTH, 16), (1, 3, 16))
     return [variant(dtype, *shape) for dtype in (torch.bfloat16, torch.float16) for shape in shapes]

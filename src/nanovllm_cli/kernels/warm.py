@@ -101,7 +101,7 @@ def conv_is_compiled(dtype: torch.dtype) -> bool:
 def warm_up_conv(dtype: torch.dtype) -> None:
     """Run the kernel of convolutions once on next to nothing."""
     x, one = torch.zeros(1, 48, dtype=dtype), torch.ones(1, dtype=torch.int32)
-    taps, cache = torch.zeros(3, 16, dtype=dtype), torch.zeros(1, 4, 16, dtype=dtype)
+    taps, cache = torch.zeros(3, 16, dtype=dtype), torch.zeros(1, cpu.BLOCK, 16, dtype=dtype)
     conv.gated_conv(x, taps, None, cache, torch.tensor([0, 1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int32))
     _mark(_marker("conv", dtype))
 
