@@ -187,6 +187,19 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     assert all(difference(*rows) < 1e-4 for rows in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "heads", [[0, 2], [0, 2, 3], [0, 0, 0], [0, -2, 0], ["0", "2", "0"], [False, True, False], [0.0, 2.0, 0.0]], ids=str
+)
+def test_key_value_heads_by_layer_that_mean_nothing(heads: list[Any], tmp_path: Path) -> None:
+    def wrong(writer: Writer, config: Any) -> None:
+        taps(writer, config)
+        writer.add_array("lfm2.attention.head_count_kv", heads)
+
+    arch, config, _ = CASES["lfm2"]
+    with pytest.raises(CheckpointError, match=r"'lfm2.attention.head_count_kv' must be"):
+        worker_for(write(tmp_path / "m.gguf", arch, random_model(config), wrong))
+
+
 @pytest.mark.parametrize(("arch", "like"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3")])
 def test_of_a_model_that_sees_the_part_that_writes(arch: str, like: str, tmp_path: Path) -> None:
     def positions(writer: Writer, config: Any) -> None:

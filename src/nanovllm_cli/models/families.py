@@ -255,8 +255,9 @@ def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:
     listed = read.values.get(name)
     if not isinstance(listed, list | tuple) or not family.convolutions:
         return read.integer(name, heads)
-    layers, found = read.integer(name.replace("attention.head_count_kv", "block_count")), set(listed) - {0}
-    if len(listed) != layers or len(found) != 1 or type(found.copy().pop()) is not int:
+    layers = read.integer(name.replace("attention.head_count_kv", "block_count"))
+    found = set(listed) - {0} if all(type(each) is int for each in listed) else set()
+    if len(listed) != layers or len(found) != 1:
         raise CheckpointError(f"{read.where}: {name!r} must be a list of {layers} layers' heads, alike or 0", BROKEN)
     return ConfigReader({name: found.pop()}, read.where).integer(name)
 
