@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -96,5 +97,23 @@ def _with_inputs(projected: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ones_like(c), c, inputs.double()], dim=-1)
 
 
-def check_step(got: torch.Tensor, expected: torch.Tensor) -> None:
-    close_to_rounding(got, expected)
+def check(case: Case, dtype: torch.dtype, convolve: Callable[..., torch.Tensor]) -> None:
+    """All steps of a case, and what lies in the cache in the end."""
+    paged = Paged(case, dtype)
+    for counts in case.steps:
+        args, expected = paged.step(counts)
+        close_to_rounding(convolve(**args), expected)
+    paged.check_cache()
+
+
+def check_same_bits(convolve: Callable[..., torch.Tensor], channels: int) -> None:
+    """Of a prompt at once, in chunks, and token by token."""
+    args, _ = Paged(Case(channels, 3, [[53]], bias=True), torch.bfloat16).step([53])
+    whole = convolve(**args)
+    for size in (1, 7, 16, 30):
+        args["cache"].fill_(torch.nan)
+        for start in range(0, 53, size):
+            end = min(53, start + size)
+            own = {"projected": args["projected"][start:end].clone(), "kv_lens": torch.tensor([end]).int(),
+                   "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
+            assert torch.equal(convolve(**(args | own)), whole[start:end])

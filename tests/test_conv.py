@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Lfm2Config
 
-from convolutions import CASES, Case, Paged, check_step
+from convolutions import CASES, check, check_same_bits
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.errors import UnsupportedError
@@ -33,23 +33,11 @@ TAPS = "model.layers.0.conv.conv.weight"
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case.block_size == cpu.BLOCK])
 def test_equal_to_the_formula(index: int, dtype: torch.dtype, threads: int) -> None:
     cpu.set_num_threads(threads)
-    paged = Paged(CASES[index], dtype)
-    for counts in CASES[index].steps:
-        args, expected = paged.step(counts)
-        check_step(conv.gated_conv(**args), expected)
-    paged.check_cache()
+    check(CASES[index], dtype, conv.gated_conv)
 
 
 def test_a_token_has_the_same_bits_whatever_it_is_computed_with() -> None:
-    args, _ = Paged(Case(600, 3, [[53]], bias=True), BF16).step([53])
-    whole = conv.gated_conv(**args)
-    for size in (1, 7, 16, 30):
-        args["cache"].fill_(torch.nan)
-        for start in range(0, 53, size):
-            end = min(53, start + size)
-            own = {"projected": args["projected"][start:end].clone(), "kv_lens": torch.tensor([end]).int(),
-                   "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
-            assert torch.equal(conv.gated_conv(**(args | own)), whole[start:end])
+    check_same_bits(conv.gated_conv, 600)
 
 
 @pytest.fixture(scope="module")

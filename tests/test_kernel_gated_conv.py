@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from convolutions import CASES, Case, Paged, check_step
+from convolutions import CASES, Case, Paged, check, check_same_bits
+from emulation.compare import close_to_rounding
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu
@@ -18,18 +20,14 @@ pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
 
 
-def check(case: Case, dtype: torch.dtype, emulator: Emulator) -> None:
-    paged = Paged(case, dtype)
-    for counts in case.steps:
-        args, expected = paged.step(counts)
-        check_step(gated_conv(emulator, **args), expected)
-    paged.check_cache()
+def on(emulator: Emulator) -> Callable[..., torch.Tensor]:
+    return functools.partial(gated_conv, emulator)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_equal_to_the_formula(index: int, order: int) -> None:
-    check(CASES[index], HALF if index % 3 == 2 else BF16, Emulator(order))
+    check(CASES[index], HALF if index % 3 == 2 else BF16, on(Emulator(order)))
 
 
 def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def test_rows_of_padding_write_nothing_and_are_zeros() -> None:
         if counts == [1, 1, 1]:
             args = padded(args, 8)
         got = gated_conv(Emulator(), **args)
-        check_step(got[: len(expected)], expected)
+        close_to_rounding(got[: len(expected)], expected)
         assert not got[len(expected) :].any()
     paged.check_cache()
 
@@ -64,23 +62,12 @@ def test_sequences_of_guesses_are_told_apart_by_their_starts() -> None:
         rows, own = len(args["projected"]), len(args["kv_lens"])
         args["query_starts"] = torch.cat([args["query_starts"], torch.full((rows - own,), rows, dtype=torch.int32)])
         args["kv_lens"] = torch.cat([args["kv_lens"], torch.zeros(rows - own, dtype=torch.int32)])
-        check_step(gated_conv(Emulator(), **args), expected)
+        close_to_rounding(gated_conv(Emulator(), **args), expected)
     paged.check_cache()
 
 
 def test_a_token_has_the_same_bits_whatever_it_is_computed_with() -> None:
-    """A prompt at once, in chunks, and token by token."""
-    torch.manual_seed(5)
-    case = Case(24, 3, [[53]], bias=True)
-    args, _ = Paged(case, BF16).step([53])
-    whole = gated_conv(Emulator(), **args)
-    for size in (1, 7, 16, 30):
-        args["cache"].fill_(torch.nan)
-        for start in range(0, 53, size):
-            end = min(53, start + size)
-            own = {"projected": args["projected"][start:end].clone(), "kv_lens": torch.tensor([end]).int(),
-                   "query_starts": torch.tensor([0, end - start]).int()}  # fmt: skip
-            assert torch.equal(gated_conv(Emulator(), **(args | own)), whole[start:end])
+    check_same_bits(on(Emulator()), 24)
 
 
 def check_far_away(emulator: Emulator) -> None:
@@ -94,7 +81,7 @@ def check_far_away(emulator: Emulator) -> None:
     paged.tables = torch.tensor([[num_blocks - 3, num_blocks - 1]]).int()
     for counts in paged.case.steps:
         args, expected = paged.step(counts)
-        check_step(gated_conv(emulator, **args), expected)
+        close_to_rounding(gated_conv(emulator, **args), expected)
     for position in range(16, 21):
         assert torch.equal(paged.cache[-1, position % 16], paged.inputs[0][2 + position])
 
@@ -120,7 +107,7 @@ def test_planted_bugs_are_found(bug: str) -> None:
         if bug == "INT32":
             check_far_away(emulator)
         else:
-            check({"UNMASKED_TAIL": one_thread_too_many, "PAGE": CASES[1]}[bug], BF16, emulator)
+            check({"UNMASKED_TAIL": one_thread_too_many, "PAGE": CASES[1]}[bug], BF16, on(emulator))
 
     assert any(fails(lambda order=order: check_with(order, (bug,))) for order in ORDERS)
     assert not fails(lambda: check_with(0, ()))

@@ -216,6 +216,10 @@ class ModelSpec:
         """The same with each RopeSpec as `change` has it."""
         return self.each_attention(lambda layer, a: a if a.rope is None else replace(a, rope=change(a.rope)))
 
+    def each_mlp(self, change: Callable[[MLPSpec | MoESpec], MLPSpec | MoESpec]) -> ModelSpec:
+        """The same with each layer's MLP or mixture as `change` has it."""
+        return replace(self, blocks=tuple(replace(block, mlp=change(block.mlp)) for block in self.blocks))
+
     @property
     def mixers(self) -> list[MixerSpec]:
         """Of each layer; what a KV cache has to keep follows from them."""

@@ -43,8 +43,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 
 def _made(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    blocks = tuple(replace(block, mlp=_mixture(block.mlp, read)) for block in spec.blocks)
-    return replace(spec, blocks=blocks).with_attention(sinks=True)
+    return spec.each_mlp(lambda mlp: _mixture(mlp, read)).with_attention(sinks=True)
 
 
 def _mixture(mlp: MLPSpec | MoESpec, read: ConfigReader) -> MoESpec:

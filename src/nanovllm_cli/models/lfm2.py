@@ -85,14 +85,12 @@ def _dense_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             size = multiple * -(-int(read.number("block_ffn_dim_multiplier", 1.0) * size) // multiple)
     if size < 1:
         raise CheckpointError(f"{read.where}: an MLP without a row", BROKEN)
-    blocks = tuple(replace(block, mlp=MLPSpec(size)) for block in spec.blocks)
-    return _from_hf(replace(spec, blocks=blocks), read)
+    return _from_hf(spec.each_mlp(lambda mlp: MLPSpec(size)), read)
 
 
 def _with_mixtures(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """The same with these values in every MoESpec."""
-    mlps = (replace(block.mlp, **changes) if isinstance(block.mlp, MoESpec) else block.mlp for block in spec.blocks)
-    return replace(spec, blocks=tuple(replace(block, mlp=mlp) for block, mlp in zip(spec.blocks, mlps, strict=True)))
+    return spec.each_mlp(lambda mlp: replace(mlp, **changes) if isinstance(mlp, MoESpec) else mlp)
 
 
 def _moe_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
