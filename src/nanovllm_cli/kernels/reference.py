@@ -69,6 +69,58 @@ def gated_conv(
     return (c * (total if bias is None else total + wide(bias))).to(projected.dtype), inputs
 
 
+def gated_delta(
+    projected: torch.Tensor,
+    gates: torch.Tensor,
+    taps: torch.Tensor,
+    decay: torch.Tensor,
+    decay_bias: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    before: torch.Tensor,
+    tiled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, V * D] of one sequence, and the state behind it, by the gated delta rule (Yang et al. 2024), as Qwen3-Next has it.
+
+    projected [T, 2 * K * E + 2 * V * D]: queries and keys of K heads of E dims, values of V heads of D, and z, as wide as values.
+    q, k and v go through a causal convolution of taps [width, channels], the token's own last, and silu; before [width - 1,
+    channels]: what went into it of the tokens before, zeros in front of the first. q and k are divided by their length, q by
+    sqrt(E) too. gates [T, 2 * V]: b and a. A value head's state S [E, D] of state [V, E, D] is then, token by token,
+
+        S *= exp(decay * softplus(a + decay_bias));  S += k (sigmoid(b) * (v - S^T k))^T;  out = norm(S^T q) * silu(z)
+
+    where norm is x / rms(x) * norm [D]. Value heads that share a key head lie side by side, or with `tiled` K heads apart.
+    """
+    num_values, key_dim, value_dim = state.shape
+    channels, kind = before.shape[1], wide(projected)
+    num_keys = (channels - num_values * value_dim) // (2 * key_dim)
+    inputs, z = kind[:, :channels], kind[:, channels:].unflatten(1, (num_values, value_dim))
+    known = torch.cat([wide(before), inputs])
+    mixed = F.silu(sum(wide(row) * known[i : i + len(inputs)] for i, row in enumerate(taps)))
+    q, k, v = mixed.split([num_keys * key_dim, num_keys * key_dim, num_values * value_dim], dim=1)
+    q, k = (x.unflatten(1, (num_keys, key_dim)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    heads = torch.arange(num_values)
+    heads = heads % num_keys if tiled else heads // (num_values // num_keys)
+    q, k, v = q[:, heads] * key_dim**-0.5, k[:, heads], v.unflatten(1, (num_values, value_dim))
+    b, a = wide(gates).to(kind.dtype).chunk(2, dim=1)
+    kept = torch.exp(decay.to(kind.dtype) * F.softplus(a + decay_bias.to(kind.dtype)))
+    state, out = state.to(kind.dtype), torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * kept[t, :, None, None]
+        change = torch.sigmoid(b[t])[:, None] * (v[t] - torch.einsum("ved,ve->vd", state, k[t]))
+        state = state + k[t, :, :, None] * change[:, None]
+        out[t] = torch.einsum("ved,ve->vd", state, q[t])
+    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + eps) * norm.to(kind.dtype) * F.silu(z)
+    return out.flatten(1).to(projected.dtype), state
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, n] * sigmoid(gate), of gate [T, n] or [T, 1]."""
+    return (wide(x) * torch.sigmoid(wide(gate))).to(x.dtype)
+
+
 def route(
     logits: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
