@@ -40,6 +40,10 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -72,6 +76,8 @@ GRANITE_4 = SMALL | {
     "mamba_n_heads": 6,
 }  # fmt: skip
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
+DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
+DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 CASES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, bias, tied, group 1": LlamaConfig(
@@ -209,6 +215,15 @@ CASES: dict[str, Any] = {
         **SMALL, n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=34, norm_topk_prob=False, use_qk_norm=True,
         n_shared_experts=2, first_k_dense_replace=2,
     ),
+    "qwen3.5": Qwen3_5TextConfig(**SMALL | {"num_hidden_layers": 4}, **DELTA, layer_types=DELTA_LAYERS),
+    "qwen3.5, tied, a key head each": Qwen3_5TextConfig(
+        **SMALL | {"head_dim": 80, "tie_word_embeddings": True, "num_hidden_layers": 5}, **DELTA | {"linear_num_key_heads": 4},
+        layer_types=[*DELTA_LAYERS, "full_attention"], linear_conv_kernel_dim=3, **rope("default", partial_rotary_factor=0.5),
+    ),
+    "qwen3.5 moe, 2 of 5 and shared": Qwen3_5MoeTextConfig(
+        **{name: value for name, value in SMALL.items() if name != "intermediate_size"}, **DELTA, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=33, shared_expert_intermediate_size=41, layer_types=DELTA_LAYERS[:3],
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -218,10 +233,10 @@ def prompts(vocab: int) -> list[list[int]]:
     return [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENS]
 
 
-def whole_batch(token_lists: list[list[int]]) -> Batch:
-    """All prompts in one forward, each with its own blocks, logits of every row."""
+def whole_batch(token_lists: list[list[int]], size: int = 16) -> Batch:
+    """All prompts in one forward, each with its own blocks of so many tokens, logits of every row."""
     lens = torch.tensor([len(ids) for ids in token_lists])
-    width = -(-int(lens.max()) // 16)
+    width = -(-int(lens.max()) // size)
     tables = (1 + torch.arange(width * len(token_lists), dtype=torch.int32)).reshape(-1, width)
     positions = torch.cat([torch.arange(int(n)) for n in lens])
     seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
@@ -231,7 +246,7 @@ def whole_batch(token_lists: list[list[int]]) -> Batch:
         rope_lens=torch.maximum(positions + 1, lens[seq]),
         query_starts=torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),
         kv_lens=lens.int(),
-        slots=tables[seq, positions // 16].long() * 16 + positions % 16,
+        slots=tables[seq, positions // size].long() * size + positions % size,
         block_tables=tables,
         logit_rows=torch.arange(len(positions)),
     )
@@ -254,7 +269,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     worker = worker_for(folder)
     tokens = prompts(config.vocab_size)
     with torch.inference_mode():
-        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
+        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens, worker.block_size)), worker.runner.cache)
         actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
         for ids, rows in zip(tokens, actual, strict=True):
             expected = reference(torch.tensor([ids])).logits[0]
@@ -306,6 +321,7 @@ QWEN3_VISION = QWEN_VISION | {
     "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 48, "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+QWEN35_VISION = {name: value for name, value in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 QWEN_IDS = {"image_token_id": 512, "video_token_id": 511, "vision_start_token_id": 510, "vision_end_token_id": 509}
 SEEING: dict[str, Any] = {
     "gemma3": Gemma3Config(
@@ -332,6 +348,12 @@ SEEING: dict[str, Any] = {
         text_config=QWEN_TEXT | {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
         vision_config=QWEN3_VISION, **QWEN_IDS,
     ),
+    "qwen3.5": Qwen3_5Config(
+        text_config=CASES["qwen3.5"].to_dict(), vision_config=QWEN35_VISION, **QWEN_IDS, tie_word_embeddings=False
+    ),
+    "qwen3.5 moe": Qwen3_5MoeConfig(
+        text_config=CASES["qwen3.5 moe, 2 of 5 and shared"].to_dict(), vision_config=QWEN35_VISION, **QWEN_IDS,
+    ),
 }  # fmt: skip
 
 
@@ -339,7 +361,8 @@ def check_what_it_writes(reference: Any, folder: Path) -> None:
     worker = worker_for(folder)
     tokens = prompts(500)
     with torch.inference_mode():
-        actual = worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
+        inputs = worker.model.prepare(whole_batch(tokens, worker.block_size))
+        actual = worker.model.logits(worker.model.run(inputs, worker.runner.cache))
         for ids, rows in zip(tokens, actual.split([len(ids) for ids in tokens]), strict=True):
             expected = reference(torch.tensor([ids])).logits[0]
             assert float((rows - expected).norm() / expected.norm()) < 1e-4
@@ -383,7 +406,7 @@ def test_of_a_qwen_that_sees_the_part_that_writes(case: str, form: str, tmp_path
         scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
         own = {"model_type": config["model_type"], "architectures": config["architectures"]}
         (folder / "config.json").write_text(json.dumps(config | text | own | {"rope_scaling": scaling, "rope_theta": 1e4}))
-    if form == "published":
+    if form == "published" and not case.startswith("qwen3.5"):
         turned = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
         save_file(tensors | turned, folder / "model.safetensors")
     if form == "nested" and is_flat:

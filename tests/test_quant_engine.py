@@ -35,7 +35,7 @@ FORMATS = {
 def logits_of(worker: Worker, tokens: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
         worker.platform.enter()
-        return worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache))
+        return worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens, worker.block_size)), worker.runner.cache))
 
 
 def expected_logits(model: Any, tokens: list[list[int]]) -> torch.Tensor:

@@ -52,7 +52,8 @@ class AttentionSpec:
 
     scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
     a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
-    fused_qkv: q, k and v are one tensor of the checkpoint, in this order.
+    fused_qkv: q, k and v are one tensor of the checkpoint, in this order. gated: what a head finds is multiplied with the sigmoids
+    of as many numbers, which the checkpoint's q has behind each head's query.
     """
 
     num_heads: int
@@ -67,6 +68,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     fused_qkv: bool = False
+    gated: bool = False
 
     @property
     def score_scale(self) -> float:
@@ -84,7 +86,7 @@ class AttentionSpec:
         """Numbers in it, in a model of this width; norms left out."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = (queries + 2 * keys) * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * (2 * queries + 2 * keys) + biases + self.num_heads * self.sinks
+        return hidden_size * ((2 + self.gated) * queries + 2 * keys) + biases + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,38 @@ class ConvSpec:
         return 4 * hidden_size * self.channels + self.channels * self.width + biases
 
 
-MixerSpec = AttentionSpec | ConvSpec
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have a
+    state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint has
+    the logarithm of the decay, without its sign.
+    """
+
+    num_keys: int
+    key_dim: int
+    num_values: int
+    value_dim: int
+    width: int
+    tiled: bool = False
+    log_decay: bool = True
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token that its heads find."""
+        return self.num_values * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.num_keys * self.key_dim + self.values
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; its norm is one of them."""
+        matrices = hidden_size * (self.channels + 2 * self.values + 2 * self.num_values)
+        return matrices + self.channels * self.width + 2 * self.num_values + self.value_dim
+
+
+MixerSpec = AttentionSpec | ConvSpec | DeltaSpec
 """What carries numbers from token to token in a layer."""
 
 
@@ -133,7 +166,7 @@ class MoESpec:
     The router gives each token a logit for each of num_experts, plus a learned one with router_bias. The experts_per_token with
     the largest logits take part, the lower number first among equals; their weights are the softmax of all logits, or with
     norm_topk of theirs alone. scoring, selection_bias, scale: see `mixture.Scoring`. shared: an expert that every token takes,
-    which weighs 1.
+    which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives the token.
     """
 
     num_experts: int
@@ -145,6 +178,7 @@ class MoESpec:
     selection_bias: bool = False
     scale: float = 1.0
     shared: MLPSpec | None = None
+    shared_gate: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
@@ -157,7 +191,8 @@ class MoESpec:
     def _every(self, hidden_size: int) -> int:
         """What all tokens take."""
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
-        return shared + self.num_experts * (hidden_size + self.router_bias + self.selection_bias)
+        gate = hidden_size * self.shared_gate
+        return shared + gate + self.num_experts * (hidden_size + self.router_bias + self.selection_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +264,11 @@ class ModelSpec:
     def attentions(self) -> list[AttentionSpec]:
         """Of the layers that have one."""
         return [mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state, which only the tokens behind it can go on from."""
+        return any(isinstance(mixer, DeltaSpec) for mixer in self.mixers)
 
     @property
     def attention(self) -> AttentionSpec:

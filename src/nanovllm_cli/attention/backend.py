@@ -8,7 +8,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, RopeSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""
@@ -21,6 +21,17 @@ class QKNorm(NamedTuple):
     k: torch.Tensor | None = None
     eps: float = 0.0
     offset: float = 0.0
+
+
+class DeltaWeights(NamedTuple):
+    """Of the gated delta rule, beside its projections: taps [width, channels], decay and decay_bias [V], norm [D]; see
+    `reference.gated_delta`."""
+
+    taps: torch.Tensor
+    decay: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
 
 
 class StepInputs(NamedTuple):
@@ -62,3 +73,15 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """projected [T, 3 * channels] -> [T, channels]: see `reference.gated_conv`, of each token's sequence. weight
         [width, channels]: the token's own row is the last."""
+
+    def recur(
+        self,
+        spec: DeltaSpec,
+        projected: torch.Tensor,
+        gates: torch.Tensor,
+        weights: DeltaWeights,
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `reference.gated_delta`, of each token's
+        sequence."""

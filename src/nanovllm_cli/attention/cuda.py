@@ -22,17 +22,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, QKNorm
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, QKNorm
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, state_parts
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
+from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, MixerSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
@@ -112,6 +113,8 @@ class CudaAttention:
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
     def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
+        if isinstance(mixer, DeltaSpec):
+            return state_parts(mixer, self.dtype)
         if isinstance(mixer, ConvSpec):
             return [((self.block_size, mixer.channels), self.dtype)]
         return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * 2
@@ -168,6 +171,7 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
+        qkv = qkv.contiguous()  # where they have gates, it is columns of a wider tensor
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
         k, v = cache
@@ -196,6 +200,20 @@ class CudaAttention:
     ) -> torch.Tensor:
         (inputs,) = cache
         return gated_conv(self.launcher, projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables)
+
+    def recur(
+        self,
+        spec: DeltaSpec,
+        projected: torch.Tensor,
+        gates: torch.Tensor,
+        weights: DeltaWeights,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> torch.Tensor:
+        return gated_delta(
+            self.launcher, projected, gates, *weights, spec.tiled, *cache, step.query_starts, step.kv_lens, step.block_tables,
+            self.block_size,
+        )  # fmt: skip
 
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float

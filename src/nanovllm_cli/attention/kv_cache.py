@@ -3,19 +3,27 @@
 What belongs to a block lies in it, the scales of a quantized cache too: whoever copies or shares blocks knows nothing of formats.
 Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
 forked, preempted and led back behind guesses, as those of attention are.
+
+A state (the delta rule's) belongs to a block as well: the one behind the last of its tokens that is computed. It is as large as
+hundreds of tokens' keys and values, so blocks are larger where there are states (STATE_BLOCK). Two places for it let a step be
+repeated: see kernels/delta.py. What a state was behind a guess that did not hold, nobody knows: such models take none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MixerSpec
+from nanovllm_cli.model_spec import DeltaSpec, MixerSpec, ModelSpec
 
+STATE_BLOCK = 256
+"""Tokens of a block at least, where it has states: found prefixes are a multiple of it."""
 # What a cache can be kept as, beside the compute type.
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -33,9 +41,28 @@ def cache_dtypes(names: tuple[str, str], dtype: torch.dtype) -> tuple[torch.dtyp
 
 
 LayerCache = tuple[torch.Tensor, ...]
-"""Keys and values of one layer, or the inputs of its convolution; the first axis counts blocks."""
+"""Keys and values of one layer, the inputs of its convolution, or its states; the first axis counts blocks."""
 BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
+
+
+def settled(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The settings as they are for this model. UnsupportedError for those that it can't have."""
+    if not spec.has_states:
+        return config
+    if config.max_guesses:
+        raise UnsupportedError(
+            f"a {spec.architecture} model can't take back a guess: its layers keep a state instead of each token",
+            "leave --speculate and --draft-model away",
+        )
+    return replace(config, block_size=max(config.block_size, STATE_BLOCK))
+
+
+def state_parts(mixer: DeltaSpec, dtype: torch.dtype) -> list[BlockPart]:
+    """Of a block: states, inputs of the convolution, and behind how many tokens each value head has them, in two places."""
+    states = 2, mixer.num_values, mixer.key_dim, mixer.value_dim
+    inputs, stamps = (2, mixer.width - 1, mixer.channels), (2, mixer.num_values)
+    return [(states, torch.float32), (inputs, dtype), (stamps, torch.int32)]
 
 
 class BlockMover(Protocol):

@@ -16,7 +16,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, dense, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.model_spec import ConvSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -37,8 +37,8 @@ class CpuPlatform:
     """See `platform.Platform`."""
 
     def __init__(self, config: EngineConfig, progress: LoadProgress | None) -> None:
-        if config.block_size != cpu.BLOCK:
-            raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
+        if config.block_size % cpu.BLOCK:
+            raise UnsupportedError(f"the CPU's KV cache has blocks of a multiple of {cpu.BLOCK} tokens, not {config.block_size}")
         self.config = config
         self.progress = progress or NullProgress()
         self.ops = CpuOps()
@@ -108,10 +108,12 @@ class CpuPlatform:
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
             self._warm_up(warm.experts_are_compiled(dtype), lambda: warm.warm_up_experts(dtype))
-        if len(spec.attentions) < spec.num_layers:
+        if any(isinstance(mixer, ConvSpec) for mixer in spec.mixers):
             self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
+        if spec.has_states:
+            self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), self.config.block_size)
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -21,6 +21,10 @@ class Executor(Protocol):
     def execute(self, plan: Plan) -> StepOutput: ...
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+
+    @property
     def block_bytes(self) -> int:
         """Of one block of the KV cache over all layers."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.kv_cache import KVCache, settled
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -29,6 +29,8 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
@@ -39,7 +41,7 @@ class Worker(LoadedModel):
 
     encode: text -> ids without special tokens, token_bytes: the bytes of every token, control_ids: tokens that no text spells;
     for sampling parameters that are given as text (bad_words, DRY's breakers, constraints).
-    platform: where; by default what `config.device` says. A draft model that the config names has a block beside each of this
+    platform: where; by default what `config.device` says. config: see `settled`, which a platform's own has been through. A draft model that the config names has a block beside each of this
     one's, which block_bytes counts.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
@@ -54,13 +56,16 @@ class Worker(LoadedModel):
         progress: LoadProgress | None = None,
         platform: Platform | None = None,
     ) -> None:
+        config = settled(config, read_spec(checkpoint, open_reader(checkpoint)))
         self._config = config
+        self.block_size = config.block_size
         progress = progress or NullProgress()
         platform = platform or select_platform(config, progress)
         super().__init__(checkpoint, config, platform, progress)
         models: list[LoadedModel] = [self]
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
+                settled(config, read_spec(draft, open_reader(draft)))
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
         self._block_parts = [each.block_bytes for each in models]
         self.block_bytes = sum(self._block_parts)

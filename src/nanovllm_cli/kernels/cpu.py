@@ -231,6 +231,15 @@ def address_of(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     return tensor.data_ptr()
 
 
+def rows_of(tensor: torch.Tensor, dtype: torch.dtype, rows: int, columns: int) -> tuple[int, int]:
+    """The same of what may be columns of a wider tensor, and how many numbers a row is from the next."""
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.shape == (rows, columns), (tensor.shape, rows, columns)
+    assert tensor.stride(1) == 1
+    assert tensor.stride(0) >= columns
+    return tensor.data_ptr(), tensor.stride(0)
+
+
 # ---- matmul ----
 
 
@@ -374,13 +383,14 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. See `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. qkv may be columns of a wider tensor. See
+    `cpu_fused.rope_and_cache`."""
     tokens, dtype = qkv.shape[0], qkv.dtype
     half = cos.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
     out = new_tensor((tokens, heads, dim), dtype)
     ints = (
-        _PAIRS[dtype], address_of(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
+        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
         0 if q_norm is None else address_of(q_norm, dtype, dim), 0 if k_norm is None else address_of(k_norm, dtype, dim),
         address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),

@@ -54,6 +54,20 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def sigmoid_gate(arguments, thread, team):
+    """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width], whose rows lie gate_stride numbers apart, or with
+    whole_rows [num_rows, 1]."""
+    tag, gate_tag, x, gate, num_rows, width, gate_stride, whole_rows = fields(arguments)
+    lines, gates = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
+    for r in share(num_rows, thread, team):
+        line, own = lines[r], gates[r]
+        for i in range(width):
+            z = load(own, 0 if whole_rows != 0 else i)
+            e = exp_not_positive(-abs(z))
+            store(line, i, load(line, i) * (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e))
+
+
+@kernel(fastmath=FAST)
 def add(arguments, thread, team):
     """out [num_rows, width] = x + y + bias, both fp32; bias [width] of out's type, where it is not 0."""
     tag, x, y, bias, out, num_rows, width = fields(arguments)
@@ -137,16 +151,16 @@ def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
     cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim]. q_norm, k_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
+    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. q_norm, k_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
     k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end of its sequence in
     this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
     and stale memory may hold a NaN.
     """
     (
-        tag, k_kind, v_kind, pair, qkv, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
+        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
         slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
-    source = carray(typed_pointer(qkv, tag), (num_tokens, heads + 2 * kv_heads, dim))
+    rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
     q_weight = carray(typed_pointer(q_norm, tag), (dim,))
     k_weight = carray(typed_pointer(k_norm, tag), (dim,))
@@ -161,22 +175,23 @@ def rope_and_cache(arguments, thread, team):
     v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
     for task in share(num_tokens * kv_heads, thread, team):
         t, h = task // kv_heads, task % kv_heads
+        source = rows[t, : (heads + 2 * kv_heads) * dim].reshape((heads + 2 * kv_heads, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
-            _norm_and_rotate(tag, source[t, i], buffer, q_weight, q_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
+            _norm_and_rotate(tag, source[i], buffer, q_weight, q_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
-        _norm_and_rotate(tag, source[t, heads + h], buffer, k_weight, k_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
+        _norm_and_rotate(tag, source[heads + h], buffer, k_weight, k_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        row, column = source[t, heads + kv_heads + h], values[offset // pair, :, offset % pair]
+        row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
         for d in range(dim):
             buffer[d] = load(row, d)
         put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels import cpu, gates, reference
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 
 
@@ -25,6 +25,9 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return cpu.add_rms_norm(x, None, weight, eps, offset)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gates.sigmoid_gate(x, gate)
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return cpu.scale(x, factor, cap)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.kernels import gemv, norm, rope_tables, scale
+from nanovllm_cli.kernels import gemv, norm, rope_tables, scale, sigmoid_gate
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Hidden, Normed
@@ -33,6 +33,9 @@ class CudaOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return sigmoid_gate.sigmoid_gate(self.launcher, x, gate)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.add_(y)

@@ -62,6 +62,9 @@ class Ops(Protocol):
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         """x itself, changed in place as `reference.scale` has it."""
 
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [T, n] itself, times the sigmoids of gate: [T, n], which may be columns of a wider tensor, or [T, 1] fp32."""
+
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x itself, += y in place."""
 

@@ -1,5 +1,5 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights, of experts and of convolutions.
+dtype and kind of KV cache, and apart from them those of integer weights, of experts, of convolutions and of the delta rule.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels import conv, cpu, cpu_sampling, cpu_sampling_random, dense, entry, integer
+from nanovllm_cli.kernels import conv, cpu, cpu_sampling, cpu_sampling_random, delta, dense, entry, gates, integer
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
@@ -104,6 +104,25 @@ def warm_up_conv(dtype: torch.dtype) -> None:
     taps, cache = torch.zeros(3, 16, dtype=dtype), torch.zeros(1, cpu.BLOCK, 16, dtype=dtype)
     conv.gated_conv(x, taps, None, cache, torch.tensor([0, 1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int32))
     _mark(_marker("conv", dtype))
+
+
+def delta_is_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_delta`."""
+    return _marker("delta", dtype).exists()
+
+
+def warm_up_delta(dtype: torch.dtype) -> None:
+    """Run the kernels of the delta rule and of gates once on next to nothing."""
+    one, f32 = torch.ones(1, dtype=torch.int32), torch.float32
+    delta.gated_delta(
+        torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2), torch.zeros(2, 12, dtype=dtype), torch.zeros(1), torch.zeros(1),
+        torch.zeros(4), 1e-6, False, torch.zeros(1, 2, 1, 4, 4), torch.zeros(1, 2, 1, 12, dtype=dtype),
+        torch.zeros(1, 2, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), one,
+        torch.zeros(1, 1, dtype=torch.int32), cpu.BLOCK,
+    )  # fmt: skip
+    for gate in (torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 1, dtype=f32)):
+        gates.sigmoid_gate(torch.zeros(1, 4, dtype=dtype), gate)
+    _mark(_marker("delta", dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:

@@ -26,6 +26,7 @@ class MoE:
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
         self.experts = [MLP(spec.expert, hidden_size, kit.at(f"experts.{e}")) for e in range(spec.num_experts)]
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, kit.at("shared"))
+        self.shared_gate = kit.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
         if spec.scoring != "softmax" or spec.selection_bias or spec.scale != 1.0:
             bias = kit.zeros(spec.num_experts, dtype=torch.float32)
@@ -36,16 +37,23 @@ class MoE:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
         own = self.mixture(x, self._logits(x), slots)
-        return own if self.shared is None else self.ops.add(own, self.shared(x))
+        return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x))
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Linear.onto`."""
         x = plain(x, self.ops)
-        shared = None if self.shared is None else self.shared.onto(residual, x)
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
         own = self.mixture.onto(residual, x, self._logits(x), slots)
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
+
+    def _shared(self, shared: MLP, x: torch.Tensor) -> torch.Tensor:
+        if self.shared_gate is None:
+            return shared(x)
+        return self.ops.sigmoid_gate(shared(x), self.shared_gate.matmul(x, None, torch.float32))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.router.matmul(x, self.router_bias, torch.float32)
@@ -66,6 +74,8 @@ class MoE:
             slots["router.selection_bias"] = table_slot(self.scoring.bias)
         if self.shared is not None:
             slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
+        if (gate := self.shared_gate) is not None:
+            slots["shared.gate_row.weight"] = WeightSlot((1, width), lambda rows, first: gate.load_rows(first, rows))
         for e, expert in enumerate(self.experts):
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots

@@ -12,14 +12,16 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
+from nanovllm_cli.layers.delta import Delta
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec, ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
 
 
 class Block:
@@ -34,8 +36,7 @@ class Block:
         self.order = spec.order
         self.ops = kit.ops
         self.scale = model.residual_scale
-        mixer = spec.mixer
-        self.mixer = ShortConv(mixer, width, kit) if isinstance(mixer, ConvSpec) else Attention(mixer, model.norm, width, kit)
+        self.mixer = _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = MoE(spec.mlp, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
@@ -70,6 +71,15 @@ class Block:
         }
         named = {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items() if norm is not None}
         return self.mixer.slots() | self.mlp.slots() | named
+
+
+def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
+    match spec:
+        case ConvSpec():
+            return ShortConv(spec, width, kit)
+        case DeltaSpec():
+            return Delta(spec, norm, width, kit)
+    return Attention(spec, norm, width, kit)
 
 
 class Decoder:

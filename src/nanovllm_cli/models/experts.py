@@ -1,6 +1,6 @@
 """What configs say of mixtures of experts: which layers have one, how many experts of what size, how the router weighs them.
 
-Not covered: experts that every token takes, but weighs (Qwen2-MoE); routers that choose groups of experts first (DeepSeek).
+Not covered: routers that choose groups of experts first (DeepSeek).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MATRICES = ("gate", "up", "down")
 class ExpertKeys:
     """How one family's config.json calls things. count: the first of these that is there. size: of an expert. norm_topk: a
     flag's key, or what it always is. taken: experts a token. first: of the layers, those before it have none; step: each so
-    many-th has. shared: experts of this size that every token takes. scale: of weights. scoring, selection_bias: as in MoESpec,
+    many-th has. shared: experts of this size that every token takes; shared_size: one of another size,
+    which each token weighs. scale: of weights. scoring, selection_bias: as in MoESpec,
     for there are no keys."""
 
     count: tuple[str, ...]
@@ -31,6 +32,7 @@ class ExpertKeys:
     first: str | None = None
     step: str = "decoder_sparse_step"
     shared: str | None = None
+    shared_size: str | None = None
     scale: str | None = None
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False
@@ -81,6 +83,8 @@ def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, la
         mixture = replace(mixture, scale=read.number(keys.scale, 1.0))
     if keys.shared is not None and (shared := read.integer(keys.shared, 0, least=0)):
         mixture = replace(mixture, shared=replace(expert, intermediate_size=shared * expert.intermediate_size))
+    if keys.shared_size is not None and (size := read.integer(keys.shared_size, 0, least=0)):
+        mixture = replace(mixture, shared=replace(expert, intermediate_size=size), shared_gate=True)
     first = 0 if keys.first is None else read.integer(keys.first, 0, least=0)
     step, excepted = read.integer(keys.step, 1), read.values.get("mlp_only_layers") or []
     if not isinstance(excepted, list) or not all(type(layer) is int for layer in excepted):
@@ -112,8 +116,8 @@ def mlps_from_gguf(
     mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm, keys)
     shared = size * read.integer(key("expert_shared_count"), 0, least=0)
     shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
-    if shared and keys is not None and keys.shared is not None:
-        mixture = replace(mixture, shared=replace(expert, intermediate_size=shared))
+    if shared and keys is not None and (keys.shared or keys.shared_size) is not None:
+        mixture = replace(mixture, shared=replace(expert, intermediate_size=shared), shared_gate=keys.shared_size is not None)
     chooses = mixture.selection_bias and any(name.endswith(".exp_probs_b.bias") for name in names)
     mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, selection_bias=chooses, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]

@@ -54,3 +54,15 @@ def num_rows(rows: torch.Tensor | QuantizedRows) -> int:
     first = rows if isinstance(rows, torch.Tensor) else rows[0]
     assert isinstance(first, torch.Tensor)
     return first.shape[0]
+
+
+def take_rows(rows: torch.Tensor | QuantizedRows, which: slice) -> torch.Tensor | QuantizedRows:
+    """Some of them. What is the same for all rows stays."""
+    if isinstance(rows, torch.Tensor):
+        return rows[which]
+    if isinstance(rows, BlockRows):
+        return BlockRows(rows.data[which])
+    taken = rows._replace(codes=rows.codes[which], scales=rows.scales[which])
+    if isinstance(taken, IntegerRows) and taken.zeros is not None:
+        taken = taken._replace(zeros=taken.zeros[which])
+    return taken

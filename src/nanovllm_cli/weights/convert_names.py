@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec, MixerSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.tensor_names import checkpoint_name
@@ -131,7 +131,7 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
 
 def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     mlp = block.mlp
-    shapes = _conv_shapes(block.mixer, hidden) if isinstance(block.mixer, ConvSpec) else _attention_shapes(block.mixer, hidden)
+    shapes = _mixer_shapes(block.mixer, hidden)
     if isinstance(mlp, MLPSpec):
         shapes |= _mlp_shapes("", mlp, hidden)
     else:
@@ -140,6 +140,8 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
             shapes["router.selection_bias"] = (mlp.num_experts,)
         if mlp.shared is not None:
             shapes |= _mlp_shapes("shared.", mlp.shared, hidden)
+        if mlp.shared_gate:
+            shapes |= _linear("shared.gate_row", 1, hidden, False)
         for e in range(mlp.num_experts):
             shapes |= _mlp_shapes(f"experts.{e}.", mlp.expert, hidden)
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
@@ -148,10 +150,19 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    match mixer:
+        case ConvSpec():
+            return _conv_shapes(mixer, hidden)
+        case DeltaSpec():
+            return _delta_shapes(mixer, hidden)
+    return _attention_shapes(mixer, hidden)
+
+
 def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = _linear("o", hidden, q, attention.out_bias)
-    for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q, "k": kv, "v": kv}).items():
+    for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q * (1 + attention.gated), "k": kv, "v": kv}).items():
         shapes |= _linear(name, rows, hidden, attention.qkv_bias)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
@@ -163,6 +174,16 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[
 def _conv_shapes(conv: ConvSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = _linear("conv_in", 3 * conv.channels, hidden, conv.bias) | _linear("conv_out", hidden, conv.channels, conv.bias)
     return shapes | _linear("conv", conv.channels, conv.width, conv.bias)
+
+
+def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    rows = {"qkv": delta.channels, "z": delta.values, "b": delta.num_values, "a": delta.num_values}
+    shapes = _linear("delta_out", hidden, delta.values, False)
+    for part, count in rows.items():
+        shapes |= _linear(f"delta_{part}", count, hidden, False)
+    tables = {"decay": delta.num_values, "decay_bias": delta.num_values, "norm.weight": delta.value_dim}
+    shapes |= {f"delta.{name}": (size,) for name, size in tables.items()}
+    return shapes | {"delta.taps": (delta.channels, delta.width)}
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:

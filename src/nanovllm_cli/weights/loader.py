@@ -84,18 +84,23 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
+PLAIN = ("router", "shared.gate_row", "delta_b", "delta_a")
+"""Weights that decide what becomes of others."""
+
+
 class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
     Below eight bits, embedding and head get int8: they are a small part of most models, and much depends on them. So it does on
-    routers, which are smaller still: they stay plain.
+    what is in PLAIN, which is smaller still: it stays as it is.
     """
 
     def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint)
-        self._router = re.compile(re.escape(self._names.get("blocks.{i}.router.weight", "")).replace(r"\{i\}", r"\d+"))
+        plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")).replace(r"\{i\}", r"\d+") for name in PLAIN)
+        self._plain = re.compile("|".join(plain))
         self._wanted = wanted
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
 
@@ -110,7 +115,7 @@ class WeightFormats:
                 f"{self._checkpoint.path}: its weights are {stored.name} already",
                 "leave --quant away, or take the original",
             )
-        if stored is not None or self._router.fullmatch(name):
+        if stored is not None or self._plain.fullmatch(name):
             return stored
         return (
             self._outer_wanted

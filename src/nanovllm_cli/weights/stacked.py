@@ -6,10 +6,11 @@
                 mlp.experts.gate_up_proj [E, K, 2 N], plain     mlp.experts.5.gate_proj [N, K], turned over
     Qwen3-VL    mlp.experts.gate_up_proj [E, K, 2 N]            mlp.experts.5.gate_proj.weight [N, K], turned over, its first
                                                                 half, and up_proj.weight, the other
+    Qwen3.5     mlp.experts.gate_up_proj [E, 2 N, K]            the same, not turned over
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
-    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]
+    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight alike
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -61,6 +62,9 @@ def _gguf(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Con
 
 def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which, kind = found.groups()
+    if _is_qwen_next(config):
+        yield from _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
+        return
     parts = {"down": _ALL} if which == "down" else {"gate": _EVEN, "up": _ODD}
     for e in range(shape[0]):
         for part, rows in parts.items():
@@ -72,9 +76,13 @@ def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
     place, which = found.groups()
     text = config.get("text_config")
     width = text.get("hidden_size") if isinstance(text, Mapping) else None
-    turned = shape[2 if which == "down" else 1] == width
+    turned = shape[2 if which == "down" else 1] == width and not _is_qwen_next(config)
     num_rows = None if which == "down" else shape[2 if turned else 1]
     return _halves(f"{place}.{{e}}", stack, shape[0], num_rows, turned=turned)
+
+
+def _is_qwen_next(config: _Config) -> bool:
+    return str(config.get("model_type")).startswith("qwen3_5")
 
 
 def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -117,7 +125,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
-        (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.conv\.conv\.weight"), 3, _of_one_column),
+        (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|linear_attn\.conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
 }  # fmt: skip

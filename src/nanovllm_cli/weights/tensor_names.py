@@ -14,7 +14,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
-_GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
+_GUESSES = ("model.mtp_", "mtp.")  # where they have no place among the layers, in ERNIE and Qwen3.5
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
@@ -65,12 +65,12 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")
     count = config.get("num_nextn_predict_layers" if is_folder else prefix + "nextn_predict_layers")
     end = config.get("num_hidden_layers" if is_folder else prefix + "block_count")
+    apart = {name for name in names if is_folder and name.startswith(_GUESSES)}
     if not isinstance(count, int) or count < 1 or not isinstance(end, int):
-        return set()
+        return apart
     end -= 0 if is_folder else count
     places = {name: pattern.match(name) for name in names}
-    behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
-    return behind | {name for name in names if name.startswith(_GUESSES)}
+    return apart | {name for name, found in places.items() if found is not None and int(found[1]) >= end}
 
 
 def _prefix(checkpoint: Checkpoint) -> str | None:

@@ -1,0 +1,381 @@
+// out [T, V * D]: the gated delta rule behind its convolution, with its gates and its norm, of a step's tokens behind what the cache
+// has of their sequences; see reference.gated_delta for the formula. K heads of keys of KEY_DIM, V of values of VALUE_DIM.
+//
+//   projected [T, channels + V * VALUE_DIM] DTYPE: channels, which are q and k [K, KEY_DIM] and v [V, VALUE_DIM], and z like v
+//   gates [T, 2, V], decay [V], decay_bias [V], norm [VALUE_DIM] fp32: gates are b, then a.  taps [WIDTH, channels] DTYPE, the
+//   token's own last
+//   states [blocks, 2, V, KEY_DIM, VALUE_DIM] fp32, inputs [blocks, 2, WIDTH - 1, channels] DTYPE, stamps [blocks, 2, V] int32:
+//   a block's two places. What lies in the one whose stamp is n is what there was behind n tokens of the sequence.
+//   starts, lens, tables: as in gated_conv.cu
+//
+// A step reads the place that has what was behind the token before its first, and writes the block's other one, or place 0 of
+// blocks that it enters: done again, it finds what it found. State and inputs are written at ends of blocks and of the step; the
+// inputs of a key head by the first of the value heads that share it.
+//
+// A block takes a value head of a sequence, grid (B, V). Its state stays in registers: a warp has WARP_COLUMNS columns, of which a
+// lane has VECTOR, and of the rows every eighth group of four. So sums over rows are a lane's own and seven shuffles, and warps
+// meet twice in SLOTS tokens, not at each: a warp prepares q and k, or v and z, of a token; then all go through those tokens in
+// their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a token
+// is computed from, and in which order, does not depend on those beside it.
+#include "common.cuh"
+
+constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of rows by groups of columns
+constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GROUPS * 4 * SLICES;
+constexpr int WARP_COLUMNS = LANES * VECTOR, WARPS = (VALUE_DIM + WARP_COLUMNS - 1) / WARP_COLUMNS;
+constexpr int THREADS = WARPS * WARP_SIZE, SPREAD = SLICES / 2 / VECTOR;  // slices that end up with the same sum
+constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2, ROUNDS = (TASKS * SLOTS + WARPS - 1) / WARPS;
+constexpr int BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
+constexpr int PARTS = 2 * KEY_DIM + VALUE_DIM, ROW = PARTS + VALUE_DIM;  // q, k and v of a token, and z
+constexpr int LOAD = PIECE < 4 ? PIECE : 4;  // with more, half of a warp has nothing of a head of 128
+constexpr int UNIT = WARP_SIZE * LOAD, KEY_UNITS = (KEY_DIM + UNIT - 1) / UNIT, VALUE_UNITS = (VALUE_DIM + UNIT - 1) / UNIT;
+
+typedef Vector<DTYPE, LOAD> Elements;
+typedef Vector<float, LOAD> Floats;
+typedef Vector<float, VECTOR> Columns;
+typedef Vector<float, 4> Four;
+
+// A token as its warps leave it for all; value becomes the output.
+struct alignas(16) Token {
+  float q[KEY_SPAN], k[KEY_SPAN], value[(VALUE_DIM + 3) / 4 * 4], gate[(VALUE_DIM + 3) / 4 * 4];
+  float kept, rate, overlap;  // exp(decay * softplus(a + decay_bias)), sigmoid(b), k . q
+};
+
+struct alignas(16) Shared {
+  Token tokens[SLOTS];
+  DTYPE rows[RING][ROW], taps[WIDTH][PARTS];
+  float gates[2][SLOTS];
+
+  // Of a token of the step, or of one before it.
+  DEVICE DTYPE* row_of(int token) { return rows[(token + BEFORE) % RING]; }
+};
+
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+DEVICE Four load_once(const float* source, Four) { return __builtin_bit_cast(Four, load_streaming(source)); }
+template <class T>
+DEVICE T load_once(const float* source, T) { return T::load(source); }
+
+// PIECE elements to shared memory, zeros without a source; there after wait_copies and a barrier.
+DEVICE void copy_piece(DTYPE* target, const DTYPE* source) {
+  typedef Vector<DTYPE, PIECE> Piece;
+  if constexpr (sizeof(Piece) == 16) {
+    copy_async_16(target, source ? source : target, source);
+  } else {
+    Piece piece = {};
+    if (source) piece = Piece::load(source);
+    piece.store(target);
+  }
+}
+
+// Where a unit of a head begins for this lane.
+DEVICE int column_of(int unit) { return unit * UNIT + threadIdx.x % WARP_SIZE * LOAD; }
+
+// A lane's part of the state.
+struct State {
+  float at[GROUPS][4][VECTOR];
+
+  static DEVICE int row_of(int group) { return (group * SLICES + threadIdx.x % WARP_SIZE / LANES) * 4; }
+  static DEVICE int column() { return threadIdx.x / WARP_SIZE * WARP_COLUMNS + threadIdx.x % LANES * VECTOR; }
+  static DEVICE bool has(int row) {
+#ifdef BUG_UNMASKED_TAIL
+    return row < KEY_DIM;
+#else
+    return row < KEY_DIM && column() < VALUE_DIM;
+#endif
+  }
+
+  DEVICE void fill(float value) {
+#pragma unroll
+    for (int i = 0; i < GROUPS * 4 * VECTOR; ++i) at[i / VECTOR / 4][i / VECTOR % 4][i % VECTOR] = value;
+  }
+
+  DEVICE void load(const float* source) {
+    fill(0.0f);
+#pragma unroll
+    for (int i = 0; i < GROUPS * 4; ++i) {
+      const int row = row_of(i / 4) + i % 4;
+      if (!has(row)) continue;
+      const Columns loaded = load_once(source + row * VALUE_DIM + column(), Columns());
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) at[i / 4][i % 4][j] = loaded.at[j];
+    }
+  }
+
+  DEVICE void store(float* target) const {
+#pragma unroll
+    for (int i = 0; i < GROUPS * 4; ++i) {
+      const int row = row_of(i / 4) + i % 4;
+      if (!has(row)) continue;
+      Columns stored;
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) stored.at[j] = at[i / 4][i % 4][j];
+      stored.store(target + row * VALUE_DIM + column());
+    }
+  }
+
+  // By a token, whose value its output takes the place of: (kept S + k change^T)^T q = kept S^T q + (k . q) change.
+  DEVICE void advance(Token& token) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float sums[2 * VECTOR] = {};  // S^T k, then S^T q
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      const Four q = Four::load(token.q + row_of(group)), k = Four::load(token.k + row_of(group));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+          sums[j] = fmaf(at[group][i][j], k.at[i], sums[j]);
+          sums[VECTOR + j] = fmaf(at[group][i][j], q.at[i], sums[VECTOR + j]);
+        }
+    }
+    const float sum = scattered_sum(sums), kept = token.kept;
+    // The first half of the lanes has a column's sum with k, the other one its sum with q.
+    const int own = column() + lane % 16 / LANES / SPREAD - lane % LANES * 0;
+    const bool is_owner = lane < 16 && lane / LANES % SPREAD == 0 && own < VALUE_DIM;
+    const float change = token.rate * ((is_owner ? token.value[own] : 0.0f) - kept * sum);
+    const float q_sum = __shfl_xor_sync(ALL_LANES, sum, 16);
+    if (is_owner) token.value[own] = fmaf(token.overlap, change, kept * q_sum);
+    float changes[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) changes[j] = __shfl_sync(ALL_LANES, change, j * SPREAD * LANES + lane % LANES);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      const Four k = Four::load(token.k + row_of(group));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) at[group][i][j] = fmaf(k.at[i], changes[j], kept * at[group][i][j]);
+    }
+  }
+
+ private:
+  // Over a warp's slices. At each step a lane sends half of its sums and goes on with the others, as long as it has two.
+  static DEVICE float scattered_sum(float (&sums)[2 * VECTOR]) {
+    int left = 2 * VECTOR;
+#pragma unroll
+    for (int bit = 16; bit >= LANES; bit >>= 1) {
+      if (left == 1) {
+        sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], bit);
+        continue;
+      }
+      left /= 2;
+      const bool is_upper = threadIdx.x & bit;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) {
+        if (i >= left) continue;
+        const float sent = is_upper ? sums[i] : sums[left + i], own = is_upper ? sums[left + i] : sums[i];
+        sums[i] = own + __shfl_xor_sync(ALL_LANES, sent, bit);
+      }
+    }
+    return sums[0];
+  }
+};
+
+// What a block works on: a value head of a sequence, and where in the cache its step begins and its tokens are kept.
+struct Work {
+  const int* table;
+  int head, num_values, q_channel, k_channel, v_channel, channels;
+  bool keeps_keys;
+  int count, position, block_size, own_end;  // own_end: the last token in the block that the state is read from, or -1
+  Index place;                               // that is read: of all blocks' places; or -1
+
+  // In a row of the projection, of a piece of what a block needs of it.
+  DEVICE int channel_of(int part) const {
+    if (part < KEY_DIM) return q_channel + part;
+    if (part < 2 * KEY_DIM) return k_channel + part - KEY_DIM;
+    if (part < PARTS) return v_channel + part - 2 * KEY_DIM;
+    return v_channel + num_values * VALUE_DIM + part - PARTS;
+  }
+  DEVICE bool is_kept(int token) const { return token + 1 == count || (position + token + 1) % block_size == 0; }
+  DEVICE Index place_of(int token) const {
+#ifdef BUG_SAME_PLACE
+    if (token <= own_end) return place;
+#else
+    if (token <= own_end) return place ^ 1;
+#endif
+    return (Index)table[(position + token) / block_size] * 2;
+  }
+  DEVICE Index state_at(Index place) const { return (place * num_values + head) * (KEY_DIM * VALUE_DIM); }
+  DEVICE Index stamp_at(Index place) const { return place * num_values + head; }
+  DEVICE Index inputs_at(Index place) const { return place * BEFORE * channels; }
+};
+
+// silu of a lane's part of a convolution; zeros beyond the head. part: where the head begins in a row.
+DEVICE Floats mixed(Shared& shared, int token, int part, int unit, int dim) {
+  Floats sums = {};
+  if (column_of(unit) >= dim) return sums;
+#pragma unroll
+  for (int k = 0; k < WIDTH; ++k) {
+    const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
+    const Elements tap = Elements::load(shared.taps[k] + part + column_of(unit));
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) sums.at[j] = fmaf(to_float(tap.at[j]), to_float(input.at[j]), sums.at[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < LOAD; ++j) sums.at[j] = silu(sums.at[j]);
+  return sums;
+}
+
+// A warp writes a head's last inputs to where the cache keeps them behind a token.
+DEVICE void keep_inputs(Shared& shared, int token, int part, int dim, DTYPE* target, int channels) {
+  for (int unit = 0; column_of(unit) < dim; ++unit)
+    for (int k = 1; k < WIDTH; ++k) {
+      const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
+      input.store(target + (k - 1) * channels + column_of(unit));
+    }
+}
+
+DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
+  Floats q[KEY_UNITS], k[KEY_UNITS];
+  float of_q = 0.0f, of_k = 0.0f, overlap = 0.0f;
+#pragma unroll
+  for (int unit = 0; unit < KEY_UNITS; ++unit) {
+    q[unit] = mixed(shared, token, 0, unit, KEY_DIM), k[unit] = mixed(shared, token, KEY_DIM, unit, KEY_DIM);
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) {
+      of_q = fmaf(q[unit].at[j], q[unit].at[j], of_q);
+      of_k = fmaf(k[unit].at[j], k[unit].at[j], of_k);
+      overlap = fmaf(q[unit].at[j], k[unit].at[j], overlap);
+    }
+  }
+  const float by_q = rsqrtf(warp_sum(of_q) + 1e-6f) * rsqrtf((float)KEY_DIM), by_k = rsqrtf(warp_sum(of_k) + 1e-6f);
+  overlap = warp_sum(overlap) * by_q * by_k;
+#pragma unroll
+  for (int unit = 0; unit < KEY_UNITS; ++unit) {
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) q[unit].at[j] *= by_q, k[unit].at[j] *= by_k;
+    if (column_of(unit) >= KEY_DIM) continue;
+    q[unit].store(target.q + column_of(unit));
+    k[unit].store(target.k + column_of(unit));
+  }
+  if (threadIdx.x % WARP_SIZE == 0) target.overlap = overlap;
+}
+
+DEVICE void prepare_values(Shared& shared, int token, Token& target, const float* norm) {
+#pragma unroll
+  for (int unit = 0; unit < VALUE_UNITS; ++unit) {
+    if (column_of(unit) >= VALUE_DIM) continue;
+    mixed(shared, token, 2 * KEY_DIM, unit, VALUE_DIM).store(target.value + column_of(unit));
+    const Elements z = Elements::load(shared.row_of(token) + PARTS + column_of(unit));
+    Floats gate = Floats::load(norm + column_of(unit));
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) gate.at[j] *= silu(to_float(z.at[j]));
+    gate.store(target.gate + column_of(unit));
+  }
+}
+
+// An output normed and gated, by the warp that had its value.
+DEVICE void finish(const Token& token, float eps, DTYPE* out) {
+  Floats values[VALUE_UNITS];
+  float squares = 0.0f;
+#pragma unroll
+  for (int unit = 0; unit < VALUE_UNITS; ++unit) {
+    if (column_of(unit) >= VALUE_DIM) continue;
+    values[unit] = Floats::load(token.value + column_of(unit));
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) squares = fmaf(values[unit].at[j], values[unit].at[j], squares);
+  }
+  const float factor = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
+#pragma unroll
+  for (int unit = 0; unit < VALUE_UNITS; ++unit) {
+    if (column_of(unit) >= VALUE_DIM) continue;
+    const Floats gate = Floats::load(token.gate + column_of(unit));
+    Elements rounded;
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) rounded.at[j] = from_float<DTYPE>(values[unit].at[j] * factor * gate.at[j]);
+    rounded.store(out + column_of(unit));
+  }
+}
+
+KERNEL __launch_bounds__(THREADS, WARPS > 8 ? 1 : 2)
+gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const float* decay, const float* decay_bias,
+            const float* norm, float* states, DTYPE* inputs, int* stamps, const int* starts, const int* lens, const int* tables,
+            DTYPE* out, int num_keys, int table_width, int block_size, int tiled, float eps) {
+  __shared__ Shared shared;
+  const int sequence = blockIdx.x, warp = threadIdx.x / WARP_SIZE;
+  Work work;
+  work.head = blockIdx.y, work.num_values = gridDim.y;
+  const int group = work.num_values / num_keys, key_head = tiled ? work.head % num_keys : work.head / group;
+  work.keeps_keys = tiled ? work.head < num_keys : work.head % group == 0;
+  work.q_channel = key_head * KEY_DIM, work.k_channel = num_keys * KEY_DIM + work.q_channel;
+  work.v_channel = 2 * num_keys * KEY_DIM + work.head * VALUE_DIM;
+  work.channels = 2 * num_keys * KEY_DIM + work.num_values * VALUE_DIM;
+
+  // Weights, lengths and the block: their way from memory is spent waiting for the projection.
+  for (int i = threadIdx.x; i < WIDTH * PARTS / PIECE; i += THREADS) {
+    const int tap = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
+    copy_piece(shared.taps[tap] + part, taps + (Index)tap * work.channels + work.channel_of(part));
+  }
+  if constexpr (KEY_SPAN > KEY_DIM) {
+    constexpr int PADDING = KEY_SPAN - KEY_DIM;
+    for (int i = threadIdx.x; i < SLOTS * PADDING; i += THREADS) {
+      shared.tokens[i / PADDING].q[KEY_DIM + i % PADDING] = 0.0f;
+      shared.tokens[i / PADDING].k[KEY_DIM + i % PADDING] = 0.0f;
+    }
+  }
+  const int begin = __ldcg(starts + sequence), len = __ldcg(lens + sequence);
+  work.count = __ldcg(starts + sequence + 1) - begin, work.position = len - work.count, work.block_size = block_size;
+  work.table = tables + (Index)sequence * table_width;
+  int block = 0;
+#ifdef BUG_PAGE
+  if (work.position > 0) block = __ldcg(work.table + work.position / block_size);
+#else
+  if (work.position > 0) block = __ldcg(work.table + (work.position - 1) / block_size);
+#endif
+  const int first_end = block_size - 1 - work.position % block_size;
+  work.own_end = work.position % block_size ? first_end : -1;
+  const float own_decay = decay[work.head], own_bias = decay_bias[work.head];
+  wait_for_previous_kernel();
+
+  const int stride = work.channels + work.num_values * VALUE_DIM;
+  projected += (Index)begin * stride, gates += (Index)begin * 2 * work.num_values + work.head;
+  out += ((Index)begin * work.num_values + work.head) * VALUE_DIM;
+  if (len == 0) {
+    for (int i = threadIdx.x; i < work.count * VALUE_DIM; i += THREADS) {
+      out[(Index)(i / VALUE_DIM) * work.num_values * VALUE_DIM + i % VALUE_DIM] = from_float<DTYPE>(0.0f);
+    }
+    work.count = 0;
+  }
+  // The rows of up to SLOTS tokens on their way to the ring; and returns a gate of a token, b or a, to the first of the threads.
+  const auto fetch = [&](int start) {
+    const int there = min(SLOTS, work.count - start);
+    for (int i = threadIdx.x; i < there * (ROW / PIECE); i += THREADS) {
+      const int token = start + i / (ROW / PIECE), part = i % (ROW / PIECE) * PIECE;
+      copy_piece(shared.row_of(token) + part, projected + (Index)token * stride + work.channel_of(part));
+    }
+    const int token = start + threadIdx.x % SLOTS, which = threadIdx.x / SLOTS;
+    return which < 2 && token < work.count ? gates[((Index)token * 2 + which) * work.num_values] : 0.0f;
+  };
+  float gate = fetch(0);
+  work.place = -1;
+  if (len > 0 && work.position > 0) {
+    for (int i = 1; i >= 0; --i) {
+      if (stamps[work.stamp_at((Index)block * 2 + i)] == work.position) work.place = (Index)block * 2 + i;
+    }
+  }
+  for (int i = threadIdx.x; i < BEFORE * (PARTS / PIECE); i += THREADS) {
+    const int row = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
+    const DTYPE* source = inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part);
+    copy_piece(shared.rows[row] + part, work.place < 0 ? nullptr : source);
+  }
+  State state;
+  if (work.place >= 0) {
+    state.load(states + work.state_at(work.place));
+  } else {
+    state.fill(work.position == 0 ? 0.0f : __uint_as_float(0x7fc00000u));
+    work.place = (Index)block * 2;
+  }
+  let_next_kernel_start();
+
+  int next_end = first_end;
+#pragma unroll 1
+  for (int start = 0;; start += SLOTS) {
+    commit_copies();
+    if (threadIdx.x < 2 * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
+    wait_copies<0>();
+    __syncthreads();
+    // TODO
+  }
+}
+EXPORT(gated_delta)

@@ -1,0 +1,121 @@
+"""Qwen3.5 and 3.6: the gated delta rule in three of four layers, attention with gates in the others; with experts, a shared one that
+each token weighs. Of those that see, the part that reads and writes text: its positions are those of any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import DeltaSpec, ModelSpec, NormSpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.family import ANOTHER, Family
+
+LINEAR, ATTENTION = "linear_attention", "full_attention"
+MAX_TAPS = 64
+FULL_EVERY = 4
+
+_DELTA = "model.layers.{i}.linear_attn"
+_NAMES = {
+    **{f"blocks.{{i}}.delta_{part}.weight": f"{_DELTA}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")},
+    "blocks.{i}.delta_out.weight": f"{_DELTA}.out_proj.weight",
+    "blocks.{i}.delta.taps": f"{_DELTA}.conv1d.weight",
+    "blocks.{i}.delta.decay": f"{_DELTA}.A_log",
+    "blocks.{i}.delta.decay_bias": f"{_DELTA}.dt_bias",
+    "blocks.{i}.delta.norm.weight": f"{_DELTA}.norm.weight",
+}
+"""The taps of a channel are a matrix of one row there; weights/stacked.py makes a row of it."""
+_MOE_NAMES = _NAMES | QWEN_NAMES | {
+    "blocks.{i}.shared.gate_row.weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
+    **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight" for part in MATRICES},
+}  # fmt: skip
+_GGUF_NAMES = {
+    "blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight",
+    "blocks.{i}.delta_qkv.weight": "blk.{i}.attn_qkv.weight",
+    "blocks.{i}.delta_z.weight": "blk.{i}.attn_gate.weight",
+    "blocks.{i}.delta_b.weight": "blk.{i}.ssm_beta.weight",
+    "blocks.{i}.delta_a.weight": "blk.{i}.ssm_alpha.weight",
+    "blocks.{i}.delta_out.weight": "blk.{i}.ssm_out.weight",
+    "blocks.{i}.delta.taps": "blk.{i}.ssm_conv1d.weight",
+    "blocks.{i}.delta.decay": "blk.{i}.ssm_a",
+    "blocks.{i}.delta.decay_bias": "blk.{i}.ssm_dt.bias",
+    "blocks.{i}.delta.norm.weight": "blk.{i}.ssm_norm.weight",
+    "blocks.{i}.shared.gate_row.weight": "blk.{i}.ffn_gate_inp_shexp.weight",
+}
+
+
+def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
+    if delta.num_values % delta.num_keys:
+        raise CheckpointError(f"{where}: {delta.num_values} value heads can't share {delta.num_keys} key heads evenly", BROKEN)
+    if delta.width > MAX_TAPS:
+        raise CheckpointError(f"{where}: convolutions over {delta.width} tokens; at most {MAX_TAPS} are believed", BROKEN)
+    if all(is_linear):
+        raise CheckpointError(f"{where}: no layer has attention", BROKEN)
+    spec = spec.with_attention(gated=gated, qk_norm=True, fused_qkv=False)
+    blocks = (replace(block, mixer=delta if own else block.mixer) for block, own in zip(spec.blocks, is_linear, strict=True))
+    norm = NormSpec(spec.norm.eps, offset=1.0, stored_offset=stored_offset)
+    return replace(spec, blocks=tuple(blocks), norm=norm)
+
+
+def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    types, layers = read.values.get("layer_types"), spec.num_layers
+    if types is None:
+        every = read.integer("full_attention_interval", FULL_EVERY)
+        types = [LINEAR if (i + 1) % every else ATTENTION for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {layers} kinds", BROKEN)
+    if unknown := [str(kind) for kind in types if kind not in (LINEAR, ATTENTION)]:
+        raise UnsupportedError(f"layer type {unknown[0][:80]!r} is not supported", f"known: {LINEAR}, {ATTENTION}")
+    if read.flag("attention_bias", False):
+        raise UnsupportedError("gated attention with biases is not supported", ANOTHER)
+    if read.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedError("the delta rule behind another activation than silu is not supported", ANOTHER)
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    delta = DeltaSpec(*(read.integer(f"linear_{name}") for name in names))
+    return _hybrid(spec, delta, [kind == LINEAR for kind in types], read.flag("attn_output_gate", True), 0.0, read.where)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """llama.cpp's converter deals value heads out to key heads in turn, and has decays and norms' gains as they are multiplied."""
+    listed = read.values.get(key("attention.recurrent_layers"))
+    if isinstance(listed, list | tuple):
+        if len(listed) < spec.num_layers or not all(isinstance(each, bool) for each in listed):
+            raise CheckpointError(f"{read.where}: the recurrent layers must be a list of {spec.num_layers} flags", BROKEN)
+        is_linear = list(listed[: spec.num_layers])
+    else:
+        every = read.integer(key("full_attention_interval"), FULL_EVERY)
+        is_linear = [(i + 1) % every != 0 for i in range(spec.num_layers)]
+    num_values, inner = read.integer(key("ssm.time_step_rank")), read.integer(key("ssm.inner_size"))
+    if inner % num_values:
+        raise CheckpointError(f"{read.where}: {num_values} value heads have no even share of {inner}", BROKEN)
+    delta = DeltaSpec(
+        read.integer(key("ssm.group_count")), read.integer(key("ssm.state_size")), num_values, inner // num_values,
+        read.integer(key("ssm.conv_kernel")), tiled=True, log_decay=False,
+    )  # fmt: skip
+    return _hybrid(spec, delta, is_linear, True, 1.0, read.where)
+
+
+_DEFAULTS = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "linear_num_key_heads": 16,
+             "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+             "num_attention_heads": 16, "vocab_size": 248320}  # fmt: skip
+QWEN3_5 = Family(
+    "qwen3_5",
+    qk_norm=True,
+    qkv_bias=False,
+    defaults=_DEFAULTS | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
+    hf_names=_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf=_from_hf,
+    gguf=_from_gguf,
+    gguf_keys=None,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, shared_size="shared_expert_intermediate_size"),
+    defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
+                          "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                          "shared_expert_intermediate_size": 512},
+    hf_names=_MOE_NAMES,
+)  # fmt: skip

@@ -1,0 +1,189 @@
+"""The gated delta rule on a CPU: the kernel against the formula in float64, and engines whose past is a state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3_5TextConfig
+
+from deltas import CASES, Case, Paged, check, check_same_bits
+from emulation.compare import close_to_rounding, random
+from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import cpu, delta, gates, reference
+from nanovllm_cli.sampling_params import SamplingParams
+from test_models import DELTA, DELTA_LAYERS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BLOCK = 256
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_equal_to_the_formula(index: int, dtype: torch.dtype, threads: int) -> None:
+    cpu.set_num_threads(threads)
+    check(CASES[index], dtype, delta.gated_delta)
+
+
+@pytest.mark.parametrize("values", [(2, 40), (2, 64)])
+def test_a_token_has_the_same_bits_whatever_it_is_computed_with(values: tuple[int, int]) -> None:
+    check_same_bits(delta.gated_delta, Case((1, 24), values, 4, [[83]]))
+
+
+def test_a_state_that_is_not_there_gives_no_numbers() -> None:
+    paged = Paged(CASES[1], BF16)
+    paged.step([5, 37, 1])
+    paged.stamps.zero_()
+    args, _ = paged.step([1, 1, 1])
+    assert delta.gated_delta(**args).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (5, 256)])
+def test_gates_are_sigmoids_of_columns_or_of_a_number_a_row(rows: int, width: int, dtype: torch.dtype) -> None:
+    wider = random(rows, 2 * width + 3, dtype=dtype, scale=30.0)
+    for gate in (wider[:, 3 : 3 + width], random(rows, 1)):
+        x = random(rows, width, dtype=dtype)
+        expected = reference.sigmoid_gate(x.double(), gate.double())
+        assert gates.sigmoid_gate(x, gate) is x
+        close_to_rounding(x, expected)
+
+
+# ---- engines ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = SMALL | {"num_hidden_layers": 4, "max_position_embeddings": 2048}
+    config = Qwen3_5TextConfig(**shape, **DELTA, layer_types=DELTA_LAYERS)
+    return save(random_model(config, dtype=BF16), tmp_path_factory.mktemp("delta"))
+
+
+LONG = [(7 * i + i * i) % 500 for i in range(600)]
+PROMPTS = [[7, 8, 9, 10], LONG[:300], LONG[:520], [*LONG[:256], 3], [5], LONG[:255], LONG[300:570]]
+
+
+def answers(folder: Path, params: SamplingParams, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[list[list[int]]]:
+    outputs = run(engine_for(worker_for(folder), **settings), [(ids, params) for ids in prompts])
+    return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[list[int]]]:
+    """Each by itself, without a cache of prefixes."""
+    return [answers(folder, greedy(20), [ids], enable_prefix_caching=False)[0] for ids in PROMPTS]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in chunks": {"max_num_batched_tokens": 37},
+    "in chunks of a block": {"max_num_batched_tokens": 256},
+    "under pressure": {"num_blocks": 4, "max_num_batched_tokens": 100},
+    "two at a time": {"max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_answers_do_not_depend_on_what_else_runs(case: str, folder: Path, alone: list[list[list[int]]]) -> None:
+    assert answers(folder, greedy(20), **SETTINGS[case]) == alone
+
+
+def test_prefixes_are_found_block_by_block(folder: Path, alone: list[list[list[int]]]) -> None:
+    """The second time, all whole blocks but a prompt's last token."""
+    engine = engine_for(worker_for(folder))
+    for _ in range(2):
+        outputs = run(engine, [(ids, greedy(20)) for ids in PROMPTS])
+        assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone
+    found = [output.metrics.num_cached_tokens for output in outputs]
+    assert found == [(len(ids) - 1) // BLOCK * BLOCK for ids in PROMPTS]
+
+
+def test_a_conversation_goes_on_from_the_state_behind_its_last_whole_block(folder: Path) -> None:
+    """An answer's blocks are found as a prompt's are."""
+    engine = engine_for(worker_for(folder))
+    (first,) = run(engine, [(LONG[:250], greedy(300))])
+    turn = [*LONG[:250], *first.outputs[0].token_ids, 1, 2, 3]
+    (second,) = run(engine, [(turn, greedy(20))])
+    assert second.metrics.num_cached_tokens == 512
+    assert [list(second.outputs[0].token_ids)] == answers(folder, greedy(20), [turn], enable_prefix_caching=False)[0]
+
+
+def test_a_step_that_failed_behind_its_kernels_is_repeated(folder: Path, alone: list[list[list[int]]]) -> None:
+    worker = worker_for(folder)
+    execute, failed = worker.runner.run, set()
+
+    def failing(plan: Plan) -> StepOutput:
+        output = execute(plan)
+        key = tuple((share.seq_id, share.start, len(share.token_ids)) for share in plan.scheduled)
+        if len(key) > 1 and key not in failed:
+            failed.add(key)
+            raise RuntimeError("once")
+        return output
+
+    worker.runner.run = failing  # type: ignore[method-assign]
+    outputs = run(engine_for(worker, max_num_batched_tokens=51), [(ids, greedy(20)) for ids in PROMPTS])
+    assert any(start % BLOCK and count > 1 for key in failed for _, start, count in key)
+    assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 6, "max_num_batched_tokens": 90}])
+def test_forks_draw_what_each_would_draw_alone(settings: dict[str, Any], folder: Path) -> None:
+    """Three answers to a prompt begin in one block, of which each writes on in a copy."""
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=12, ignore_eos=True)
+    expected = [answers(folder, params, [ids], enable_prefix_caching=False)[0] for ids in PROMPTS[:4]]
+    assert answers(folder, params, PROMPTS[:4], **settings) == expected
+    assert len({tuple(each) for each in expected[0]}) == 3
+
+
+def test_saved_blocks_have_the_states(folder: Path, tmp_path: Path) -> None:
+    def engine() -> Engine:
+        return engine_for(worker_for(folder))
+
+    first, second = engine(), engine()
+    run(first, [(LONG[:520], greedy(4))])
+    assert first.save_kv(tmp_path / "kv", LONG[:520], None, "the same") == 512
+    assert second.load_kv(tmp_path / "kv", "the same", lambda count: None) == 512
+    (output,) = run(second, [(LONG[:520], greedy(20))])
+    assert output.metrics.num_cached_tokens == 512
+    assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [LONG[:520]])[0]
+
+
+def test_texts_are_embedded_alike_in_any_chunks(folder: Path) -> None:
+    def embedded(**settings: Any) -> torch.Tensor:
+        engine = engine_for(worker_for(folder), **settings)
+        engine.embed("1", LONG[:300], "mean")
+        found = None
+        while engine.has_unfinished():
+            for output in engine.step():
+                found = output.pooled
+        return torch.tensor(found)
+
+    assert torch.allclose(embedded(), embedded(max_num_batched_tokens=41), rtol=1e-6)
+
+
+@pytest.mark.parametrize("guesser", ["lookup", "itself", "for another"])
+def test_guesses_are_refused_by_name(guesser: str, folder: Path, tmp_path: Path) -> None:
+    """A state behind a guess that did not hold cannot be taken back."""
+    large, settings = folder, {"num_speculative_tokens": 4} if guesser == "lookup" else {"draft_model": str(folder)}
+    if guesser == "for another":
+        large = save(random_model(LlamaConfig(**SMALL), dtype=BF16), tmp_path)
+    with pytest.raises(UnsupportedError, match="a qwen3_5 model can't take back a guess"):
+        worker_for(large, **settings)
+
+
+def test_a_recorded_step_has_the_bits_of_one_that_is_not(folder: Path) -> None:
+    found = []
+    for recordable in (True, False):
+        worker = worker_for(folder)
+        worker.runner.graphs._recordable = recordable  # type: ignore[attr-defined]
+        params = greedy(20, logprobs=2)
+        found.append([[each.logprobs for each in output.outputs] for output in
+                      run(engine_for(worker), [(ids, params) for ids in PROMPTS])])  # fmt: skip
+        assert bool(worker.runner.graphs._graphs) == recordable  # type: ignore[attr-defined]
+    assert found[0] == found[1]
