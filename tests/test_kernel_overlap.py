@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import test_kernel_expert_products as expert_tests
+from deltas import Case, Paged
 from emulation.compare import random
 from emulation.emulator import ORDERS, Emulator, emulation_alone, load
 from emulation.quantized import quantized
@@ -17,6 +18,7 @@ from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import MANY_ROWS
+from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import expert_gemm
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Arg, Kernel, Launcher
@@ -119,6 +121,20 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return call, (weight.data,)
 
 
+def delta() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """The second step of two sequences: of their cache it reads nothing at once, either."""
+    paged = Paged(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]]), BF16)
+    gated_delta(Emulator(), **paged.step([30, 8])[0])
+    args, _ = paged.step([5, 1])
+    known = ("taps", "decay", "decay_bias", "norm", "query_starts", "kv_lens", "block_tables")
+
+    def call(launcher: Launcher) -> torch.Tensor:
+        out = gated_delta(launcher, **args)  # written elsewhere than it reads: once more is no other step
+        return torch.cat([out.flatten(), paged.states.nan_to_num(7.0).flatten(), paged.stamps.flatten()])
+
+    return call, tuple(args[name] for name in known)
+
+
 LARGE_TASKS = expert_tests.KINDS["bf16"]._replace(
     rows=MANY_ROWS, product=lambda launcher, x, weight, tasks, matrix: expert_gemm(launcher, x, weight, tasks, matrix)
 )
@@ -160,7 +176,7 @@ def sum_of_experts() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, routing, sum_of_experts,
+    product_of_blocks, delta, routing, sum_of_experts,
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
 

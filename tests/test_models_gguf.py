@@ -22,6 +22,7 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
@@ -97,7 +98,42 @@ def taps(writer: Writer, config: Any) -> None:
     writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
+def delta(writer: Writer, config: Any) -> None:
+    theta(writer, config)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types])
+
+
+def of_delta(key: str, numbers: np.ndarray, config: Any) -> np.ndarray:
+    """As llama.cpp's converter has them: decays without their logarithm, taps as a matrix, one more in the gains of norms, and
+    value heads dealt out to key heads in turn."""
+    if key.endswith(".A_log"):
+        numbers = -np.exp(numbers)
+    elif "conv1d" in key:
+        numbers = numbers[:, 0]
+    elif key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
+        numbers = numbers + 1
+    heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
+    order = np.arange(heads).reshape(config.linear_num_key_heads, -1).T.flatten()
+    rows = (order[:, None] * dim + np.arange(dim)).flatten()
+    place = key.split(".")[-2 if key.endswith(".weight") else -1]
+    if place in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return numbers[order]
+    if place in ("in_proj_qkv", "conv1d"):
+        first = len(numbers) - len(rows)
+        return np.concatenate([numbers[:first], numbers[first:][rows]])
+    if place == "in_proj_z":
+        return numbers[rows]
+    return np.ascontiguousarray(numbers[:, rows]) if place == "out_proj" else numbers
+
+
 TIED = {"tie_word_embeddings": True}
+QWEN35 = TEXTS["qwen3.5"]
 CASES: dict[str, tuple[str, Any, Add]] = {
     "ernie 4.5": ("ernie4_5", Ernie4_5Config(**SMALL), theta),
     "llama": ("llama", LlamaConfig(**SMALL), nothing),
@@ -144,6 +180,10 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         longrope,
     ),
+    "qwen3.5": ("qwen35", QWEN35, delta),
+    "qwen3.5, tied, a key head each": (
+        "qwen35", Qwen3_5TextConfig(**QWEN35.to_dict() | TIED | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}), delta,
+    ),
     "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
@@ -159,7 +199,10 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for key, parameter in model.named_parameters():
-        name, numbers = names.get_name(key, (".weight", ".bias")), parameter.detach().numpy()
+        numbers = parameter.detach().numpy()
+        if arch.startswith("qwen35"):
+            numbers, key = of_delta(key, numbers, config), key.replace(".dt_bias", ".dt_proj.bias")
+        name = names.get_name(key, (".weight", ".bias"))
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
         if "shortconv.conv." in name:

@@ -193,6 +193,9 @@ SINGLE = {
     # 1 + 2^-23 times itself lies between 1 + 2^-22 and the next number up.
     "fma.rm.ftz.f32 %d, 0f3F800001, 0f3F800001, 0f00000000;": 0x3F800002,
     "fma.rm.ftz.f32 %d, 0fBF800001, 0f3F800001, 0f00000000;": 0xBF800003,
+    # Half of 2^-23 and half of that.
+    "add.rz.ftz.f32 %d, 0f3F800000, 0f33C00000;": 0x3F800000,
+    "add.rz.ftz.f32 %d, 0fBF800000, 0fB3C00000;": 0xBF800000,
     "fma.rn.bf16x2 %d, 0x40003f80, 0x3f803f80, 0x3f803c00;": 0x40403F81,
     "sub.f16x2 %d, 0x40003c00, 0x3c003c00;": 0x3C000000,
     "setp.lt.ftz.f32 %p, 0f7FC00000, 0f3F800000; selp.u32 %d, 1, 0, %p;": 0,

@@ -13,10 +13,12 @@ import test_kernel_decode_attention as decode_tests
 import test_kernel_gemv as gemv_tests
 import test_kernel_prefill_attention as prefill_tests
 import test_kernel_scaled as scaled_tests
+from deltas import Case, Paged
 from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
 from nanovllm_cli.kernels.block_gemv import block_gemv
+from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemm import SMALL, gemm
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.packed_gemm import new_counters, packed_gemm
@@ -79,6 +81,15 @@ def routing(machine: PtxMachine) -> None:
     route(machine, random(64, 128), torch.zeros(128, 8, dtype=torch.int64), 8, True)
 
 
+def delta() -> Callable[[PtxMachine], object]:
+    """Qwen3.5's heads, and a token behind others."""
+    paged = Paged(Case((16, 128), (32, 128), 4, [[1]]), BF16)
+    args, _ = paged.step([1])
+    cache = {"states": torch.zeros_like(paged.states), "inputs": torch.zeros_like(paged.inputs)}
+    args |= cache | {"kv_lens": torch.tensor([10]).int(), "stamps": torch.full_like(paged.stamps, 9)}
+    return lambda machine: gated_delta(machine, **args)
+
+
 # The most that is taken, in turns of the banks and in sectors, of what would do.
 KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
@@ -95,6 +106,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "int8 by int8": (scaled, 1.0, 1.1),
     "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
+    "gated delta rule": (delta(), 1.0, 1.01),
     "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 

@@ -35,7 +35,8 @@ FORMATS = {
 def logits_of(worker: Worker, tokens: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
         worker.platform.enter()
-        return worker.model.logits(worker.model.run(worker.model.prepare(whole_batch(tokens, worker.block_size)), worker.runner.cache))
+        inputs = worker.model.prepare(whole_batch(tokens, worker.block_size))
+        return worker.model.logits(worker.model.run(inputs, worker.runner.cache))
 
 
 def expected_logits(model: Any, tokens: list[list[int]]) -> torch.Tensor:

@@ -52,8 +52,8 @@ class AttentionSpec:
 
     scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
     a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
-    fused_qkv: q, k and v are one tensor of the checkpoint, in this order. gated: what a head finds is multiplied with the sigmoids
-    of as many numbers, which the checkpoint's q has behind each head's query.
+    fused_qkv: q, k and v are one tensor of the checkpoint, in this order. gated: what a head finds is multiplied with the
+    sigmoids of as many numbers, which the checkpoint's q has behind each head's query.
     """
 
     num_heads: int
@@ -107,9 +107,9 @@ class ConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have a
-    state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint has
-    the logarithm of the decay, without its sign.
+    """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
+    a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
+    has the logarithm of the decay, without its sign.
     """
 
     num_keys: int
@@ -131,9 +131,9 @@ class DeltaSpec:
         return 2 * self.num_keys * self.key_dim + self.values
 
     def num_weights(self, hidden_size: int) -> int:
-        """Numbers in it, in a model of this width; its norm is one of them."""
+        """Numbers in it, in a model of this width; norms left out."""
         matrices = hidden_size * (self.channels + 2 * self.values + 2 * self.num_values)
-        return matrices + self.channels * self.width + 2 * self.num_values + self.value_dim
+        return matrices + self.channels * self.width + 2 * self.num_values
 
 
 MixerSpec = AttentionSpec | ConvSpec | DeltaSpec

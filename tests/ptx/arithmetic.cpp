@@ -100,6 +100,15 @@ float fma_downward(float a, float b, float c) {
   return result;
 }
 
+float add_toward_zero(float a, float b) {
+  const int before = std::fegetround();
+  std::fesetround(FE_TOWARDZERO);
+  volatile float x = a, y = b;
+  volatile float result = x + y;
+  std::fesetround(before);
+  return result;
+}
+
 template <class T, bool FLUSHED>
 void add_floats(Table& table, const std::string& type) {
   for (const char* rounding : {"", "rn."}) {
@@ -224,6 +233,7 @@ void add_arithmetic(Table& table) {
   table["popc.b32"] = {unary<uint32_t, uint32_t, [](uint32_t a) { return uint32_t(__builtin_popcount(a)); }>};
   table["prmt.b32"] = {ternary<uint32_t, uint32_t, permuted>};
   table["fma.rm.ftz.f32"] = {float_ternary<float, true, fma_downward>};
+  table["add.rz.ftz.f32"] = {float_binary<float, true, add_toward_zero>};
   table["copysign.f32"] = {binary<float, float, [](float sign, float value) { return std::copysign(value, sign); }>};
   // Only the upper half is computed.
   table["rcp.approx.ftz.f64"] = {

@@ -19,9 +19,9 @@ from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpe
 
 
 class CpuStep(NamedTuple):
-    """Of one batch: slots [T], tables [B, P] of pages and of blocks, how many tokens of its sequence follow each token in this step (itself
-    included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], and how long it is
-    with them [B]."""
+    """Of one batch: slots [T], tables [B, P] of pages and of blocks, how many tokens of its sequence follow each token in this
+    step (itself included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], and
+    how long it is with them [B]."""
 
     slots: torch.Tensor
     page_tables: torch.Tensor
@@ -62,8 +62,8 @@ class CpuBlocks:
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. block_size: a multiple of
-    cpu.BLOCK."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. block_size: a multiple
+    of cpu.BLOCK."""
 
     def __init__(
         self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], block_size: int = cpu.BLOCK
@@ -137,6 +137,8 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
+        states, inputs, stamps = cache
         return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, *cache, step.query_starts, step.kv_lens, step.block_tables, self.block_size
-        )
+            projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens, step.block_tables,
+            self.block_size,
+        )  # fmt: skip

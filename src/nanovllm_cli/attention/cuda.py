@@ -210,9 +210,10 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
     ) -> torch.Tensor:
+        states, inputs, stamps = cache
         return gated_delta(
-            self.launcher, projected, gates, *weights, spec.tiled, *cache, step.query_starts, step.kv_lens, step.block_tables,
-            self.block_size,
+            self.launcher, projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens,
+            step.block_tables, self.block_size,
         )  # fmt: skip
 
     def _whole_prompts(

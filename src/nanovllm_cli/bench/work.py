@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.bench.sweep import Trial
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import DeltaSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,9 @@ class Work(NamedTuple):
 
 class ModelWork(NamedTuple):
     """What a model's shape says. read_bytes: of weights, each step; expert_bytes: those of experts among them, of which a token
-    takes expert_share. kv_bytes: K and V of one token. linear_flops: of the layers'
-    matrices, a token; head_flops: of the head, a row of logits; attention_flops: of a token, for each token that it looks at."""
+    takes expert_share. kv_bytes: K and V of one token. state_bytes: read and written of a sequence's states, each step.
+    linear_flops: of the layers' matrices and states, a token; head_flops: of the head, a row of logits; attention_flops: of a
+    token, for each token that it looks at."""
 
     read_bytes: float
     kv_bytes: float
@@ -36,20 +37,24 @@ class ModelWork(NamedTuple):
     attention_flops: float
     expert_bytes: float = 0.0
     expert_share: float = 1.0
+    state_bytes: float = 0.0
 
     @classmethod
     def of(
         cls, spec: ModelSpec, read_bytes: float, kv_dtypes: tuple[torch.dtype, torch.dtype], expert_bytes: float = 0.0
     ) -> ModelWork:
         """read_bytes, expert_bytes: as the weights are kept (see LLM.read_bytes)."""
-        linear = attended = kv_bytes = 0.0
+        linear = attended = kv_bytes = state_bytes = 0.0
         for block in spec.blocks:
             linear += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_active(spec.hidden_size)
+            if isinstance(block.mixer, DeltaSpec):
+                linear += 3 * block.mixer.key_dim * block.mixer.values
+                state_bytes += 8 * block.mixer.key_dim * block.mixer.values
         for attention in spec.attentions:
             attended += 2 * attention.num_heads * attention.head_dim
             kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
         head = 2.0 * spec.vocab_size * spec.hidden_size
-        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * attended, expert_bytes, spec.expert_share)
+        return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * attended, expert_bytes, spec.expert_share, state_bytes)
 
     def step_bytes(self, num_tokens: int) -> float:
         """Of weights that a step of so many tokens reads. Of experts that none of them takes, by the mean of tokens that choose
@@ -68,7 +73,7 @@ class ModelWork(NamedTuple):
         looked_at = many * (_sum_to(before) - _sum_to(trial.depth) + generated)
         heads = answers + (many if prompts else 0)
         num_bytes = prefill_steps * self.step_bytes(min(step_size, prompts)) + trial.num_gen * self.step_bytes(many)
-        num_bytes += self.kv_bytes * read
+        num_bytes += self.kv_bytes * read + self.state_bytes * many * (len(chunk_ends) + trial.num_gen)
         flops = self.linear_flops * (prompts + answers) + self.head_flops * heads + self.attention_flops * looked_at
         return Work(num_bytes / (prompts + answers), flops / (prompts + answers))
 

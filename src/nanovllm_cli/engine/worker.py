@@ -41,8 +41,8 @@ class Worker(LoadedModel):
 
     encode: text -> ids without special tokens, token_bytes: the bytes of every token, control_ids: tokens that no text spells;
     for sampling parameters that are given as text (bad_words, DRY's breakers, constraints).
-    platform: where; by default what `config.device` says. config: see `settled`, which a platform's own has been through. A draft model that the config names has a block beside each of this
-    one's, which block_bytes counts.
+    platform: where; by default what `config.device` says; its settings are `settled`. A draft model that the config names has a
+    block beside each of this one's, which block_bytes counts.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 

@@ -233,10 +233,7 @@ def address_of(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
 
 def rows_of(tensor: torch.Tensor, dtype: torch.dtype, rows: int, columns: int) -> tuple[int, int]:
     """The same of what may be columns of a wider tensor, and how many numbers a row is from the next."""
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
-    assert tensor.shape == (rows, columns), (tensor.shape, rows, columns)
-    assert tensor.stride(1) == 1
-    assert tensor.stride(0) >= columns
+    assert (tensor.dtype, *tensor.shape, tensor.stride(1)) == (dtype, rows, columns, 1), (tensor.dtype, tensor.shape)
     return tensor.data_ptr(), tensor.stride(0)
 
 

@@ -49,6 +49,27 @@ def _convolve(taps, rows, first, count, channel, offset, out):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _gather(line, firsts, sizes, row):
+    """row = a token's inputs of q, k and v, of one head each."""
+    offset = 0
+    for part in range(3):
+        for i in range(sizes[part]):
+            row[offset + i] = load(line, firsts[part] + i)
+        offset += sizes[part]
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _scatter(row, firsts, sizes, with_keys, line):
+    """The way back; q and k only by one of those that share them."""
+    offset = 0
+    for part in range(3):
+        if part == 2 or with_keys:
+            for i in range(sizes[part]):
+                store(line, firsts[part] + i, row[offset + i])
+        offset += sizes[part]
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
 def _divide_by_length(x, factor):
     inverse = factor / np.sqrt(sum_of_squares(np.float32(0), x.ctypes.data, x.size) + LENGTH_EPS)
     for i in range(x.size):
@@ -56,17 +77,39 @@ def _divide_by_length(x, factor):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _step(source, target, rows, stride, count, k, q, v, out, kept, beta, alike):
+def _mix(taps, ring, oldest, firsts, sizes, q, k, v, product):
+    """q, k and v of a token, by the inputs of it and those before it. Returns k . q. product [key_dim]: scratch."""
+    _convolve(taps, ring, oldest, sizes[0], firsts[0], 0, q)
+    _convolve(taps, ring, oldest, sizes[1], firsts[1], sizes[0], k)
+    _convolve(taps, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
+    _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(q.size)))
+    _divide_by_length(k, np.float32(1.0))
+    for i in range(q.size):
+        product[i] = q[i] * k[i]
+    return sum_f32(product.ctypes.data, q.size)
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _finish(found, gains, eps, z, first_z, line, first):
+    """line[first …] = norm(found) * silu(z)."""
+    total = sum_of_squares(np.float32(0), found.ctypes.data, found.size)
+    inverse = np.float32(1.0) / np.sqrt(total / np.float32(found.size) + np.float32(eps))
+    for i in range(found.size):
+        store(line, first + i, found[i] * inverse * gains[i] * _silu(load(z, first_z + i)))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _step(source, target, stride, rows, count, k, q, v, out, kept, beta, alike):
     """See `simd_delta.delta_step`, of any number of columns and rows."""
     key, query, value, found = floats_at(k, (rows,)), floats_at(q, (rows,)), floats_at(v, (count,)), floats_at(out, (count,))
     for j in range(count):
-        seen = sees = np.float32(0.0)
+        seen = finds = np.float32(0.0)
         for i in range(rows):
             number = floats_at(source + i * stride + 4 * j, (1,))[0]
             seen += number * key[i]
-            sees += number * query[i]
+            finds += number * query[i]
         change = beta * (value[j] - kept * seen)
-        found[j] = alike * change + kept * sees
+        found[j] = alike * change + kept * finds
         for i in range(rows):
             number = floats_at(source + i * stride + 4 * j, (1,))[0]
             floats_at(target + i * stride + 4 * j, (1,))[0] = kept * number + key[i] * change
@@ -87,21 +130,19 @@ def gated_delta(arguments, thread, team):
     source = carray(typed_pointer(projected, tag), (num_tokens, channels + values))
     result = carray(typed_pointer(out, tag), (num_tokens, values))
     weight = carray(typed_pointer(taps, tag), (width, channels))
-    kept_inputs = carray(typed_pointer(inputs, tag), (num_blocks, 2, width - 1, channels))
-    gate_of = floats_at(gates, (num_tokens, 2 * num_values))
-    decay_of, bias_of, gains = floats_at(decay, (num_values,)), floats_at(decay_bias, (num_values,)), floats_at(norm, (value_dim,))
+    inputs_of = carray(typed_pointer(inputs, tag), (num_blocks, 2, width - 1, channels))
     stamp_of = carray(typed_pointer(stamps, np.int32(0)), (num_blocks, 2, num_values))
+    gate_of, gains = floats_at(gates, (num_tokens, 2 * num_values)), floats_at(norm, (value_dim,))
+    decay_of, bias_of = floats_at(decay, (num_values,)), floats_at(decay_bias, (num_values,))
     start_of = carray(typed_pointer(starts, np.int32(0)), (num_sequences + 1,))
     len_of = carray(typed_pointer(lens, np.int32(0)), (num_sequences,))
     table_of = carray(typed_pointer(tables, np.int32(0)), (num_sequences, table_width))
 
-    own = 2 * key_dim + value_dim  # inputs of a task: q, k and v
-    state_bytes = 4 * key_dim * value_dim
+    sizes, own = (key_dim, key_dim, value_dim), 2 * key_dim + value_dim
     line_k, line_v = whole_lines(4 * key_dim), whole_lines(4 * value_dim)
     memory = scratch(whole_lines(4 * width * own) + CHUNK * (2 * line_k + 2 * line_v) + line_k + 3 * 4 * CHUNK)
-    base = memory.ctypes.data
-    ring = floats_at(base, (width, own))
-    at_q = base + whole_lines(4 * width * own)
+    ring = floats_at(memory.ctypes.data, (width, own))  # inputs of the token at p, p modulo width
+    at_q = memory.ctypes.data + whole_lines(4 * width * own)
     at_k = at_q + CHUNK * line_k
     at_v = at_k + CHUNK * line_k
     at_found = at_v + CHUNK * line_v
@@ -110,22 +151,20 @@ def gated_delta(arguments, thread, team):
 
     for task in share(num_sequences * num_values, thread, team):
         sequence, head = task // num_values, task % num_values
-        shared = num_values // num_keys
-        key_head = head % num_keys if tiled else head // shared
-        writes_keys = head < num_keys if tiled else head % shared == 0
+        group = num_values // num_keys
+        key_head = head % num_keys if tiled else head // group
+        keeps_keys = head < num_keys if tiled else head % group == 0
+        firsts = (key_head * key_dim, (num_keys + key_head) * key_dim, 2 * num_keys * key_dim + head * value_dim)
         begin, end = start_of[sequence], start_of[sequence + 1]
-        position = len_of[sequence] - (end - begin)
-        first_of = (key_head * key_dim, (num_keys + key_head) * key_dim, 2 * num_keys * key_dim + head * value_dim)
-        size_of = (key_dim, key_dim, value_dim)
+        position = np.int64(len_of[sequence] - (end - begin))
 
-        # Where the state is that the step begins with, and the inputs before it
+        # The block and the place in it that the step begins with
         read_block, place = np.int64(-1), np.int64(0)
         if position > 0:
-            read_block = np.int64(table_of[sequence, (position - 1) // block_size])
-            place = -1
+            read_block, place = np.int64(table_of[sequence, (position - 1) // block_size]), np.int64(-1)
             for each in range(2):
                 if stamp_of[read_block, each, head] == position:
-                    place = each
+                    place = np.int64(each)
         if place < 0:
             for t in range(begin, end):
                 for i in range(value_dim):
@@ -133,21 +172,18 @@ def gated_delta(arguments, thread, team):
             continue
         for back in range(1, width):
             row = ring[(position - back) % width]
-            offset = 0
-            for part in range(3):
-                for i in range(size_of[part]):
-                    if position > 0:
-                        row[offset + i] = load(kept_inputs[read_block, place, width - 1 - back], first_of[part] + i)
-                    else:
-                        row[offset + i] = np.float32(0.0)
-                offset += size_of[part]
-        state = states + ((read_block * 2 + place) * num_values + head) * state_bytes
+            if position > 0:
+                _gather(inputs_of[read_block, place, width - 1 - back], firsts, sizes, row)
+            else:
+                for i in range(own):
+                    row[i] = np.float32(0.0)
+        state = states + ((read_block * 2 + place) * num_values + head) * 4 * key_dim * value_dim
 
         t = np.int64(begin)
         while t < end:
             block = np.int64(table_of[sequence, position // block_size])
             target_place = 1 - place if block == read_block else np.int64(0)
-            target = states + ((block * 2 + target_place) * num_values + head) * state_bytes
+            target = states + ((block * 2 + target_place) * num_values + head) * 4 * key_dim * value_dim
             if position == 0:
                 zeros = floats_at(target, (key_dim * value_dim,))
                 for i in range(key_dim * value_dim):
@@ -155,63 +191,33 @@ def gated_delta(arguments, thread, team):
                 state = target
             count = min(min(CHUNK, end - t), block_size - position % block_size)
             for c in range(count):
-                row = ring[(position + c) % width]
-                offset = 0
-                for part in range(3):
-                    line = source[t + c]
-                    for i in range(size_of[part]):
-                        row[offset + i] = load(line, first_of[part] + i)
-                    offset += size_of[part]
+                _gather(source[t + c], firsts, sizes, ring[(position + c) % width])
                 q, k = floats_at(at_q + c * line_k, (key_dim,)), floats_at(at_k + c * line_k, (key_dim,))
                 v = floats_at(at_v + c * line_v, (value_dim,))
-                oldest = (position + c + 1) % width
-                _convolve(weight, ring, oldest, key_dim, first_of[0], 0, q)
-                _convolve(weight, ring, oldest, key_dim, first_of[1], key_dim, k)
-                _convolve(weight, ring, oldest, value_dim, first_of[2], 2 * key_dim, v)
-                _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(key_dim)))
-                _divide_by_length(k, np.float32(1.0))
-                for i in range(key_dim):
-                    product[i] = q[i] * k[i]
-                alike[c] = sum_f32(product.ctypes.data, key_dim)
-                b, a = gate_of[t + c, head], gate_of[t + c, num_values + head] + bias_of[head]
-                beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-b))
-                soft = max(a, np.float32(0.0)) + np.log1p(np.exp(-abs(a)))
-                kept[c] = np.exp(decay_of[head] * soft)
-            for strip in range(0, value_dim, COLUMNS):
-                columns, seen = min(COLUMNS, value_dim - strip), state
+                alike[c] = _mix(weight, ring, (position + c + 1) % width, firsts, sizes, q, k, v, product)
+                beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate_of[t + c, head]))
+                a = gate_of[t + c, num_values + head] + bias_of[head]
+                kept[c] = np.exp(decay_of[head] * (max(a, np.float32(0.0)) + np.log1p(np.exp(-abs(a)))))
+            for first in range(0, value_dim, COLUMNS):
+                columns, seen, at = min(COLUMNS, value_dim - first), state + 4 * first, target + 4 * first
                 for c in range(count):
-                    k, q, v, found = at_k + c * line_k, at_q + c * line_k, at_v + c * line_v, at_found + c * line_v
+                    q, k = at_q + c * line_k, at_k + c * line_k
+                    v, found = at_v + c * line_v + 4 * first, at_found + c * line_v + 4 * first
                     if columns == COLUMNS and key_dim % ROWS == 0:
-                        delta_step(
-                            seen + 4 * strip, target + 4 * strip, 4 * value_dim, key_dim, k, q, v + 4 * strip, found + 4 * strip,
-                            kept[c], beta[c], alike[c],
-                        )  # fmt: skip
+                        delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, kept[c], beta[c], alike[c])
                     else:
-                        _step(
-                            seen + 4 * strip, target + 4 * strip, key_dim, 4 * value_dim, columns, k, q, v + 4 * strip,
-                            found + 4 * strip, kept[c], beta[c], alike[c],
-                        )  # fmt: skip
-                    seen = target
+                        _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, kept[c], beta[c], alike[c])
+                    seen = at
             state = target
             for c in range(count):
-                found = floats_at(at_found + c * line_v, (value_dim,))
-                total = sum_of_squares(np.float32(0), found.ctypes.data, value_dim)
-                inverse = np.float32(1.0) / np.sqrt(total / np.float32(value_dim) + np.float32(eps))
-                z, line = source[t + c], result[t + c]
-                for i in range(value_dim):
-                    gate = _silu(load(z, channels + head * value_dim + i))
-                    store(line, head * value_dim + i, found[i] * inverse * gains[i] * gate)
+                found, first = floats_at(at_found + c * line_v, (value_dim,)), head * value_dim
+                _finish(found, gains, eps, source[t + c], channels + first, result[t + c], first)
             t += count
             position += count
             if position % block_size == 0 or t == end:
                 for back in range(1, width):
-                    row, line = ring[(position - back) % width], kept_inputs[block, target_place, width - 1 - back]
-                    offset = 0
-                    for part in range(3):
-                        if part == 2 or writes_keys:
-                            for i in range(size_of[part]):
-                                store(line, first_of[part] + i, row[offset + i])
-                        offset += size_of[part]
+                    line = inputs_of[block, target_place, width - 1 - back]
+                    _scatter(ring[(position - back) % width], firsts, sizes, keeps_keys, line)
                 if block != read_block:
                     stamp_of[block, 1, head] = 0
                 stamp_of[block, target_place, head] = position

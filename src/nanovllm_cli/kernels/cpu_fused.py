@@ -58,7 +58,8 @@ def sigmoid_gate(arguments, thread, team):
     """x [num_rows, width] *= sigmoid(gate), of gate [num_rows, width], whose rows lie gate_stride numbers apart, or with
     whole_rows [num_rows, 1]."""
     tag, gate_tag, x, gate, num_rows, width, gate_stride, whole_rows = fields(arguments)
-    lines, gates = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
+    lines = carray(typed_pointer(x, tag), (num_rows, width))
+    gates = carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
     for r in share(num_rows, thread, team):
         line, own = lines[r], gates[r]
         for i in range(width):
@@ -151,14 +152,15 @@ def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
     cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. q_norm, k_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
+    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. q_norm, k_norm: addresses of [dim], or 0. cos,
+    sin: [T, rotary / 2] fp32.
     k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end of its sequence in
     this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
     and stale memory may hold a NaN.
     """
     (
-        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary, interleaved,
-        slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
+        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary,
+        interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))

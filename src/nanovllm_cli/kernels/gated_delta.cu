@@ -23,7 +23,7 @@ constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of r
 constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GROUPS * 4 * SLICES;
 constexpr int WARP_COLUMNS = LANES * VECTOR, WARPS = (VALUE_DIM + WARP_COLUMNS - 1) / WARP_COLUMNS;
 constexpr int THREADS = WARPS * WARP_SIZE, SPREAD = SLICES / 2 / VECTOR;  // slices that end up with the same sum
-constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2, ROUNDS = (TASKS * SLOTS + WARPS - 1) / WARPS;
+constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2;
 constexpr int BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
 constexpr int PARTS = 2 * KEY_DIM + VALUE_DIM, ROW = PARTS + VALUE_DIM;  // q, k and v of a token, and z
 constexpr int LOAD = PIECE < 4 ? PIECE : 4;  // with more, half of a warp has nothing of a head of 128
@@ -56,20 +56,36 @@ DEVICE Four load_once(const float* source, Four) { return __builtin_bit_cast(Fou
 template <class T>
 DEVICE T load_once(const float* source, T) { return T::load(source); }
 
-// PIECE elements to shared memory, zeros without a source; there after wait_copies and a barrier.
-DEVICE void copy_piece(DTYPE* target, const DTYPE* source) {
-  typedef Vector<DTYPE, PIECE> Piece;
-  if constexpr (sizeof(Piece) == 16) {
-    copy_async_16(target, source ? source : target, source);
+// PIECE elements to shared memory, or zeros; there after wait_copies and a barrier.
+DEVICE void copy_piece(DTYPE* target, const DTYPE* source, bool is_known = true) {
+  if constexpr (PIECE == 8) {
+    copy_async_16(target, source, is_known);
   } else {
-    Piece piece = {};
-    if (source) piece = Piece::load(source);
+    typedef Vector<DTYPE, PIECE> Piece;
+    Piece piece;
+#pragma unroll
+    for (int j = 0; j < PIECE; ++j) piece.at[j] = from_float<DTYPE>(0.0f);
+    if (is_known) piece = Piece::load(source);
     piece.store(target);
   }
 }
 
-// Where a unit of a head begins for this lane.
+// Stores of 8 and 16 bytes that stay whole: at the first of several addresses the compiler parts the plain ones.
+template <class T, int COUNT>
+DEVICE void store_whole(T* target, const Vector<T, COUNT>& vector) {
+  if constexpr (sizeof vector == 16) {
+    __stcg(reinterpret_cast<uint4*>(target), __builtin_bit_cast(uint4, vector));
+  } else if constexpr (sizeof vector == 8) {
+    __stcg(reinterpret_cast<uint2*>(target), __builtin_bit_cast(uint2, vector));
+  } else {
+    vector.store(target);
+  }
+}
+
+// Where a unit of a head begins for this lane, and whether it does.
 DEVICE int column_of(int unit) { return unit * UNIT + threadIdx.x % WARP_SIZE * LOAD; }
+template <int DIM>
+DEVICE bool has_unit(int unit) { return DIM % UNIT == 0 || column_of(unit) < DIM; }
 
 // A lane's part of the state.
 struct State {
@@ -77,13 +93,14 @@ struct State {
 
   static DEVICE int row_of(int group) { return (group * SLICES + threadIdx.x % WARP_SIZE / LANES) * 4; }
   static DEVICE int column() { return threadIdx.x / WARP_SIZE * WARP_COLUMNS + threadIdx.x % LANES * VECTOR; }
-  static DEVICE bool has(int row) {
+  static DEVICE bool has_columns() {
 #ifdef BUG_UNMASKED_TAIL
-    return row < KEY_DIM;
+    return true;
 #else
-    return row < KEY_DIM && column() < VALUE_DIM;
+    return VALUE_DIM % WARP_COLUMNS == 0 || column() < VALUE_DIM;
 #endif
   }
+  static DEVICE bool has(int row) { return (KEY_DIM == KEY_SPAN || row < KEY_DIM) && has_columns(); }
 
   DEVICE void fill(float value) {
 #pragma unroll
@@ -110,7 +127,7 @@ struct State {
       Columns stored;
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) stored.at[j] = at[i / 4][i % 4][j];
-      stored.store(target + row * VALUE_DIM + column());
+      store_whole(target + row * VALUE_DIM + column(), stored);
     }
   }
 
@@ -131,8 +148,8 @@ struct State {
     }
     const float sum = scattered_sum(sums), kept = token.kept;
     // The first half of the lanes has a column's sum with k, the other one its sum with q.
-    const int own = column() + lane % 16 / LANES / SPREAD - lane % LANES * 0;
-    const bool is_owner = lane < 16 && lane / LANES % SPREAD == 0 && own < VALUE_DIM;
+    const int own = column() + lane % 16 / LANES / SPREAD;
+    const bool is_owner = lane < 16 && lane / LANES % SPREAD == 0 && (VALUE_DIM % WARP_COLUMNS == 0 || own < VALUE_DIM);
     const float change = token.rate * ((is_owner ? token.value[own] : 0.0f) - kept * sum);
     const float q_sum = __shfl_xor_sync(ALL_LANES, sum, 16);
     if (is_owner) token.value[own] = fmaf(token.overlap, change, kept * q_sum);
@@ -177,8 +194,8 @@ struct Work {
   const int* table;
   int head, num_values, q_channel, k_channel, v_channel, channels;
   bool keeps_keys;
-  int count, position, block_size, own_end;  // own_end: the last token in the block that the state is read from, or -1
-  Index place;                               // that is read: of all blocks' places; or -1
+  // own_end: the last token in the block that the state is read from, or -1.  place: that is read, of all blocks' places.
+  int count, position, block_size, own_end, place;
 
   // In a row of the projection, of a piece of what a block needs of it.
   DEVICE int channel_of(int part) const {
@@ -188,23 +205,25 @@ struct Work {
     return v_channel + num_values * VALUE_DIM + part - PARTS;
   }
   DEVICE bool is_kept(int token) const { return token + 1 == count || (position + token + 1) % block_size == 0; }
-  DEVICE Index place_of(int token) const {
+  // Where what is behind a token is written.
+  DEVICE int place_of(int token) const {
 #ifdef BUG_SAME_PLACE
-    if (token <= own_end) return place;
+    const int other = place;
 #else
-    if (token <= own_end) return place ^ 1;
+    const int other = place ^ 1;
 #endif
-    return (Index)table[(position + token) / block_size] * 2;
+    return token <= own_end ? other : table[(position + token) / block_size] * 2;
   }
-  DEVICE Index state_at(Index place) const { return (place * num_values + head) * (KEY_DIM * VALUE_DIM); }
-  DEVICE Index stamp_at(Index place) const { return place * num_values + head; }
-  DEVICE Index inputs_at(Index place) const { return place * BEFORE * channels; }
+  DEVICE Index state_at(int place) const { return stamp_at(place) * (KEY_DIM * VALUE_DIM); }
+  DEVICE Index stamp_at(int place) const { return (Index)place * num_values + head; }
+  DEVICE Index inputs_at(int place) const { return (Index)place * BEFORE * channels; }
 };
 
 // silu of a lane's part of a convolution; zeros beyond the head. part: where the head begins in a row.
-DEVICE Floats mixed(Shared& shared, int token, int part, int unit, int dim) {
+template <int DIM>
+DEVICE Floats mixed(Shared& shared, int token, int part, int unit) {
   Floats sums = {};
-  if (column_of(unit) >= dim) return sums;
+  if (!has_unit<DIM>(unit)) return sums;
 #pragma unroll
   for (int k = 0; k < WIDTH; ++k) {
     const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
@@ -217,12 +236,14 @@ DEVICE Floats mixed(Shared& shared, int token, int part, int unit, int dim) {
   return sums;
 }
 
-// A warp writes a head's last inputs to where the cache keeps them behind a token.
+// A warp writes a head's last inputs to where the cache keeps them behind a token. Rolled up: registers are short.
 DEVICE void keep_inputs(Shared& shared, int token, int part, int dim, DTYPE* target, int channels) {
+#pragma unroll 1
   for (int unit = 0; column_of(unit) < dim; ++unit)
+#pragma unroll 1
     for (int k = 1; k < WIDTH; ++k) {
       const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
-      input.store(target + (k - 1) * channels + column_of(unit));
+      store_whole(target + (k - 1) * channels + column_of(unit), input);
     }
 }
 
@@ -231,7 +252,7 @@ DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
   float of_q = 0.0f, of_k = 0.0f, overlap = 0.0f;
 #pragma unroll
   for (int unit = 0; unit < KEY_UNITS; ++unit) {
-    q[unit] = mixed(shared, token, 0, unit, KEY_DIM), k[unit] = mixed(shared, token, KEY_DIM, unit, KEY_DIM);
+    q[unit] = mixed<KEY_DIM>(shared, token, 0, unit), k[unit] = mixed<KEY_DIM>(shared, token, KEY_DIM, unit);
 #pragma unroll
     for (int j = 0; j < LOAD; ++j) {
       of_q = fmaf(q[unit].at[j], q[unit].at[j], of_q);
@@ -245,7 +266,7 @@ DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
   for (int unit = 0; unit < KEY_UNITS; ++unit) {
 #pragma unroll
     for (int j = 0; j < LOAD; ++j) q[unit].at[j] *= by_q, k[unit].at[j] *= by_k;
-    if (column_of(unit) >= KEY_DIM) continue;
+    if (!has_unit<KEY_DIM>(unit)) continue;
     q[unit].store(target.q + column_of(unit));
     k[unit].store(target.k + column_of(unit));
   }
@@ -255,8 +276,8 @@ DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
 DEVICE void prepare_values(Shared& shared, int token, Token& target, const float* norm) {
 #pragma unroll
   for (int unit = 0; unit < VALUE_UNITS; ++unit) {
-    if (column_of(unit) >= VALUE_DIM) continue;
-    mixed(shared, token, 2 * KEY_DIM, unit, VALUE_DIM).store(target.value + column_of(unit));
+    if (!has_unit<VALUE_DIM>(unit)) continue;
+    mixed<VALUE_DIM>(shared, token, 2 * KEY_DIM, unit).store(target.value + column_of(unit));
     const Elements z = Elements::load(shared.row_of(token) + PARTS + column_of(unit));
     Floats gate = Floats::load(norm + column_of(unit));
 #pragma unroll
@@ -271,7 +292,7 @@ DEVICE void finish(const Token& token, float eps, DTYPE* out) {
   float squares = 0.0f;
 #pragma unroll
   for (int unit = 0; unit < VALUE_UNITS; ++unit) {
-    if (column_of(unit) >= VALUE_DIM) continue;
+    if (!has_unit<VALUE_DIM>(unit)) continue;
     values[unit] = Floats::load(token.value + column_of(unit));
 #pragma unroll
     for (int j = 0; j < LOAD; ++j) squares = fmaf(values[unit].at[j], values[unit].at[j], squares);
@@ -279,12 +300,12 @@ DEVICE void finish(const Token& token, float eps, DTYPE* out) {
   const float factor = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
 #pragma unroll
   for (int unit = 0; unit < VALUE_UNITS; ++unit) {
-    if (column_of(unit) >= VALUE_DIM) continue;
+    if (!has_unit<VALUE_DIM>(unit)) continue;
     const Floats gate = Floats::load(token.gate + column_of(unit));
     Elements rounded;
 #pragma unroll
     for (int j = 0; j < LOAD; ++j) rounded.at[j] = from_float<DTYPE>(values[unit].at[j] * factor * gate.at[j]);
-    rounded.store(out + column_of(unit));
+    store_whole(out + column_of(unit), rounded);
   }
 }
 
@@ -317,12 +338,12 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   const int begin = __ldcg(starts + sequence), len = __ldcg(lens + sequence);
   work.count = __ldcg(starts + sequence + 1) - begin, work.position = len - work.count, work.block_size = block_size;
   work.table = tables + (Index)sequence * table_width;
-  int block = 0;
 #ifdef BUG_PAGE
-  if (work.position > 0) block = __ldcg(work.table + work.position / block_size);
+  const int newest = work.position;
 #else
-  if (work.position > 0) block = __ldcg(work.table + (work.position - 1) / block_size);
+  const int newest = work.position - 1;
 #endif
+  const int block = work.position > 0 ? __ldcg(work.table + newest / block_size) : 0;
   const int first_end = block_size - 1 - work.position % block_size;
   work.own_end = work.position % block_size ? first_end : -1;
   const float own_decay = decay[work.head], own_bias = decay_bias[work.head];
@@ -332,14 +353,16 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   projected += (Index)begin * stride, gates += (Index)begin * 2 * work.num_values + work.head;
   out += ((Index)begin * work.num_values + work.head) * VALUE_DIM;
   if (len == 0) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < work.count * VALUE_DIM; i += THREADS) {
       out[(Index)(i / VALUE_DIM) * work.num_values * VALUE_DIM + i % VALUE_DIM] = from_float<DTYPE>(0.0f);
     }
     work.count = 0;
   }
-  // The rows of up to SLOTS tokens on their way to the ring; and returns a gate of a token, b or a, to the first of the threads.
+  // Rows of up to SLOTS tokens go on their way to the ring. Of their gates each of the first threads gets one, b or a.
   const auto fetch = [&](int start) {
     const int there = min(SLOTS, work.count - start);
+#pragma unroll 1
     for (int i = threadIdx.x; i < there * (ROW / PIECE); i += THREADS) {
       const int token = start + i / (ROW / PIECE), part = i % (ROW / PIECE) * PIECE;
       copy_piece(shared.row_of(token) + part, projected + (Index)token * stride + work.channel_of(part));
@@ -347,35 +370,83 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     const int token = start + threadIdx.x % SLOTS, which = threadIdx.x / SLOTS;
     return which < 2 && token < work.count ? gates[((Index)token * 2 + which) * work.num_values] : 0.0f;
   };
-  float gate = fetch(0);
-  work.place = -1;
+  const auto land = [&](float gate) {
+    if (threadIdx.x < 2 * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  };
+
+  const float first_gate = fetch(0);
+  bool is_known = false;
+  work.place = block * 2;
   if (len > 0 && work.position > 0) {
-    for (int i = 1; i >= 0; --i) {
-      if (stamps[work.stamp_at((Index)block * 2 + i)] == work.position) work.place = (Index)block * 2 + i;
-    }
+    const bool is_first = stamps[work.stamp_at(work.place)] == work.position;
+    const bool is_second = stamps[work.stamp_at(work.place + 1)] == work.position;
+    is_known = is_first || is_second;
+    work.place += !is_first && is_second;
   }
   for (int i = threadIdx.x; i < BEFORE * (PARTS / PIECE); i += THREADS) {
     const int row = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
-    const DTYPE* source = inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part);
-    copy_piece(shared.rows[row] + part, work.place < 0 ? nullptr : source);
+    copy_piece(shared.rows[row] + part, inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part), is_known);
   }
   State state;
-  if (work.place >= 0) {
+  if (is_known) {
     state.load(states + work.state_at(work.place));
   } else {
     state.fill(work.position == 0 ? 0.0f : __uint_as_float(0x7fc00000u));
-    work.place = (Index)block * 2;
   }
   let_next_kernel_start();
+  land(first_gate);
 
   int next_end = first_end;
 #pragma unroll 1
-  for (int start = 0;; start += SLOTS) {
-    commit_copies();
-    if (threadIdx.x < 2 * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
-    wait_copies<0>();
+  for (int start = 0; start < work.count; start += SLOTS) {
+    const int there = min(SLOTS, work.count - start);
+#pragma unroll 1
+    for (int task = warp; task < TASKS * there; task += WARPS) {
+      const int token = start + task / TASKS;
+      Token& target = shared.tokens[task / TASKS];
+      if (task % TASKS == 0) {
+        prepare_keys(shared, token, target);
+      } else {
+        prepare_values(shared, token, target, norm);
+        if (threadIdx.x % WARP_SIZE == 0) {
+          target.rate = __fdividef(1.0f, 1.0f + expf(-shared.gates[0][task / TASKS]));
+          target.kept = expf(own_decay * softplus(shared.gates[1][task / TASKS] + own_bias));
+        }
+      }
+      if (!work.is_kept(token)) continue;
+      DTYPE* kept = inputs + work.inputs_at(work.place_of(token));
+      if (task % TASKS == 1) {
+        keep_inputs(shared, token, 2 * KEY_DIM, VALUE_DIM, kept + work.v_channel, work.channels);
+      } else if (work.keeps_keys) {
+        keep_inputs(shared, token, 0, KEY_DIM, kept + work.q_channel, work.channels);
+        keep_inputs(shared, token, KEY_DIM, KEY_DIM, kept + work.k_channel, work.channels);
+      }
+    }
+#ifndef BUG_NO_BARRIER
     __syncthreads();
-    // TODO
+#endif
+    const float gate = fetch(start + SLOTS);
+#pragma unroll 1
+    for (int token = start; token < start + there; ++token) {
+      state.advance(shared.tokens[token - start]);
+      if (token != next_end && token + 1 != work.count) continue;
+      if (token == next_end) next_end += block_size;
+      const int place = work.place_of(token);
+      state.store(states + work.state_at(place));
+      if (threadIdx.x == 0) {
+        stamps[work.stamp_at(place)] = work.position + token + 1;
+        if (token > work.own_end) stamps[work.stamp_at(place + 1)] = 0;
+      }
+    }
+    land(gate);
+#pragma unroll 1
+    for (int task = warp; task < TASKS * there; task += WARPS) {
+      if (task % TASKS == 0) continue;
+      finish(shared.tokens[task / TASKS], eps, out + (Index)(start + task / TASKS) * work.num_values * VALUE_DIM);
+    }
   }
 }
 EXPORT(gated_delta)

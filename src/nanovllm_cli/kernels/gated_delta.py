@@ -39,28 +39,30 @@ def gated_delta(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """projected [T, 2 * K * E + 2 * V * D] -> [T, V * D]: see `reference.gated_delta`, of each sequence behind what the cache has.
+    """projected [T, 2 * K * E + 2 * V * D] -> [T, V * D]: see `reference.gated_delta`, of each sequence behind what the cache
+    has of it.
 
-    gates [T, 2 * V], decay [V], decay_bias [V], norm [D] float32; taps [width, channels], where channels are projected's without
-    its last V * D. Of each block of the cache two places: states [N, 2, V, E, D] float32, inputs of the convolution [N, 2,
-    width - 1, channels], and stamps [N, 2, V] int32, how many tokens of the sequence a place has behind it. The step reads that of
-    the token before its first (no such stamp: its outputs are NaN) and writes another at the end of each block and its own.
-    query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see `gated_conv`. UnsupportedError for more than MAX_WIDTH taps,
-    or heads larger than a block's registers.
+    gates [T, 2 * V], decay [V], decay_bias [V], norm [D] float32; taps [width, channels]: channels are projected's without its
+    last V * D. Of each block of the cache two places: states [N, 2, V, E, D] float32, inputs of the convolution [N, 2, width - 1,
+    channels], and stamps [N, 2, V] int32: behind how many tokens of the sequence that was, for each value head. The step reads
+    what was behind the token before its first (outputs are NaN where no stamp says so), and writes at the end of each block and
+    of its own; done again, it gives and leaves the same. query_starts [B + 1], kv_lens [B], block_tables [B, P] int32: see
+    `gated_conv`. UnsupportedError for more than MAX_WIDTH taps, or heads larger than the registers of a block of threads.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, taps.shape
     num_blocks, _, num_values, key_dim, value_dim = states.shape
     num_sequences, (_, table_width) = len(kv_lens), block_tables.shape
     num_keys = (channels - num_values * value_dim) // (2 * key_dim)
     if width > MAX_WIDTH:
-        raise UnsupportedError(f"a convolution over {width} tokens on a GPU", f"take one over at most {MAX_WIDTH}, or the CPU")
-    kernel, threads = variant(dtype, key_dim, value_dim, width), _threads(value_dim)
+        found = f"a convolution over {width} tokens on a GPU"
+        raise UnsupportedError(found, f"take one over at most {MAX_WIDTH}, or the CPU")
+    threads = _threads(value_dim)
     if key_dim > MAX_KEY_DIM or threads > MAX_THREADS:
         most = MAX_THREADS // WARP * LANES * _vector(value_dim)
         found = f"a delta rule's heads of {key_dim} by {value_dim} on a GPU"
-        raise UnsupportedError(found, f"such take at most {MAX_KEY_DIM} by {most} there; use the CPU")
-    assert channels == 2 * num_keys * key_dim + num_values * value_dim, (channels, num_keys)
-    assert num_keys and num_values % num_keys == 0, (num_keys, num_values)
+        raise UnsupportedError(found, f"take such of at most {MAX_KEY_DIM} by {most}, or the CPU")
+    assert channels == 2 * num_keys * key_dim + num_values * value_dim > num_values * value_dim, (channels, num_keys)
+    assert num_values % num_keys == 0, (num_keys, num_values)
     check(projected, launcher, dtype, tokens, channels + num_values * value_dim)
     check(gates, launcher, torch.float32, tokens, 2 * num_values)
     check(taps, launcher, dtype, width, channels)
@@ -78,6 +80,7 @@ def gated_delta(
         weights, cache = (taps, decay, decay_bias, norm), (states, inputs, stamps)
         tensors = (projected, gates, *weights, *cache, query_starts, kv_lens, block_tables, out)
         sizes = (np.int32(num_keys), np.int32(table_width), np.int32(block_size), np.int32(tiled), np.float32(eps))
+        kernel = variant(dtype, key_dim, value_dim, width)
         launcher.launch(kernel, (num_sequences, num_values, 1), (threads, 1, 1), (*tensors, *sizes))
     return out
 
@@ -92,9 +95,10 @@ def _threads(value_dim: int) -> int:
 
 
 def variant(dtype: torch.dtype, key_dim: int, value_dim: int, width: int) -> Kernel:
-    load = min(4, widest(math.gcd(key_dim, value_dim), dtype))  # with more, half of a warp has nothing of a head of 128
-    sizes = (("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("WIDTH", width), ("VECTOR", _vector(value_dim)), ("LOAD", load))
-    return Kernel("gated_delta", "gated_delta", (("DTYPE", type_name(dtype)), *sizes))
+    piece = widest(math.gcd(key_dim, value_dim), dtype)
+    dims = (("KEY_DIM", key_dim), ("VALUE_DIM", value_dim), ("WIDTH", width))
+    loads = (("VECTOR", _vector(value_dim)), ("PIECE", piece))
+    return Kernel("gated_delta", "gated_delta", (("DTYPE", type_name(dtype)), *dims, *loads))
 
 
 def variants() -> list[Kernel]:

@@ -8,8 +8,8 @@ from nanovllm_cli.kernels import cpu, cpu_fused
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, n], times the sigmoids of gate [T, n], which may be columns of a wider tensor, or [T, 1]. See `reference.sigmoid_gate`;
-    x is changed in place."""
+    """x [T, n] itself, times the sigmoids of gate: [T, n], which may be columns of a wider tensor, or [T, 1]. See
+    `reference.sigmoid_gate`."""
     tokens, width = x.shape
     columns = gate.shape[1]
     assert columns in (1, width), gate.shape

@@ -1,5 +1,5 @@
-"""One token's step of the gated delta rule over 32 columns of a state, as LLVM vectors. Each column is summed in ascending rows, on a
-processor with many registers even and odd rows apart: what that depends on is the processor alone.
+"""One token's step of the gated delta rule over 32 columns of a state, as LLVM vectors. Each column is summed in ascending rows,
+on a processor with many registers even and odd rows apart: what that depends on is the processor alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
     b.cbranch(b.icmp_signed("<", following, rows), loop, end)
 
     b.position_at_end(end)
-    # A loop's sums as it leaves them are what it would have gone on with.
-    last = [dict((block, value) for value, block in total.incomings)[loop] for total in sums]
+    last = [value for total in sums for value, block in total.incomings if block is loop]
     part = 2 * _VECTORS
     while len(last) > part:
         last = [b.fadd(*both) for both in zip(last[:part], last[part:], strict=True)]

@@ -15,6 +15,12 @@ from nanovllm_cli.model_spec import AttentionSpec, NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 
+def gates_first(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows [2 * H * D, …], each head's query followed by its gate, with all gates before all queries."""
+    heads = rows.view(-1, 2, head_dim, *rows.shape[1:])
+    return torch.cat([heads[:, 1].flatten(0, 1), heads[:, 0].flatten(0, 1)])
+
+
 class Attention(Mixer):
     """out(attend(qkv(x)))."""
 

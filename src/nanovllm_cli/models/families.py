@@ -223,8 +223,11 @@ def spec_from_gguf(
         qk_norm="blk.0.attn_q_norm.weight" in names,
         fused_qkv="blk.0.attn_qkv.weight" in names,
     )
+    inner = key("feed_forward_length")
+    if not read.has(inner) and family.experts is not None and read.has(key("expert_feed_forward_length")):
+        inner = key("expert_feed_forward_length")  # of a model without a dense layer
     mlp = MLPSpec(
-        read.integer(key("feed_forward_length")),
+        read.integer(inner),
         bias="blk.0.ffn_gate.bias" in names,
         fused=family.fused_mlp and "blk.0.ffn_gate.weight" not in names,
     )

@@ -1,5 +1,5 @@
-"""Qwen3.5 and 3.6: the gated delta rule in three of four layers, attention with gates in the others; with experts, a shared one that
-each token weighs. Of those that see, the part that reads and writes text: its positions are those of any other."""
+"""Qwen3.5 and 3.6: the gated delta rule in three of four layers, attention with gates in the others; with experts, a shared one
+that each token weighs. Of those that see, the part that reads and writes text: its positions are those of any other."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError("gated attention with biases is not supported", ANOTHER)
     if read.text("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedError("the delta rule behind another activation than silu is not supported", ANOTHER)
-    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
-    delta = DeltaSpec(*(read.integer(f"linear_{name}") for name in names))
+    keys, values = ((read.integer(f"linear_num_{of}_heads"), read.integer(f"linear_{of}_head_dim")) for of in ("key", "value"))
+    delta = DeltaSpec(*keys, *values, read.integer("linear_conv_kernel_dim"))
     return _hybrid(spec, delta, [kind == LINEAR for kind in types], read.flag("attn_output_gate", True), 0.0, read.where)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    """llama.cpp's converter deals value heads out to key heads in turn, and has decays and norms' gains as they are multiplied."""
+    """llama.cpp's converter deals value heads out to key heads in turn, and has decays and gains as they are multiplied."""
     listed = read.values.get(key("attention.recurrent_layers"))
     if isinstance(listed, list | tuple):
         if len(listed) < spec.num_layers or not all(isinstance(each, bool) for each in listed):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanovllm_cli.attention.kv_cache import settled
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import size_cache
 from nanovllm_cli.llm import LLM
@@ -42,7 +43,7 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     answer_len = min(ANSWER_LEN, llm.max_model_len // 4)
     prompt_len = min(estimate.PROMPT_LEN, llm.max_model_len - answer_len - 1)
     prefill, decode = _rates(llm, prompt_len, answer_len)
-    cache, process = None, None
+    cache, process, config = None, None, settled(config, plan.facts.spec)
     if plan.processor == "cpu":
         cache = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, plan.cache_room).num_blocks * plan.block_bytes
         written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * plan.block_bytes

@@ -21,7 +21,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
-from nanovllm_cli.model_spec import ConvSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec
 from nanovllm_cli.planning.facts import Facts, TensorClass, parameters
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -113,11 +113,20 @@ def _is_plain(outer: TensorClass) -> bool:
 def _widths(spec: ModelSpec) -> set[int]:
     found = set()
     for block in spec.blocks:
-        mixer = block.mixer
-        found |= {spec.hidden_size, mixer.channels if isinstance(mixer, ConvSpec) else mixer.num_heads * mixer.head_dim}
+        found |= {spec.hidden_size, _mixed(block.mixer)}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
         found |= {part.intermediate_size for part in parts if part is not None}
     return found
+
+
+def _mixed(mixer: MixerSpec) -> int:
+    """How wide what its last projection reads is."""
+    match mixer:
+        case ConvSpec():
+            return mixer.channels
+        case DeltaSpec():
+            return mixer.values
+    return mixer.num_heads * mixer.head_dim
 
 
 def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activations) -> str:
@@ -156,9 +165,17 @@ def longest_context(room: int, bytes_per_block: int, block_size: int, answers: i
     return min(most, room // bytes_per_block // answers * block_size)
 
 
-def decode_rate(facts: Facts, weights: WeightPlan, token_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:
-    """Most tokens a second of one sequence, `depth` tokens into its context. token_bytes: of K and V of one token."""
-    read = (_step_bytes(facts.spec, weights, 1) + depth * token_bytes) / (speed.read_gb_s * 1e9)
+def read_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, depth: int) -> float:
+    """Of a cache, for one token `depth` tokens into its context: keys and values of all before it, the inputs of convolutions of
+    a few, and states, which are written as well."""
+    keys = block_bytes([each for each in spec.mixers if isinstance(each, AttentionSpec)], layout) / block_size
+    states = block_bytes([each for each in spec.mixers if isinstance(each, DeltaSpec)], layout)
+    return depth * keys + states
+
+
+def decode_rate(facts: Facts, weights: WeightPlan, cache_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:
+    """Most tokens a second of one sequence, `depth` tokens into its context. cache_bytes: see `read_bytes`."""
+    read = (_step_bytes(facts.spec, weights, 1) + cache_bytes) / (speed.read_gb_s * 1e9)
     work = (_matmul(facts.spec, with_head=True) + _attention(facts.spec, depth)) / _operations(speed, weights)
     return 1.0 / max(read, work)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_cli.model_spec import ConvSpec, ModelSpec
+from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -97,6 +97,7 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["norms"] = hidden
     for block in spec.blocks:
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += block.mixer.num_weights(hidden)
+        found["norms"] += block.mixer.value_dim if isinstance(block.mixer, DeltaSpec) else 0
         found["mlp"] += block.mlp.num_weights(hidden)
         found["norms"] += (4 if block.order == "sandwich" else 2) * hidden
     found["norms"] += sum(2 * attention.head_dim for attention in spec.attentions if attention.qk_norm)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import block_bytes
+from nanovllm_cli.attention.kv_cache import block_bytes, settled
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
@@ -119,8 +119,9 @@ def make_plan(
     Raises what opening a model raises, UsageError or UnsupportedError for a format that was asked for and can't be, and
     DoesNotFitError for a context that the model does not have.
     """
-    platform = select_platform(config, progress)
     facts = facts_of(checkpoint, headers_only=headers_only)
+    config = settled(config, facts.spec)
+    platform = select_platform(config, progress)
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
@@ -130,6 +131,7 @@ def make_plan(
     lengths = estimate.contexts(facts.spec, config.max_model_len)
     context = config.max_model_len or lengths[0]
     cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers)
+    cache_read = estimate.read_bytes(facts.spec, layout, size, estimate.PROMPT_LEN)
     rows, rooms = [], []
     for quant in _candidates(facts, platform) if formats is None else formats:
         try:
@@ -142,7 +144,7 @@ def make_plan(
         total = estimate.total_bytes(weights.num_bytes, cache_bytes)
         room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
         context_len = estimate.longest_context(room, per_block, size, answers, most)
-        decode = None if speed is None else estimate.decode_rate(facts, weights, per_block / size, speed)
+        decode = None if speed is None else estimate.decode_rate(facts, weights, cache_read, speed)
         prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed, config.max_num_batched_tokens)
         rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, cache_bytes <= room, context_len, decode, prefill))
         rooms.append(room)
@@ -212,9 +214,9 @@ def _cache_rows(
 
 def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
     """What a model is, and the memory that it takes on the CPU, as it is stored, with one context of so many tokens at most."""
-    config = EngineConfig(device="cpu")
-    platform = select_platform(config, None)
     facts = facts_of(checkpoint)
+    config = settled(EngineConfig(device="cpu"), facts.spec)
+    platform = select_platform(config, None)
     dtype = compute_type(checkpoint, platform)
     weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None, platform.dense_bytes)
     layout = platform.backend(facts.spec, dtype)

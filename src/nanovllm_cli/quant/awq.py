@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec
+from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 
@@ -57,7 +57,7 @@ def scale_and_clip(
     result = {name: weight.float().clone() for name, weight in weights.items()}
     hessians = {name: statistics.hessian for name, statistics in seen.items()}
     for fold in _folds(spec):
-        formed = {name: form for name in fold.readers if (form := formats[f"{name}.weight"]) is not None}
+        formed = {name: form for name in fold.readers if (form := formats.get(f"{name}.weight")) is not None}
         if not formed:
             continue
         scales = _search([(result[f"{name}.weight"], form) for name, form in formed.items()], seen[fold.input], fold)
@@ -66,7 +66,7 @@ def scale_and_clip(
         hessians[fold.input] = hessians[fold.input] / wide / wide[:, None]
     for fold in _folds(spec):
         for name in fold.readers:
-            form = formats[f"{name}.weight"]
+            form = formats.get(f"{name}.weight")
             if form is not None and (group := _group_of(form)):
                 result[f"{name}.weight"] = _clip(result[f"{name}.weight"], hessians[fold.input], form, group)
     return result
@@ -77,6 +77,8 @@ def _folds(spec: BlockSpec) -> list[_Fold]:
     if isinstance(mixer, ConvSpec):
         middle = slice(mixer.channels, 2 * mixer.channels)
         return [_Fold("attention_norm", ("conv_in",), "conv_in"), _Fold("conv_in", ("conv_out",), "conv_out", rows=middle), *mlp]
+    if isinstance(mixer, DeltaSpec):
+        return [_Fold("attention_norm", ("delta_qkv", "delta_z", "delta_b", "delta_a"), "delta_qkv"), *mlp]
     inner = _Fold("v", ("o",), "o", (mixer.num_kv_heads, mixer.queries_a_key))
     if spec.order == "parallel":
         return [_Fold("attention_norm", ("q", "k", "v", "gate", "up"), "qkv"), inner, *mlp[1:]]

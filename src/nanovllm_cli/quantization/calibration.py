@@ -29,7 +29,9 @@ from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
+from nanovllm_cli.layers.delta import Delta
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.model_spec import ModelSpec
@@ -44,8 +46,11 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "down": ("down",),
 }
 """What the linear layers of a block read, and the weights ("<name>.weight") that share it, in the order of their rows."""
-EVERY_INPUT = {"conv_in": ("conv_in",), "conv_out": ("conv_out",), **INPUTS}
-"""Those of blocks with a convolution in place of attention, too; in the order of their computation."""
+EVERY_INPUT = {
+    "conv_in": ("conv_in",), "conv_out": ("conv_out",),
+    "delta_qkv": ("delta_qkv", "delta_z"), "delta_out": ("delta_out",), **INPUTS,
+}  # fmt: skip
+"""Those of blocks with a convolution or the delta rule in place of attention, too; in the order of their computation."""
 
 BATCH_TOKENS = 2048
 SAMPLE_ROWS = 1024
@@ -147,7 +152,10 @@ class _Block:
         assert isinstance(mlp, MLP), "Walk refuses experts"
         if isinstance(mixer, ShortConv):
             linears = {"conv_in": mixer.projection, "conv_out": mixer.out}
+        elif isinstance(mixer, Delta):
+            linears = {"delta_qkv": mixer.projection, "delta_out": mixer.out}
         else:
+            assert isinstance(mixer, Attention)
             linears = {"qkv": mixer.qkv, "o": mixer.out}
         linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
         found = {name: linear.weight for name, linear in linears.items()}

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quantization.compressed_tensors import encode, quantization_config, tensors_of
@@ -15,7 +14,8 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights.files import beside_weights
-from nanovllm_cli.weights.tensor_names import checkpoint_name, left_aside, names_of
+from nanovllm_cli.weights.loader import PLAIN
+from nanovllm_cli.weights.tensor_names import left_aside, names_of
 from nanovllm_cli.weights.weight_reader import float_slices
 from nanovllm_cli.weights.writer import OutputFolder, TensorOut, as_json, write_shards
 
@@ -84,11 +84,10 @@ class _Tensors:
 
 def _config(original: Original, plan: Plan) -> dict[str, Any]:
     names = names_of(original.checkpoint)
-    formats: dict[str, Format | None] = {
-        checkpoint_name(f"blocks.{i}.router.weight", names).removesuffix(".weight"): None
-        for i, block in enumerate(original.spec.blocks)
-        if isinstance(block.mlp, MoESpec)
-    }
+    patterns = [names[slot] for part in PLAIN if (slot := f"blocks.{{i}}.{part}.weight") in names]
+    kept = (pattern.format(i=i) for i in range(original.spec.num_layers) for pattern in patterns)
+    there = set(original.checkpoint.names())
+    formats: dict[str, Format | None] = {name.removesuffix(".weight"): None for name in kept if name in there}
     formats |= {
         item.weight.output.removesuffix(".weight"): item.format
         for item in plan.items

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
@@ -26,7 +26,8 @@ from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_
 KEEP = "keep"
 ATTENTION = ("q", "k", "v", "qkv", "o")
 CONV = ("conv_in", "conv_out")
-MIXERS = (*ATTENTION, *CONV)
+DELTA = ("delta_qkv", "delta_z", "delta_out")
+MIXERS = (*ATTENTION, *CONV, *DELTA)
 LINEARS = (*MIXERS, "gate", "up", "gate_up", "down")
 """Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
 Kind = Literal["hf", "gguf"]
@@ -262,14 +263,18 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
 
 
 def _parts(block: BlockSpec) -> Iterator[str]:
-    """The linear layers of a block. A router stays as it is: it is small, and much depends on it. So do a convolution's taps."""
+    """The linear layers of a block. What is small, and much depends on, stays as it is: routers, a convolution's taps, what
+    decides how much of a state is kept (loader.PLAIN)."""
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
-    if isinstance(block.mixer, ConvSpec):
-        absent = set(ATTENTION)
-    else:
-        absent = {"q", "k", "v", *CONV} if block.mixer.fused_qkv else {"qkv", *CONV}
-    absent |= {"gate", "up"} if mlp.fused else {"gate_up"}
-    present = [part for part in LINEARS if part not in absent]
+    mixer: tuple[str, ...]
+    match block.mixer:
+        case ConvSpec():
+            mixer = CONV
+        case DeltaSpec():
+            mixer = DELTA
+        case _:
+            mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", "k", "v", "o")
+    present = (*mixer, *(("gate_up",) if mlp.fused else ("gate", "up")), "down")
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
         yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in present if part not in MIXERS)

@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec, MixerSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    ConvSpec,
+    DeltaSpec,
+    MixerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+)
 from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.tensor_names import checkpoint_name
@@ -162,7 +171,8 @@ def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = _linear("o", hidden, q, attention.out_bias)
-    for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else {"q": q * (1 + attention.gated), "k": kv, "v": kv}).items():
+    apart = {"q": q * (1 + attention.gated), "k": kv, "v": kv}
+    for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else apart).items():
         shapes |= _linear(name, rows, hidden, attention.qkv_bias)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)

@@ -11,6 +11,7 @@
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
     LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight alike
+                blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -41,13 +42,14 @@ _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
-    that is [N, 1, K]."""
+    that is [N, 1, K]. lying: that is [K], for one row."""
 
     stack: str
     expert: int | None
     rows: slice
     turned: bool = False
     flat: bool = False
+    lying: bool = False
 
 
 _Parts = Iterator[tuple[str, _Part]]
@@ -105,6 +107,10 @@ def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], con
         yield stack, _Part(stack, None, _ALL, flat=True)
 
 
+def _a_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    yield stack, _Part(stack, None, _ALL, lying=True)
+
+
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -116,7 +122,10 @@ def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | Non
 _Layout = tuple[re.Pattern[str], dict[str, int] | int, Callable[[re.Match[str], str, tuple[int, ...], _Config], _Parts]]
 """Names, how many dims such tensors have (by the name's last group), and what is in them."""
 _LAYOUTS: dict[str, list[_Layout]] = {
-    "gguf": [(re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf)],
+    "gguf": [
+        (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
+        (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
+    ],
     "hf": [
         (
             re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
@@ -155,7 +164,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
 def holds_several(checkpoint: Checkpoint) -> bool:
     """Whether a tensor is more than one of the model's."""
     parts = unstacked(checkpoint)
-    return isinstance(parts, _Unstacked) and not all(part.flat for part in parts.parts.values())
+    return isinstance(parts, _Unstacked) and not all(part.flat or part.lying for part in parts.parts.values())
 
 
 class _Unstacked(CheckpointView):
@@ -175,6 +184,8 @@ class _Unstacked(CheckpointView):
             return super().info(name)
         part = self.parts[name]
         info, shape = self._inner.info(part.stack), self._shape(part)
+        if part.lying:
+            return TensorInfo(name, (1, *info.shape), info.dtype_name, info.num_bytes)
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
         others = others[1:] if part.flat else others
         own_rows = len(range(num_rows)[part.rows])
@@ -187,7 +198,7 @@ class _Unstacked(CheckpointView):
         part = self.parts[name]
         if part.expert is None:
             own = self._inner.tensor(part.stack)
-            own = own[:, 0] if part.flat else own
+            own = own[:, 0] if part.flat else own[None] if part.lying else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
         own = (own.T if part.turned else own)[part.rows]

@@ -6,7 +6,7 @@ _MARKS = (
     ("norms", ("norm",)),
     ("embedding", ("embed", "token_embd")),
     ("head", ("lm_head", "output.weight")),
-    ("attention", ("attn",)),
+    ("attention", ("attn", "ssm")),
     ("conv", ("conv",)),
     ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe")),
 )

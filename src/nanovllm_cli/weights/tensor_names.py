@@ -14,7 +14,7 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
-_GUESSES = ("model.mtp_", "mtp.")  # where they have no place among the layers, in ERNIE and Qwen3.5
+_GUESSES = ("model.mtp_", "model.mtp.", "mtp.")  # where they have no place among the layers, in ERNIE and Qwen3.5
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 

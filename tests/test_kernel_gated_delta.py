@@ -1,0 +1,190 @@
+"""gated_delta.cu, emulated: outputs, states and what is kept against the formula in float64, step after step, each done twice."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deltas import CASES, Case, Paged, check, check_same_bits
+from emulation.compare import close_to_rounding
+from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels.gated_delta import gated_delta
+
+pytestmark = needs_emulation
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+def on(emulator: Emulator) -> Callable[..., torch.Tensor]:
+    return functools.partial(gated_delta, emulator)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_equal_to_the_formula(index: int, order: int) -> None:
+    check(CASES[index], HALF if index % 3 == 2 else BF16, on(Emulator(order)))
+
+
+def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
+    """As a recorded step of decodes has them: rows without a sequence behind the others."""
+    more = rows - len(args["kv_lens"])
+    zeros = {"projected": torch.full((more, args["projected"].shape[1]), torch.nan).to(args["projected"].dtype),
+             "gates": torch.full((more, args["gates"].shape[1]), torch.nan),
+             "kv_lens": torch.zeros(more, dtype=torch.int32),
+             "block_tables": torch.zeros(more, args["block_tables"].shape[1], dtype=torch.int32)}  # fmt: skip
+    return args | {name: torch.cat([args[name], fill]) for name, fill in zeros.items()} | {
+        "query_starts": torch.arange(rows + 1, dtype=torch.int32)}  # fmt: skip
+
+
+def cache_of(paged: Paged) -> list[torch.Tensor]:
+    return [tensor.nan_to_num(7.0).clone() for tensor in (paged.states, paged.inputs, paged.stamps)]
+
+
+def test_rows_of_padding_write_nothing_and_are_zeros() -> None:
+    paged = Paged(CASES[1], BF16)
+    free = next(block for block in range(len(paged.states)) if not (paged.tables == block).any())
+    paged.tables[paged.tables == 0] = free  # block 0, which padding's tables name, is nobody's
+    untouched = [tensor[0] for tensor in cache_of(paged)]
+    for counts in CASES[1].steps[:4]:
+        args, expected = paged.step(counts)
+        if counts == [1, 1, 1]:
+            args = padded(args, 8)
+        got = gated_delta(Emulator(), **args)
+        close_to_rounding(got[: len(expected)], expected)
+        assert not got[len(expected) :].any()
+    paged.check_cache()
+    assert all(torch.equal(tensor[0], before) for tensor, before in zip(cache_of(paged), untouched, strict=True))
+
+
+def test_sequences_of_guesses_are_told_apart_by_their_starts() -> None:
+    """As a recorded step with guesses has them: as many starts as rows, those behind the last sequence at the end."""
+    paged = Paged(CASES[3], BF16)
+    for counts in CASES[3].steps:
+        args, expected = paged.step(counts)
+        rows, own = len(args["projected"]), len(args["kv_lens"])
+        args["query_starts"] = torch.cat([args["query_starts"], torch.full((rows - own,), rows, dtype=torch.int32)])
+        args["kv_lens"] = torch.cat([args["kv_lens"], torch.zeros(rows - own, dtype=torch.int32)])
+        width = args["block_tables"].shape[1]
+        args["block_tables"] = torch.cat([args["block_tables"], torch.zeros(rows - own, width, dtype=torch.int32)])
+        close_to_rounding(gated_delta(Emulator(), **args), expected)
+    paged.check_cache()
+
+
+@pytest.mark.parametrize(("keys", "values"), [((1, 16), (2, 16)), ((1, 24), (1, 128))])
+def test_a_token_has_the_same_bits_whatever_it_is_computed_with(keys: tuple[int, int], values: tuple[int, int]) -> None:
+    check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]]))
+
+
+def test_a_step_of_which_a_part_was_done_is_done_again() -> None:
+    """Of two sequences and four heads one block of threads; among them the one that writes a key head's inputs."""
+    paged = Paged(Case((2, 16), (4, 16), 4, [[30, 31], [1, 1], [9, 1], [1, 40]]), BF16)
+    for i, counts in enumerate(paged.case.steps):
+        args, expected = paged.step(counts)
+        gated_delta(Emulator(only_block=2 * i + 1), **args)
+        close_to_rounding(gated_delta(Emulator(), **args), expected)
+    paged.check_cache()
+
+
+@pytest.mark.parametrize("second", [1, 5])
+def test_a_sequence_whose_place_is_gone_is_nan(second: int) -> None:
+    """And no other, and no other head."""
+    case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]])
+    paged = Paged(case, BF16)
+    gated_delta(Emulator(), **paged.step(case.steps[0])[0])
+    args, expected = paged.step(case.steps[1])
+    paged.stamps[int(paged.tables[0, 0]), :, 2] = 19
+    got = gated_delta(Emulator(), **args)
+    lost = got[:second].unflatten(1, (4, 16))
+    assert lost[:, 2].isnan().all()
+    lost[:, 2] = expected[:second].unflatten(1, (4, 16))[:, 2].to(BF16)
+    close_to_rounding(got, expected)
+
+
+def check_far_away(emulator: Emulator) -> None:
+    """The last blocks of states of four billion elements, of which only what is written takes memory."""
+    case = Case((1, 128), (1, 128), 4, [[37], [1]])
+    paged = Paged(case, BF16)
+    num_blocks = 2**32 // (2 * 128 * 128) + 4
+    try:
+        for name, dtype in (("states", torch.float32), ("inputs", BF16), ("stamps", torch.int32)):
+            shape = (num_blocks, *getattr(paged, name).shape[1:])
+            setattr(paged, name, cpu.zeros(math.prod(shape), dtype).view(shape))
+    except OSError:
+        pytest.skip("no address space of 16 GiB")
+    paged.tables = torch.tensor([[num_blocks - 3, num_blocks - 1]]).int()
+    for counts in case.steps:
+        args, expected = paged.step(counts)
+        close_to_rounding(gated_delta(emulator, **args), expected)
+    paged.check_cache()
+
+
+def test_blocks_past_four_billion_elements() -> None:
+    check_far_away(Emulator())
+
+
+def fails(run: Callable[[], None]) -> bool:
+    try:
+        run()
+    except (AssertionError, KernelFailed, ValueError):  # the last where two places or none have a stamp
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bug", ["NO_BARRIER", "UNMASKED_TAIL", "PAGE", "SAME_PLACE", "INT32"])
+def test_planted_bugs_are_found(bug: str) -> None:
+    case = {"NO_BARRIER": CASES[6], "SAME_PLACE": CASES[0]}.get(bug, CASES[3])
+
+    def check_with(order: int, bugs: tuple[str, ...]) -> None:
+        emulator = Emulator(order, bugs=bugs)
+        if bug == "INT32":
+            check_far_away(emulator)
+        else:
+            check(case, BF16, on(emulator))
+
+    assert any(fails(lambda order=order: check_with(order, (bug,))) for order in ORDERS)
+    assert not fails(lambda: check_with(0, ()))
+
+
+def test_no_tokens_is_no_launch() -> None:
+    emulator = Emulator()
+    args, _ = Paged(CASES[1], BF16).step([5, 37, 1])
+    none = {"query_starts": args["query_starts"][:1]}
+    none |= {name: args[name][:0] for name in ("projected", "gates", "kv_lens", "block_tables")}
+    assert gated_delta(emulator, **(args | none)).shape == (0, 64)
+    assert not emulator.launches
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case((1, 16), (1, 16), 9, [[3]]), "a convolution over 9 tokens on a GPU"),
+        (Case((1, 136), (1, 16), 4, [[3]]), "heads of 136 by 16 on a GPU"),
+        (Case((1, 128), (1, 260), 4, [[3]]), "heads of 128 by 260 on a GPU"),
+        (Case((1, 2), (1, 65), 4, [[3]]), "heads of 2 by 65 on a GPU"),
+    ],
+)
+def test_what_registers_do_not_hold_is_refused(case: Case, message: str) -> None:
+    args, _ = Paged(case, BF16).step([3])
+    with pytest.raises(UnsupportedError, match=message):
+        gated_delta(Emulator(), **args)
+
+
+@pytest.mark.parametrize(
+    "case", [Case((1, 128), (1, 256), 8, [[13], [1]]), Case((1, 128), (1, 62), 8, [[13], [1]])], ids=["256", "62"]
+)
+def test_the_largest_heads_and_the_most_taps(case: Case) -> None:
+    check(case, BF16, on(Emulator()))
+
+
+@pytest.mark.parametrize("name", ["projected", "gates", "taps", "decay", "norm", "states", "inputs", "stamps", "kv_lens"])
+def test_what_would_be_misread_is_refused(name: str) -> None:
+    args, _ = Paged(CASES[1], BF16).step([5, 37, 1])
+    for bad in (args[name].double(), args[name][..., :-1].clone()):
+        with pytest.raises(AssertionError):
+            gated_delta(Emulator(), **(args | {name: bad}))
