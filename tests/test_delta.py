@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3_5TextConfig
 
 from deltas import CASES, Case, Paged, check, check_same_bits
@@ -16,8 +19,16 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, delta, gates, reference
+from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
-from test_models import DELTA, DELTA_LAYERS
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.loader import WeightFormats
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
+from quantizing import TINY, quantize
+from test_convert import SETTINGS as SETTINGS_OF_TINY
+from test_models import DELTA, DELTA_LAYERS, prompts
+from test_quant_engine import difference, logits_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BLOCK = 256
@@ -187,3 +198,107 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(folder: Path) -> None:
                       run(engine_for(worker), [(ids, params) for ids in PROMPTS])])  # fmt: skip
         assert bool(worker.runner.graphs._graphs) == recordable  # type: ignore[attr-defined]
     assert found[0] == found[1]
+
+
+# ---- quantized, adapted ----
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With rows that divide into groups, and heads that do not begin where blocks of 64 do."""
+    shape = SMALL | {"num_hidden_layers": 4, "hidden_size": 256, "head_dim": 40, "intermediate_size": 256,
+                     "num_attention_heads": 8, "num_key_value_heads": 2}  # fmt: skip
+    delta_shape = DELTA | {"linear_value_head_dim": 64}
+    config = Qwen3_5TextConfig(**shape, **delta_shape, layer_types=DELTA_LAYERS)
+    return save(random_model(config, dtype=BF16), tmp_path_factory.mktemp("wide"))
+
+
+def rounded(folder: Path, quant: str, target: Path) -> Path:
+    """The folder with what its quantized weights stand for, in float32."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    form = parse_format(quant)
+    with open_checkpoint(folder) as checkpoint:
+        formats = WeightFormats(checkpoint, open_reader(checkpoint), form)
+        found = {name: formats.of(name) for name in ours_of(checkpoint)}
+    for name, of in found.items():
+        theirs = checkpoint_name(name, names_of(checkpoint))
+        if of is not None:
+            tensors[theirs] = of.dequantize(of.quantize(tensors[theirs].float()))
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def ours_of(checkpoint: Checkpoint) -> list[str]:
+    delta_parts = ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_out")
+    parts = {"linear_attention": delta_parts, "full_attention": ("q", "k", "v", "o")}
+    names = [f"blocks.{i}.{part}" for i, kind in enumerate(DELTA_LAYERS) for part in (*parts[kind], "gate", "up", "down")]
+    return [f"{name}.weight" for name in (*names, "embedding", "head")]
+
+
+@pytest.mark.parametrize("quant", ["int8-weight-only", "int4-weight-only:group=32:zeros", "fp8-weight-only", "nf4"])
+def test_quantized_weights_are_multiplied_as_what_they_stand_for(quant: str, wide: Path, tmp_path: Path) -> None:
+    """Rows of queries and of gates lie elsewhere than in the file; what decides how much of a state is kept stays plain."""
+    tokens = prompts(513)
+    wanted = logits_of(worker_for(rounded(wide, quant, tmp_path / "rounded")), tokens)
+    worker = worker_for(wide, dtype="float32", quant=quant, activations="exact")
+    assert difference(logits_of(worker, tokens), wanted) < 1e-4
+    assert worker.formats[None] == 2 * 4 * 256 * 3
+
+
+def test_adapters_of_gated_attention_mean_the_same_beside_quantized_weights(wide: Path, tmp_path: Path) -> None:
+    """Added to plain weights they are rows among others; beside quantized ones they come in the order that the layer has."""
+    place = "base_model.model.model.layers.{i}.{part}"
+    parts = {(2, "self_attn.q_proj"): (640, 256), (2, "self_attn.o_proj"): (256, 320), (0, "linear_attn.in_proj_qkv"): (320, 256),
+             (1, "linear_attn.in_proj_z"): (256, 256), (3, "linear_attn.out_proj"): (256, 256)}  # fmt: skip
+    tensors = {}
+    for (i, part), (rows, columns) in parts.items():
+        name = place.format(i=i, part=part)
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = random(8, columns, scale=0.05), random(rows, 8)
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    targets = sorted({part.split(".")[1] for _, part in parts})
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": targets, "bias": "none"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    tokens, lora = prompts(513), {"lora": ((str(tmp_path / "adapter"), 1.0),)}
+    plain = rounded(wide, "int8-weight-only", tmp_path / "rounded")
+    quantize("int8-weight-only", tmp_path / "int8", wide, head="int8-weight-only")
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = load_file(wide / "model.safetensors")["model.embed_tokens.weight"].float()
+    save_file(tensors, plain / "model.safetensors")
+    merged = logits_of(worker_for(plain, **lora), tokens)
+    beside = logits_of(worker_for(tmp_path / "int8", dtype="float32", activations="exact", **lora), tokens)
+    assert difference(beside, merged) < 1e-3
+    assert difference(logits_of(worker_for(plain), tokens), merged) > 0.3
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_calibrated_weights_lose_less(algorithm: str, tmp_path: Path) -> None:
+    shape = SMALL | {"vocab_size": 4096, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 96}
+    del shape["num_hidden_layers"]
+    delta_shape = DELTA | {"linear_value_head_dim": 32}
+    config = Qwen3_5TextConfig(**shape, **delta_shape, layer_types=DELTA_LAYERS[1:3], num_hidden_layers=2)
+    model = random_model(config, dtype=BF16)
+    model.model.embed_tokens.weight.data *= 20  # layers add little each, so that errors add up
+    model.model.layers[0].input_layernorm.weight.data[:6] += 8  # channels worth scaling
+    spoken = save(model, tmp_path / "spoken")
+    for name in SETTINGS_OF_TINY:
+        shutil.copy(TINY / name, spoken / name)
+    errors = {}
+    with torch.inference_mode():
+        wanted = logits_of(worker_for(spoken, dtype="float32"), prompts(4096))
+    for each in ("rtn", algorithm):
+        quantize("int4:group=32", tmp_path / each, spoken, algorithm=each, num_samples=8)
+        worker = worker_for(tmp_path / each, dtype="float32", activations="exact")
+        errors[each] = difference(logits_of(worker, prompts(4096)), wanted)
+        assert {form.name for form in worker.formats if form is not None} == {"int4:group=32"}
+    assert errors[algorithm] < 0.98 * errors["rtn"]
+    found, usual = (load_file(tmp_path / each / "model.safetensors") for each in (algorithm, "rtn"))
+    changed = {name.split(".")[-2] for name in found if ".linear_attn." in name and not torch.equal(found[name], usual[name])}
+    folded = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+    assert changed == (folded if algorithm == "awq" else {"in_proj_qkv", "in_proj_z", "out_proj"})
+
+
+def test_gguf_files_of_it_are_not_written(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="GGUF files of qwen3_5 models are not written"):
+        quantize("q4_k_m", tmp_path / "m.gguf", wide)

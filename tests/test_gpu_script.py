@@ -753,7 +753,7 @@ def test_transformers_is_measured_between_two_lengths() -> None:
 
 @needs_emulation
 @pytest.mark.parametrize(
-    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemv", "small"]
+    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemv", "delta", "small"]
 )
 def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
     launcher = Emulator()
@@ -766,6 +766,9 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
         assert made[0].flops == 4 * 2 * (18 * prefix + 18 * 19 / 2) * 4 * 64
     elif kind == "gemv":
         made = cases.gemv_cases(launcher, "tiny", TINY, 2)
+    elif kind == "delta":
+        made = [cases.delta_case(launcher, 2, 3, keys=1, values=2, dim=16)]
+        assert made[0].num_bytes > 2 * 2 * 2 * 16 * 16 * 4
     else:
         made = cases.small_cases(launcher, "tiny", TINY, 3)
     for case in made:

@@ -291,7 +291,8 @@ COUNTED = [
     "llama", "llama, bias, tied, group 1", "llama, head dim 80, group 8", "qwen2", "qwen3",
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
-    "lfm2 moe, weights as they are, none preferred",
+    "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
+    "qwen3.5 moe, 2 of 5 and shared",
 ]  # fmt: skip
 
 
@@ -299,7 +300,7 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp",
+    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "attn": "attention", "mlp": "mlp",
              "feed_forward": "mlp", "conv": "conv"}  # fmt: skip
     counted: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -558,6 +559,18 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "lfm2", {"layer_types": None, "full_attn_idxs": [3]}, CheckpointError, "'full_attn_idxs' must be a list of layers",
     ),
     "an MLP of a number below 1": ("lfm2", {"block_ff_dim": 1}, CheckpointError, "an MLP without a row"),
+    "value heads that key heads can't share": (
+        "qwen3.5", {"linear_num_value_heads": 5}, CheckpointError, "5 value heads can't share 2 key heads evenly",
+    ),
+    "taps over too much": ("qwen3.5", {"linear_conv_kernel_dim": 65}, CheckpointError, "at most 64 are believed"),
+    "states alone": ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, CheckpointError, "no layer has attention"),
+    "states of another kind": (
+        "qwen3.5", {"layer_types": ["mamba", *DELTA_LAYERS[1:]]}, UnsupportedError, "layer type 'mamba' is not supported",
+    ),
+    "too few kinds of layers": ("qwen3.5", {"layer_types": DELTA_LAYERS[:3]}, CheckpointError, "must be a list of 4 kinds"),
+    "biases behind gates": ("qwen3.5", {"attention_bias": True}, UnsupportedError, "gated attention with biases"),
+    "the delta rule behind another activation": ("qwen3.5", {"hidden_act": "gelu"}, UnsupportedError, "another activation than"),
+    "states without heads": ("qwen3.5", {"linear_num_key_heads": 0}, CheckpointError, "'linear_num_key_heads' must be"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, UnsupportedError, "both directions"),
 }  # fmt: skip
 
@@ -603,6 +616,41 @@ def test_what_is_taken_apart_and_does_not_fit(case: str, tmp_path: Path) -> None
     save_file(tensors | {name: change(tensors[name]).contiguous()}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(message)):
         worker_for(folder)
+
+
+@pytest.mark.parametrize("place", ["model.layers", "model.language_model.layers"])
+def test_stacked_experts_of_qwen3_5_are_never_turned_over(place: str, tmp_path: Path) -> None:
+    """As the hub's folders have them; an expert as wide as half of the model shows what can be told by shapes alone."""
+    if place == "model.layers":
+        config = type(CASES["qwen3.5 moe, 2 of 5 and shared"])(
+            **CASES["qwen3.5 moe, 2 of 5 and shared"].to_dict() | {"moe_intermediate_size": 24}
+        )
+        reference = random_model(config)
+    else:
+        text = CASES["qwen3.5 moe, 2 of 5 and shared"].to_dict() | {"moe_intermediate_size": 24}
+        config = Qwen3_5MoeConfig(text_config=text, vision_config=QWEN35_VISION, **QWEN_IDS)
+        reference = random_model(config, auto=AutoModelForImageTextToText)
+    folder = save(reference, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for i in range(3):
+        parts = {part: torch.stack([tensors.pop(f"{place}.{i}.mlp.experts.{e}.{part}_proj.weight") for e in range(5)])
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        tensors[f"{place}.{i}.mlp.experts.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{place}.{i}.mlp.experts.down_proj"] = parts["down"]
+    save_file(tensors, folder / "model.safetensors")
+    check_what_it_writes(reference, folder)
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
+def test_what_guesses_in_qwen3_5_is_left_aside(prefix: str, tmp_path: Path) -> None:
+    folder = save(random_model(CASES["qwen3.5"]), tmp_path)
+    expected = worker_for(folder)
+    tensors = load_file(folder / "model.safetensors")
+    further = {f"{prefix}fc.weight": torch.ones(48, 96), f"{prefix}layers.0.input_layernorm.weight": torch.ones(48)}
+    save_file(tensors | further, folder / "model.safetensors")
+    assert worker_for(folder).weight_bytes == expected.weight_bytes
+    with open_checkpoint(folder) as checkpoint:
+        assert facts_of(checkpoint).num_parameters == sum(parameters(expected.spec).values())
 
 
 @pytest.mark.parametrize("case", ["granite 4, all attention", "granite moe, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2"])

@@ -16,10 +16,12 @@ from gpu.timing import copies_for
 from nanovllm_cli.kernels import activation, embedding, norm, prefill_attention, rope_cache, sampling
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
+from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.gemv import gemv
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.sampling_table import SamplingBuffers, SamplingTable
+from nanovllm_cli.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm_cli.sampling_params import SamplingParams
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -188,6 +190,7 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, 0.0, angles, angles, False)
         return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
+    gated = torch.zeros_like(x)  # which stay zeros
     gates, taps, inputs = (randn(launcher, *sizes, shape.hidden) for sizes in ((rows, 3), (3,), (rows, BLOCK)))
     starts, lens, tables = (torch.arange(rows + 1, dtype=torch.int32, device=device), torch.full_like(ids, 9).int(),
                             torch.arange(rows, dtype=torch.int32, device=device)[:, None].contiguous())  # fmt: skip
@@ -199,9 +202,44 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         ("add and norm", 4.0 * x.nbytes, lambda: norm.add_rms_norm(launcher, x, residual, gain, 1e-6, 0.0)),
         ("rope and cache", 2.0 * qkv.nbytes, rotated),
         ("short convolution", 7.0 * x.nbytes, convolved),
+        ("gate of attention", 3.0 * x.nbytes, lambda: sigmoid_gate(launcher, gated, gates[:, 0])),
         ("silu and up", 1.5 * both.nbytes, lambda: activation.gated_activation(launcher, both, "silu")),
         ("embedding", 2.0 * x.nbytes, lambda: embedding.embedding(launcher, ids, table)),
         ("draw, greedy", float(logits.nbytes), drawn(0.0)),
         ("draw, temperature", float(logits.nbytes), drawn(0.6)),
     ]
     return [Case(f"{name} {kind}, {rows}", num_bytes, 0.0, [call]) for kind, num_bytes, call in made]
+
+
+# ---- the gated delta rule ----
+
+PLACES = 2  # of a block of the cache
+DELTA_BLOCK, DELTA_TAPS = 256, 4
+
+
+def delta_case(launcher: Launcher, count: int, tokens: int, keys: int = 16, values: int = 32, dim: int = 128) -> Case:
+    """Of one layer, with Qwen3.5's heads: `count` sequences of `tokens` new tokens each, from the middle of a block on. A
+    state is read once, and written at the end of each block and of the step."""
+    device, channels = launcher.device, (2 * keys + values) * dim
+    before, blocks = DELTA_BLOCK // 2, -(-(DELTA_BLOCK // 2 + tokens) // DELTA_BLOCK)
+    num_bytes = 4.0 * count * (1 + blocks) * values * dim * dim + 2.0 * count * tokens * (channels + 2 * values * dim)
+    flops = 8.0 * count * tokens * values * dim * dim
+    projected = randn(launcher, count * tokens, channels + values * dim)
+    gates, taps = randn(launcher, count * tokens, 2 * values, dtype=torch.float32), randn(launcher, DELTA_TAPS, channels)
+    bias, gain = (randn(launcher, size, dtype=torch.float32) for size in (values, dim))
+    decay = -torch.rand(values, device=device)
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
+    lens = torch.full((count,), before + tokens, dtype=torch.int32, device=device)
+    tables = torch.arange(count * blocks, dtype=torch.int32, device=device).view(count, blocks)
+
+    def call() -> Callable[[], object]:
+        states = randn(launcher, count * blocks, PLACES, values, dim, dim, dtype=torch.float32)
+        inputs = randn(launcher, count * blocks, PLACES, DELTA_TAPS - 1, channels)
+        stamps = torch.zeros(count * blocks, PLACES, values, dtype=torch.int32, device=device)
+        stamps[:, 0] = before
+        return lambda: gated_delta(
+            launcher, projected, gates, taps, decay, bias, gain, 1e-6, False, states, inputs, stamps, starts, lens, tables,
+            DELTA_BLOCK,
+        )  # fmt: skip
+
+    return Case(f"delta rule, {count} x {tokens}", num_bytes, flops, [call() for _ in range(copies_for(num_bytes))])

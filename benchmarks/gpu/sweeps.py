@@ -30,6 +30,9 @@ TUNED: tuple[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]], ...] = (
 PREFILLS = ((1, 2048, 0), (1, 512, 0), (1, 8192, 0), (4, 2048, 0), (1, 1024, 8192))
 """Prompts, tokens of each, tokens cached before them."""
 
+DELTAS = ((1, 1), (32, 1), (256, 1), (1, 2048), (8, 512))
+"""Sequences and new tokens of each."""
+
 
 def ceilings(output: Output) -> None:
     """A copy counts bytes read and written. Random data: zeros are faster."""
@@ -72,6 +75,8 @@ def matmuls(output: Output) -> None:
     for rows in (1, 256):
         for case in cases.small_cases(CudaLauncher(), "qwen3-0.6b", SHAPES["qwen3-0.6b"], rows):
             put(output, "small", case)
+    for count, tokens in DELTAS:
+        put(output, "delta", cases.delta_case(CudaLauncher(), count, tokens))
 
 
 def _gemvs(launcher: Launcher, rows: tuple[int, ...]) -> Iterator[Case]:

@@ -188,6 +188,11 @@ class LLM:
         return self._worker.num_blocks * self._worker.block_bytes
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self._worker.block_size
+
+    @property
     def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """What keys and values are kept as."""
         return self._worker.model.backend.cache_dtypes

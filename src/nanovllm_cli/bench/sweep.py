@@ -48,10 +48,9 @@ class Trial(NamedTuple):
         """Tokens of one sequence at the end, the one that opens a test without a prompt and the last drawn included."""
         return self.depth + max(self.num_prompt, 1) + self.num_gen + 1
 
-    @property
-    def num_blocks(self) -> int:
+    def num_blocks(self, block_size: int) -> int:
         """Of the KV cache, for all sequences."""
-        return self.num_parallel * -(-self.context_len // BLOCK_SIZE)
+        return self.num_parallel * -(-self.context_len // block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,8 +225,7 @@ def tags_of(*dtypes: torch.dtype) -> str:
 
 def address_of(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
     """The address of a tensor that is what the kernel will take it for."""
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
-    assert tensor.shape == shape, (tensor.shape, shape)
+    assert (tensor.dtype, tensor.shape) == (dtype, shape), (tensor.dtype, dtype, tensor.shape, shape)
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
@@ -380,8 +379,7 @@ def rope_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. qkv may be columns of a wider tensor. See
-    `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. See `cpu_fused.rope_and_cache`."""
     tokens, dtype = qkv.shape[0], qkv.dtype
     half = cos.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)

@@ -1,30 +1,28 @@
-// out [T, V * D]: the gated delta rule behind its convolution, with its gates and its norm, of a step's tokens behind what the cache
-// has of their sequences; see reference.gated_delta for the formula. K heads of keys of KEY_DIM, V of values of VALUE_DIM.
+// out [T, V * VALUE_DIM]: the gated delta rule with its convolution, gates and norm (reference.gated_delta has the formula), of a
+// step's tokens behind what the cache has of their sequences. K heads of keys of KEY_DIM, V of values.
 //
 //   projected [T, channels + V * VALUE_DIM] DTYPE: channels, which are q and k [K, KEY_DIM] and v [V, VALUE_DIM], and z like v
-//   gates [T, 2, V], decay [V], decay_bias [V], norm [VALUE_DIM] fp32: gates are b, then a.  taps [WIDTH, channels] DTYPE, the
-//   token's own last
+//   gates [T, 2, V], decay, decay_bias [V], norm [VALUE_DIM] fp32: gates are b and a.  taps [WIDTH, channels] DTYPE, the own last
 //   states [blocks, 2, V, KEY_DIM, VALUE_DIM] fp32, inputs [blocks, 2, WIDTH - 1, channels] DTYPE, stamps [blocks, 2, V] int32:
 //   a block's two places. What lies in the one whose stamp is n is what there was behind n tokens of the sequence.
 //   starts, lens, tables: as in gated_conv.cu
 //
 // A step reads the place that has what was behind the token before its first, and writes the block's other one, or place 0 of
-// blocks that it enters: done again, it finds what it found. State and inputs are written at ends of blocks and of the step; the
+// blocks that it enters: done again, it finds what it found. State and inputs are written at ends of blocks and of the step, the
 // inputs of a key head by the first of the value heads that share it.
 //
-// A block takes a value head of a sequence, grid (B, V). Its state stays in registers: a warp has WARP_COLUMNS columns, of which a
-// lane has VECTOR, and of the rows every eighth group of four. So sums over rows are a lane's own and seven shuffles, and warps
+// A block takes a value head of a sequence, grid (B, V). Its state stays in registers: a warp has WARP_COLUMNS columns, of which
+// a lane has VECTOR, and of the rows every eighth group of four. So sums over rows are a lane's own and seven shuffles, and warps
 // meet twice in SLOTS tokens, not at each: a warp prepares q and k, or v and z, of a token; then all go through those tokens in
-// their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a token
-// is computed from, and in which order, does not depend on those beside it.
+// their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a
+// token is computed from, and in which order, does not depend on those beside it.
 #include "common.cuh"
 
 constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of rows by groups of columns
 constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GROUPS * 4 * SLICES;
 constexpr int WARP_COLUMNS = LANES * VECTOR, WARPS = (VALUE_DIM + WARP_COLUMNS - 1) / WARP_COLUMNS;
 constexpr int THREADS = WARPS * WARP_SIZE, SPREAD = SLICES / 2 / VECTOR;  // slices that end up with the same sum
-constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2;
-constexpr int BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
+constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2, BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
 constexpr int PARTS = 2 * KEY_DIM + VALUE_DIM, ROW = PARTS + VALUE_DIM;  // q, k and v of a token, and z
 constexpr int LOAD = PIECE < 4 ? PIECE : 4;  // with more, half of a warp has nothing of a head of 128
 constexpr int UNIT = WARP_SIZE * LOAD, KEY_UNITS = (KEY_DIM + UNIT - 1) / UNIT, VALUE_UNITS = (VALUE_DIM + UNIT - 1) / UNIT;
@@ -82,7 +80,7 @@ DEVICE void store_whole(T* target, const Vector<T, COUNT>& vector) {
   }
 }
 
-// Where a unit of a head begins for this lane, and whether it does.
+// Where a unit of a head begins for this lane, if it does.
 DEVICE int column_of(int unit) { return unit * UNIT + threadIdx.x % WARP_SIZE * LOAD; }
 template <int DIM>
 DEVICE bool has_unit(int unit) { return DIM % UNIT == 0 || column_of(unit) < DIM; }
@@ -93,14 +91,12 @@ struct State {
 
   static DEVICE int row_of(int group) { return (group * SLICES + threadIdx.x % WARP_SIZE / LANES) * 4; }
   static DEVICE int column() { return threadIdx.x / WARP_SIZE * WARP_COLUMNS + threadIdx.x % LANES * VECTOR; }
-  static DEVICE bool has_columns() {
-#ifdef BUG_UNMASKED_TAIL
-    return true;
-#else
-    return VALUE_DIM % WARP_COLUMNS == 0 || column() < VALUE_DIM;
+  static DEVICE bool has(int row) {
+#ifndef BUG_UNMASKED_TAIL
+    if (VALUE_DIM % WARP_COLUMNS && column() >= VALUE_DIM) return false;
 #endif
+    return KEY_DIM == KEY_SPAN || row < KEY_DIM;
   }
-  static DEVICE bool has(int row) { return (KEY_DIM == KEY_SPAN || row < KEY_DIM) && has_columns(); }
 
   DEVICE void fill(float value) {
 #pragma unroll
@@ -131,7 +127,7 @@ struct State {
     }
   }
 
-  // By a token, whose value its output takes the place of: (kept S + k change^T)^T q = kept S^T q + (k . q) change.
+  // By a token, whose output takes its value's place: (kept S + k change^T)^T q = kept S^T q + (k . q) change.
   DEVICE void advance(Token& token) {
     const int lane = threadIdx.x % WARP_SIZE;
     float sums[2 * VECTOR] = {};  // S^T k, then S^T q
@@ -207,10 +203,9 @@ struct Work {
   DEVICE bool is_kept(int token) const { return token + 1 == count || (position + token + 1) % block_size == 0; }
   // Where what is behind a token is written.
   DEVICE int place_of(int token) const {
+    int other = place ^ 1;
 #ifdef BUG_SAME_PLACE
-    const int other = place;
-#else
-    const int other = place ^ 1;
+    other = place;
 #endif
     return token <= own_end ? other : table[(position + token) / block_size] * 2;
   }
@@ -338,10 +333,9 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   const int begin = __ldcg(starts + sequence), len = __ldcg(lens + sequence);
   work.count = __ldcg(starts + sequence + 1) - begin, work.position = len - work.count, work.block_size = block_size;
   work.table = tables + (Index)sequence * table_width;
+  int newest = work.position - 1;
 #ifdef BUG_PAGE
-  const int newest = work.position;
-#else
-  const int newest = work.position - 1;
+  ++newest;
 #endif
   const int block = work.position > 0 ? __ldcg(work.table + newest / block_size) : 0;
   const int first_end = block_size - 1 - work.position % block_size;
@@ -388,7 +382,8 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   }
   for (int i = threadIdx.x; i < BEFORE * (PARTS / PIECE); i += THREADS) {
     const int row = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
-    copy_piece(shared.rows[row] + part, inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part), is_known);
+    const DTYPE* source = inputs + work.inputs_at(work.place) + row * work.channels + work.channel_of(part);
+    copy_piece(shared.rows[row] + part, source, is_known);
   }
   State state;
   if (is_known) {
