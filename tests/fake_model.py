@@ -29,7 +29,7 @@ class FakeModel:
     """
 
     def __init__(self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9) -> None:
-        self.block_size = block_size
+        self.block_size, self.num_states = block_size, 0
         self.max_tokens, self.max_seqs = max_tokens, max_seqs
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}
         self.known: dict[int, NewSequence] = {}

@@ -116,7 +116,7 @@ class FakeLLM:
         self.calls: list[tuple[list[list[int]], SamplingParams]] = []
         self.seen: set[tuple[int, ...]] = set()
         self.closed = False
-        self.free_blocks, self.block_size = 0, 16
+        self.free_blocks = 0
         self.error: str | None = None
         self.forgets = False
         attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=None)
@@ -209,7 +209,7 @@ def test_other_work_than_the_tests_is_no_result() -> None:
 def test_a_test_without_room_is_refused_before_it_runs() -> None:
     llm = FakeLLM()
     trials = Sweep(("m",), (33,), (5,), depths=(32,), parallel=(1, 3)).trials()
-    assert max(trial.num_blocks(16) for trial in trials) == 3 * 3  # 32 + 1 + 5 + 1 tokens each; a prompt has 32 + 33 + 1 once
+    assert max(trial.num_blocks for trial in trials) == 3 * 3  # 32 + 1 + 5 + 1 tokens each; a prompt has 32 + 33 + 1 once
     llm.free_blocks = 9
     check_room(llm, trials)  # type: ignore[arg-type]
     llm.free_blocks = 8

@@ -31,7 +31,6 @@ from test_models import DELTA, DELTA_LAYERS, prompts
 from test_quant_engine import difference, logits_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BLOCK = 256
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -80,8 +79,19 @@ LONG = [(7 * i + i * i) % 500 for i in range(600)]
 PROMPTS = [[7, 8, 9, 10], LONG[:300], LONG[:520], [*LONG[:256], 3], [5], LONG[:255], LONG[300:570]]
 
 
+def check_nothing_is_lost(engine: Engine) -> None:
+    states = engine._blocks.states
+    assert states is not None
+    assert engine.stats().used_blocks == 0
+    assert states.pool.num_free + states.pool.num_kept == engine._executor.num_states
+
+
 def answers(folder: Path, params: SamplingParams, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[list[list[int]]]:
-    outputs = run(engine_for(worker_for(folder), **settings), [(ids, params) for ids in prompts])
+    worker = worker_for(folder)
+    worker.num_states = settings.pop("num_states", worker.num_states)
+    engine = engine_for(worker, **settings)
+    outputs = run(engine, [(ids, params) for ids in prompts])
+    check_nothing_is_lost(engine)
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
 
@@ -94,29 +104,39 @@ def alone(folder: Path) -> list[list[list[int]]]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "together": {},
     "in chunks": {"max_num_batched_tokens": 37},
-    "in chunks of a block": {"max_num_batched_tokens": 256},
-    "under pressure": {"num_blocks": 4, "max_num_batched_tokens": 100},
+    "with few blocks": {"num_blocks": 38, "max_num_batched_tokens": 100},
+    "with few states": {"num_states": 3, "max_num_batched_tokens": 90},
+    "with one state": {"num_states": 1},
     "two at a time": {"max_num_seqs": 2},
 }
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_answers_do_not_depend_on_what_else_runs(case: str, folder: Path, alone: list[list[list[int]]]) -> None:
-    assert answers(folder, greedy(20), **SETTINGS[case]) == alone
+    assert answers(folder, greedy(20), **dict(SETTINGS[case])) == alone
 
 
-def test_prefixes_are_found_block_by_block(folder: Path, alone: list[list[list[int]]]) -> None:
-    """The second time, all whole blocks but a prompt's last token."""
+def test_prefixes_are_found(folder: Path, alone: list[list[list[int]]]) -> None:
+    """The second time, all whole blocks but a prompt's last token, where they are long enough for a state to be kept."""
     engine = engine_for(worker_for(folder))
     for _ in range(2):
         outputs = run(engine, [(ids, greedy(20)) for ids in PROMPTS])
         assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone
     found = [output.metrics.num_cached_tokens for output in outputs]
-    assert found == [(len(ids) - 1) // BLOCK * BLOCK for ids in PROMPTS]
+    assert found == [(len(ids) - 1) // 16 * 16 if len(ids) > 128 else 0 for ids in PROMPTS]
+    check_nothing_is_lost(engine)
 
 
-def test_a_conversation_goes_on_from_the_state_behind_its_last_whole_block(folder: Path) -> None:
-    """An answer's blocks are found as a prompt's are."""
+def test_prompts_that_begin_alike_share_what_lies_behind_a_power_of_two(folder: Path) -> None:
+    engine = engine_for(worker_for(folder))
+    prompts = [[*LONG[:390], *[i] * 40] for i in range(3)]
+    for prompt, cached in zip(prompts, (0, 256, 256), strict=True):
+        (output,) = run(engine, [(prompt, greedy(20))])
+        assert output.metrics.num_cached_tokens == cached
+        assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [prompt], enable_prefix_caching=False)[0]
+
+
+def test_a_conversation_goes_on_from_a_state_that_was_kept_in_its_answer(folder: Path) -> None:
     engine = engine_for(worker_for(folder))
     (first,) = run(engine, [(LONG[:250], greedy(300))])
     turn = [*LONG[:250], *first.outputs[0].token_ids, 1, 2, 3]
@@ -139,16 +159,24 @@ def test_a_step_that_failed_behind_its_kernels_is_repeated(folder: Path, alone: 
 
     worker.runner.run = failing  # type: ignore[method-assign]
     outputs = run(engine_for(worker, max_num_batched_tokens=51), [(ids, greedy(20)) for ids in PROMPTS])
-    assert any(start % BLOCK and count > 1 for key in failed for _, start, count in key)
+    assert any(start % 16 and count > 1 for key in failed for _, start, count in key)
     assert [[list(each.token_ids) for each in output.outputs] for output in outputs] == alone
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 6, "max_num_batched_tokens": 90}])
+def test_what_ends_behind_a_whole_block_leaves_its_state_there(folder: Path) -> None:
+    engine = engine_for(worker_for(folder))
+    run(engine, [(LONG[:32], greedy(1))])
+    (output,) = run(engine, [(LONG[:64], greedy(20))])
+    assert output.metrics.num_cached_tokens == 32
+    assert [list(output.outputs[0].token_ids)] == answers(folder, greedy(20), [LONG[:64]], enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 34, "max_num_batched_tokens": 90}, {"num_states": 2}])
 def test_forks_draw_what_each_would_draw_alone(settings: dict[str, Any], folder: Path) -> None:
     """Three answers to a prompt begin in one block, of which each writes on in a copy."""
     params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=12, ignore_eos=True)
     expected = [answers(folder, params, [ids], enable_prefix_caching=False)[0] for ids in PROMPTS[:4]]
-    assert answers(folder, params, PROMPTS[:4], **settings) == expected
+    assert answers(folder, params, PROMPTS[:4], **dict(settings)) == expected
     assert len({tuple(each) for each in expected[0]}) == 3
 
 

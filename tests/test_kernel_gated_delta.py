@@ -81,6 +81,22 @@ def test_a_token_has_the_same_bits_whatever_it_is_computed_with(keys: tuple[int,
     check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]]))
 
 
+def test_each_block_that_a_step_ends_is_as_if_the_step_had_ended_there() -> None:
+    """So that others may begin behind it."""
+    paged = Paged(Case((1, 24), (2, 24), 4, [[100]]), BF16)
+    args, _ = paged.step([100])
+    gated_delta(Emulator(), **args)
+    for i, end in enumerate((32, 64, 96, 100)):
+        parts = {name: args[name][:end].clone() for name in ("projected", "gates")}
+        cache = {name: torch.zeros_like(args[name]) for name in ("states", "inputs", "stamps")}
+        lengths = {"kv_lens": torch.tensor([end]).int(), "query_starts": torch.tensor([0, end]).int()}
+        gated_delta(Emulator(), **(args | parts | cache | lengths))
+        block = int(paged.tables[0, i])
+        assert args["stamps"][block].tolist() == [[end, end], [0, 0]]
+        for name in ("states", "inputs"):
+            assert torch.equal(args[name][block, 0], cache[name][block, 0])
+
+
 def test_a_step_of_which_a_part_was_done_is_done_again() -> None:
     """Of two sequences and four heads one block of threads; among them the one that writes a key head's inputs."""
     paged = Paged(Case((2, 16), (4, 16), 4, [[30, 31], [1, 1], [9, 1], [1, 40]]), BF16)

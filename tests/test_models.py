@@ -233,10 +233,10 @@ def prompts(vocab: int) -> list[list[int]]:
     return [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENS]
 
 
-def whole_batch(token_lists: list[list[int]], size: int = 16) -> Batch:
-    """All prompts in one forward, each with its own blocks of so many tokens, logits of every row."""
+def whole_batch(token_lists: list[list[int]]) -> Batch:
+    """All prompts in one forward, each with its own blocks, logits of every row."""
     lens = torch.tensor([len(ids) for ids in token_lists])
-    width = -(-int(lens.max()) // size)
+    width = -(-int(lens.max()) // 16)
     tables = (1 + torch.arange(width * len(token_lists), dtype=torch.int32)).reshape(-1, width)
     positions = torch.cat([torch.arange(int(n)) for n in lens])
     seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
@@ -246,9 +246,10 @@ def whole_batch(token_lists: list[list[int]], size: int = 16) -> Batch:
         rope_lens=torch.maximum(positions + 1, lens[seq]),
         query_starts=torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),
         kv_lens=lens.int(),
-        slots=tables[seq, positions // size].long() * size + positions % size,
+        slots=tables[seq, positions // 16].long() * 16 + positions % 16,
         block_tables=tables,
         logit_rows=torch.arange(len(positions)),
+        states=torch.arange(len(lens), dtype=torch.int32),
     )
 
 
@@ -269,7 +270,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     worker = worker_for(folder)
     tokens = prompts(config.vocab_size)
     with torch.inference_mode():
-        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens, worker.block_size)), worker.runner.cache)
+        hidden = worker.model.run(worker.model.prepare(whole_batch(tokens)), worker.runner.cache)
         actual = worker.model.logits(hidden).split([len(ids) for ids in tokens])
         for ids, rows in zip(tokens, actual, strict=True):
             expected = reference(torch.tensor([ids])).logits[0]
@@ -362,7 +363,7 @@ def check_what_it_writes(reference: Any, folder: Path) -> None:
     worker = worker_for(folder)
     tokens = prompts(500)
     with torch.inference_mode():
-        inputs = worker.model.prepare(whole_batch(tokens, worker.block_size))
+        inputs = worker.model.prepare(whole_batch(tokens))
         actual = worker.model.logits(worker.model.run(inputs, worker.runner.cache))
         for ids, rows in zip(tokens, actual.split([len(ids) for ids in tokens]), strict=True):
             expected = reference(torch.tensor([ids])).logits[0]

@@ -35,7 +35,7 @@ FORMATS = {
 def logits_of(worker: Worker, tokens: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
         worker.platform.enter()
-        inputs = worker.model.prepare(whole_batch(tokens, worker.block_size))
+        inputs = worker.model.prepare(whole_batch(tokens))
         return worker.model.logits(worker.model.run(inputs, worker.runner.cache))
 
 

@@ -24,6 +24,7 @@ class Batch:
     slots        [T] int64, where each token's K and V go: block * block_size + offset
     block_tables [B, P] int32, blocks of each sequence in order; entries past its end are 0
     logit_rows   [R] int64, rows of T whose logits are wanted
+    states       [B] int32, the state of each sequence, of a model that keeps some
     token_table  [n] int64 or None; where it is there, token_ids are indices into it: tokens that only the device knows
     """
 
@@ -35,6 +36,7 @@ class Batch:
     slots: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
+    states: torch.Tensor
     token_table: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:

@@ -185,12 +185,7 @@ class LLM:
     @property
     def kv_bytes(self) -> int:
         """Size of the KV cache when full."""
-        return self._worker.num_blocks * self._worker.block_bytes
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the KV cache."""
-        return self._worker.block_size
+        return self._worker.num_blocks * self._worker.block_bytes + self._worker.num_states * self._worker.state_bytes
 
     @property
     def kv_dtypes(self) -> tuple[torch.dtype, torch.dtype]:

@@ -1,8 +1,4 @@
-"""Attention on the CPU, over the layout of kernels/cpu_attention.py.
-
-Its kernels know blocks of `cpu.BLOCK` tokens, here called pages. Where the cache has larger ones, a block is so many pages behind
-each other, and tables of pages are made of tables of blocks.
-"""
+"""Attention on the CPU, over the layout of kernels/cpu_attention.py."""
 
 from __future__ import annotations
 
@@ -12,29 +8,29 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, QKNorm
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, state_parts
+from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
 class CpuStep(NamedTuple):
-    """Of one batch: slots [T], tables [B, P] of pages and of blocks, how many tokens of its sequence follow each token in this
-    step (itself included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], and
-    how long it is with them [B]."""
+    """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
+    included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
+    with them, and its state [B]."""
 
     slots: torch.Tensor
-    page_tables: torch.Tensor
     block_tables: torch.Tensor
     run: torch.Tensor
     tiles: dict[int, torch.Tensor]
     query_starts: torch.Tensor
     kv_lens: torch.Tensor
+    states: torch.Tensor
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that kernels read, in a fixed order."""
-        yield from (self.slots, self.page_tables, self.block_tables, self.run, self.query_starts, self.kv_lens)
+        yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.states)
         yield from self.tiles.values()
 
 
@@ -62,25 +58,18 @@ class CpuBlocks:
 
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
-    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. block_size: a multiple
-    of cpu.BLOCK."""
+    layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn."""
 
-    def __init__(
-        self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], block_size: int = cpu.BLOCK
-    ) -> None:
+    def __init__(self, groups: set[int], dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         self.groups = groups
-        self.block_size = block_size
-        self.pages = block_size // cpu.BLOCK
         self.dtype = dtype
         self.cache_dtypes = cache_dtypes
 
-    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
-        if isinstance(mixer, DeltaSpec):
-            return state_parts(mixer, self.dtype)
+    def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
-            return [((self.pages, cpu.BLOCK, mixer.channels), self.dtype)]
-        shapes = cpu.cache_shapes(self.pages, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
-        return list(zip(shapes, self.cache_dtypes, strict=True))
+            return [((cpu.BLOCK, mixer.channels), self.dtype)]
+        shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
+        return [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         return cpu.zeros(num_bytes, torch.uint8)
@@ -93,9 +82,7 @@ class CpuAttention:
         lens = ends - batch.query_starts[:-1]
         run = torch.repeat_interleave(ends, lens) - torch.arange(batch.num_tokens, dtype=torch.int32)
         tiles = {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
-        tables = batch.block_tables
-        pages = (tables[:, :, None] * self.pages + torch.arange(self.pages, dtype=torch.int32)).flatten(1)
-        return CpuStep(batch.slots, pages, tables, run, tiles, batch.query_starts, batch.kv_lens)
+        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, batch.kv_lens, batch.states)
 
     def attend(
         self,
@@ -107,13 +94,13 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        k, v = (side.flatten(0, 1) for side in cache)
+        k, v = cache
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v
         )
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
-            q, k, v, tiles, step.page_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
+            q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
         )
 
     def convolve(
@@ -125,8 +112,8 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        inputs = cache[0].flatten(0, 1)
-        return conv.gated_conv(projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.page_tables)
+        (inputs,) = cache
+        return conv.gated_conv(projected, weight, bias, inputs, step.query_starts, step.kv_lens, step.block_tables)
 
     def recur(
         self,
@@ -139,6 +126,6 @@ class CpuAttention:
     ) -> torch.Tensor:
         states, inputs, stamps = cache
         return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens, step.block_tables,
-            self.block_size,
+            projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens, step.states[:, None],
+            WHOLE_SEQUENCE,
         )  # fmt: skip

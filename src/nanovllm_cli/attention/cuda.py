@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import Angles, DeltaWeights, QKNorm
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache, state_parts
+from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import blocks
@@ -33,7 +33,7 @@ from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
-from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
@@ -43,13 +43,14 @@ Shape = tuple[int, int, int, int]
 
 
 class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1]; for a step that is not decodes only the
-    work by shape; where all sequences are whole prompts, the first row of each and the end."""
+    """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1], states [B]; for a step that is not decodes
+    only the work by shape; where all sequences are whole prompts, the first row of each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
     query_starts: torch.Tensor
+    states: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
     prompts: list[int] | None = None
 
@@ -112,9 +113,7 @@ class CudaAttention:
         same_type = cache_dtype == dtype
         self._takes_flash_attention = launcher.capability == HOPPER and plain and dims_fit and same_type and not deterministic
 
-    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
-        if isinstance(mixer, DeltaSpec):
-            return state_parts(mixer, self.dtype)
+    def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((self.block_size, mixer.channels), self.dtype)]
         return [((mixer.num_kv_heads, self.block_size, mixer.head_dim), self.cache_dtype)] * 2
@@ -156,7 +155,7 @@ class CudaAttention:
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
         the host has divided."""
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, work)
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, batch.states, work)
 
     def attend(
         self,
@@ -213,7 +212,7 @@ class CudaAttention:
         states, inputs, stamps = cache
         return gated_delta(
             self.launcher, projected, gates, *weights, spec.tiled, states, inputs, stamps, step.query_starts, step.kv_lens,
-            step.block_tables, self.block_size,
+            step.states[:, None], WHOLE_SEQUENCE,
         )  # fmt: skip
 
     def _whole_prompts(

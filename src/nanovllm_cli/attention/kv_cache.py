@@ -4,26 +4,24 @@ What belongs to a block lies in it, the scales of a quantized cache too: whoever
 Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
 forked, preempted and led back behind guesses, as those of attention are.
 
-A state (the delta rule's) belongs to a block as well: the one behind the last of its tokens that is computed. It is as large as
-hundreds of tokens' keys and values, so blocks are larger where there are states (STATE_BLOCK). Two places for it let a step be
-repeated: see kernels/delta.py. What a state was behind a guess that did not hold, nobody knows: such models take none.
+A state (the delta rule's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values: layers that
+keep one have num_states of them. Each has two places, and a stamp that says behind how many tokens a place is, so that a step can
+be repeated (kernels/delta.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import DeltaSpec, MixerSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec
 
-STATE_BLOCK = 256
-"""Tokens of a block at least, where it has states: found prefixes are a multiple of it."""
+WHOLE_SEQUENCE = 1 << 30
+"""Tokens of the one block that a state is, to the kernels that read it."""
 # What a cache can be kept as, beside the compute type.
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -41,25 +39,13 @@ def cache_dtypes(names: tuple[str, str], dtype: torch.dtype) -> tuple[torch.dtyp
 
 
 LayerCache = tuple[torch.Tensor, ...]
-"""Keys and values of one layer, the inputs of its convolution, or its states; the first axis counts blocks."""
+"""Keys and values of one layer, the inputs of its convolution, or its states; the first axis counts blocks, or states."""
 BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
 
 
-def settled(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The settings as they are for this model. UnsupportedError for those that it can't have."""
-    if not spec.has_states:
-        return config
-    if config.max_guesses:
-        raise UnsupportedError(
-            f"a {spec.architecture} model can't take back a guess: its layers keep a state instead of each token",
-            "leave --speculate and --draft-model away",
-        )
-    return replace(config, block_size=max(config.block_size, STATE_BLOCK))
-
-
 def state_parts(mixer: DeltaSpec, dtype: torch.dtype) -> list[BlockPart]:
-    """Of a block: states, inputs of the convolution, and behind how many tokens each value head has them, in two places."""
+    """Of one state, in two places: that of each value head, inputs of the convolution, and behind how many tokens they are."""
     states = 2, mixer.num_values, mixer.key_dim, mixer.value_dim
     inputs, stamps = (2, mixer.width - 1, mixer.channels), (2, mixer.num_values)
     return [(states, torch.float32), (inputs, dtype), (stamps, torch.int32)]
@@ -84,7 +70,10 @@ class CacheLayout(Protocol):
     cache_dtypes: tuple[torch.dtype, torch.dtype]
     """Of K's and V's tensors."""
 
-    def block_parts(self, mixer: MixerSpec) -> list[BlockPart]:
+    dtype: torch.dtype
+    """Of what goes into convolutions."""
+
+    def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         """What a layer keeps in a block."""
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
@@ -95,27 +84,52 @@ class CacheLayout(Protocol):
 
 
 class KVCache:
-    """num_blocks blocks for every layer, in one allocation. mixers: of each layer."""
+    """num_blocks blocks for every layer that has keys and values or a convolution, num_states states for every other, in one
+    allocation. mixers: of each layer. states: what copies states, as `blocks` does blocks; None where no layer has one."""
 
-    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec], layout: CacheLayout) -> None:
+    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec], layout: CacheLayout, num_states: int = 1) -> None:
         self.num_blocks = num_blocks
-        layers = [layout.block_parts(mixer) for mixer in mixers]
-        sizes = [num_blocks * _num_bytes(part) for parts in layers for part in parts]
+        counts = [num_states if isinstance(mixer, DeltaSpec) else num_blocks for mixer in mixers]
+        layers = [parts_of(mixer, layout) for mixer in mixers]
+        sizes = [count * _num_bytes(part) for count, parts in zip(counts, layers, strict=True) for part in parts]
         memory = iter(torch.split(layout.empty_cache(sum(sizes)), sizes))
         self.layers: list[LayerCache] = [
-            tuple(next(memory).view(dtype).view(num_blocks, *shape) for shape, dtype in parts) for parts in layers
+            tuple(next(memory).view(dtype).view(count, *shape) for shape, dtype in parts)
+            for count, parts in zip(counts, layers, strict=True)
         ]
-        self.blocks = layout.block_mover(self.layers)
+        kept = [layer for layer, mixer in zip(self.layers, mixers, strict=True) if isinstance(mixer, DeltaSpec)]
+        self.blocks = layout.block_mover([layer for layer in self.layers if not any(layer is each for each in kept)])
+        self.states = layout.block_mover(kept) if kept else None
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in all layers: copy-on-write."""
         if pairs:
             self.blocks.copy(pairs)
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The same of states."""
+        if pairs:
+            assert self.states is not None
+            self.states.copy(list(pairs))
+
+
+def parts_of(mixer: MixerSpec, layout: CacheLayout) -> list[BlockPart]:
+    """What a layer keeps in a block, or in a state."""
+    return state_parts(mixer, layout.dtype) if isinstance(mixer, DeltaSpec) else layout.block_parts(mixer)
+
 
 def block_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:
     """Memory of one block over all layers."""
-    return sum(_num_bytes(part) for mixer in mixers for part in layout.block_parts(mixer))
+    return _sum_bytes((mixer for mixer in mixers if not isinstance(mixer, DeltaSpec)), layout)
+
+
+def state_bytes(mixers: Sequence[MixerSpec], layout: CacheLayout) -> int:
+    """Memory of one state over all layers; 0 where none has one."""
+    return _sum_bytes((mixer for mixer in mixers if isinstance(mixer, DeltaSpec)), layout)
+
+
+def _sum_bytes(mixers: Iterable[MixerSpec], layout: CacheLayout) -> int:
+    return sum(_num_bytes(part) for mixer in mixers for part in parts_of(mixer, layout))
 
 
 def _num_bytes(part: BlockPart) -> int:

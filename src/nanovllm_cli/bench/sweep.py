@@ -48,9 +48,10 @@ class Trial(NamedTuple):
         """Tokens of one sequence at the end, the one that opens a test without a prompt and the last drawn included."""
         return self.depth + max(self.num_prompt, 1) + self.num_gen + 1
 
-    def num_blocks(self, block_size: int) -> int:
+    @property
+    def num_blocks(self) -> int:
         """Of the KV cache, for all sequences."""
-        return self.num_parallel * -(-self.context_len // block_size)
+        return self.num_parallel * -(-self.context_len // BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)

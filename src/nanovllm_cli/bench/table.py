@@ -22,7 +22,8 @@ from nanovllm_cli.bench.record import Record
 from nanovllm_cli.bench.roofline import Roofline
 from nanovllm_cli.bench.sweep import Setup, Sweep, Trial
 from nanovllm_cli.bench.work import ModelWork
-from nanovllm_cli.errors import DoesNotFitError, RequestError, UsageError
+from nanovllm_cli.config import BLOCK_SIZE
+from nanovllm_cli.errors import DoesNotFitError, RequestError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.system import peak_memory_bytes
@@ -89,16 +90,12 @@ def run_sweep(
 
 def check_room(llm: LLM, trials: Sequence[Trial]) -> None:
     """Raises DoesNotFitError where the KV cache of a model that was just loaded is too small to run the trials' sequences
-    together, and UsageError for a depth that its blocks do not end at."""
-    size, there = llm.block_size, llm.stats().free_blocks
-    if odd := [trial.depth for trial in trials if trial.depth % size]:
-        raise UsageError(
-            f"a depth of {odd[0]} tokens does not end where a block of this model's KV cache does", f"take a multiple of {size}"
-        )
-    most = max(trials, key=lambda trial: trial.num_blocks(size))
-    if there < most.num_blocks(size):
-        wanted = f"{name_of(most)} needs a KV cache of {most.num_blocks(size) * size:,} tokens"
-        raise DoesNotFitError(f"{wanted}; there is room for {there * size:,}")
+    together."""
+    most = max(trials, key=lambda trial: trial.num_blocks)
+    there = llm.stats().free_blocks
+    if there < most.num_blocks:
+        wanted = f"{name_of(most)} needs a KV cache of {most.num_blocks * BLOCK_SIZE:,} tokens"
+        raise DoesNotFitError(f"{wanted}; there is room for {there * BLOCK_SIZE:,}")
 
 
 def run_trial(

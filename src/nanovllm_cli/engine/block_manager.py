@@ -11,13 +11,20 @@ from collections import OrderedDict
 
 from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
 from nanovllm_cli.engine.sequence import Sequence
+from nanovllm_cli.engine.states import States
 
 
 class BlockManager:
-    """All operations are O(1) per block that they touch."""
+    """All operations are O(1) per block that they touch. states: of a model that keeps some, else None."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, secret: bytes | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_states: int = 0,
+        enable_prefix_caching: bool = True,
+        secret: bytes | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -26,6 +33,7 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._prefixes = PrefixCache(block_size, secret) if enable_prefix_caching else None
+        self.states = States(num_states, self._prefixes, block_size) if num_states else None
 
     @property
     def num_available(self) -> int:
@@ -50,13 +58,15 @@ class BlockManager:
     def admit(self, sequence: Sequence, headroom: int, *, use_cache: bool = True) -> bool:
         """Gives an empty-handed sequence blocks for all of its tokens, cached ones where they hold its beginning.
 
-        False, and nothing changes, where fewer than `headroom` blocks would then be available. `num_computed` becomes
-        the number of tokens found; the last token is never among them, because its logits are wanted.
+        False, and nothing changes, where fewer than `headroom` blocks would then be available, or no state is. `num_computed`
+        becomes the number of tokens found; the last token is never among them, because its logits are wanted.
         """
         entries = self._match(sequence) if use_cache else []
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
         if self.num_available - revived - fresh < headroom:
+            return False
+        if self.states is not None and not self.states.give(sequence, entries):
             return False
         for entry in entries:
             self._share(entry.block)
@@ -82,15 +92,14 @@ class BlockManager:
             sequence.block_table[position] = entry.block
         if not entries:
             return 0
+        if self.states is not None:
+            self.states.go_on_behind(sequence, entries[-1].block)
         computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
         return sequence.num_computed - computed
 
     def findable(self, sequence: Sequence) -> list[int]:
         """The full blocks that hold the sequence's beginning and would be found, in order. They stay whose they are."""
-        if self._prefixes is None:
-            return []
-        entries = self._prefixes.match(sequence, len(sequence.token_ids) // self.block_size)
-        return [entry.block for entry in entries]
+        return [entry.block for entry in self._found(sequence, len(sequence.token_ids) // self.block_size)]
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""
@@ -119,17 +128,23 @@ class BlockManager:
         self._pins[block] -= 1
         self._drop(block)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child`, whose tokens begin with the computed ones of `parent`, shares the parent's blocks."""
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """`child`, whose tokens begin with the computed ones of `parent`, shares the parent's blocks. False, and nothing changes,
+        where it would need a state and none is left."""
+        if self.states is not None and not self.states.fork(parent, child):
+            return False
         child.block_table = parent.block_table[: self.blocks_for(parent.num_computed)]
         for block in child.block_table:
             self._references[block] += 1
         child.num_computed = parent.num_computed
         child.block_digests = parent.block_digests[: parent.num_computed // self.block_size]
         child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
+        return True
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last."""
+        if self.states is not None:
+            self.states.release(sequence)
         for block in reversed(sequence.block_table):
             self._drop(block)
         sequence.block_table = []
@@ -140,15 +155,23 @@ class BlockManager:
         num_full = sequence.num_computed // self.block_size
         if self._prefixes is not None and num_full > sequence.num_registered:
             self._reclaim(self._prefixes.register(sequence, num_full))
+        if self.states is not None:
+            self.states.register(sequence)
 
     def distrust(self, sequence: Sequence) -> None:
         """Nothing that this sequence holds is to be found again: its numbers went bad."""
         if self._prefixes is not None:
             for block in sequence.block_table:
                 self._prefixes.forget(block)
+        if self.states is not None:
+            self.states.distrust(sequence)
 
     def _match(self, sequence: Sequence) -> list[Entry]:
-        return self._prefixes.match(sequence, self._num_reusable(sequence)) if self._prefixes is not None else []
+        return self._found(sequence, self._num_reusable(sequence))
+
+    def _found(self, sequence: Sequence, limit: int) -> list[Entry]:
+        entries = [] if self._prefixes is None else self._prefixes.match(sequence, limit)
+        return entries if self.states is None else self.states.usable(entries)
 
     def _num_reusable(self, sequence: Sequence) -> int:
         return (len(sequence.token_ids) - 1) // self.block_size
@@ -168,6 +191,8 @@ class BlockManager:
             block, _ = self._cached.popitem(last=False)
             assert self._prefixes is not None
             self._prefixes.forget(block)
+            if self.states is not None:
+                self.states.pool.forget(block)
         self._references[block] = 1
         return block
 
@@ -187,6 +212,8 @@ class BlockManager:
 
     def _reclaim(self, ousted: list[int]) -> None:
         for block in ousted:
+            if self.states is not None:
+                self.states.pool.forget(block)
             if self._references[block] == 0:
                 del self._cached[block]
                 self._free.append(block)

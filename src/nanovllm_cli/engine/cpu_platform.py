@@ -37,8 +37,8 @@ class CpuPlatform:
     """See `platform.Platform`."""
 
     def __init__(self, config: EngineConfig, progress: LoadProgress | None) -> None:
-        if config.block_size % cpu.BLOCK:
-            raise UnsupportedError(f"the CPU's KV cache has blocks of a multiple of {cpu.BLOCK} tokens, not {config.block_size}")
+        if config.block_size != cpu.BLOCK:
+            raise UnsupportedError(f"the CPU's KV cache has blocks of {cpu.BLOCK} tokens, not {config.block_size}")
         self.config = config
         self.progress = progress or NullProgress()
         self.ops = CpuOps()
@@ -113,7 +113,7 @@ class CpuPlatform:
         if spec.has_states:
             self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
-        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype), self.config.block_size)
+        return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

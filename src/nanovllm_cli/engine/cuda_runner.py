@@ -69,6 +69,7 @@ class CudaRunner:
             where.add(new)
         self.sampler.keep(plan.scheduled)
         self.cache.copy_blocks(plan.copies)
+        self.cache.copy_states(plan.state_copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
         if not all(map(_is_decode, plan.scheduled)):

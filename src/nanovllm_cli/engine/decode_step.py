@@ -35,8 +35,8 @@ Sampling = tuple[bool, bool]
 Key = tuple[int, int | None, Sampling | None]
 """Rows; room for attention's items, where the host divides it; None for a step with guesses."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
-KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW, START = range(8)
-NUM_LINES = 8
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, SAMPLING_ROW, START, STATE = range(9)
+NUM_LINES = 9
 
 
 class DecodeStep:
@@ -146,6 +146,7 @@ class DecodeStep:
             slots=lines[SLOT, :rows],
             block_tables=self._tables[:rows],
             logit_rows=self._logit_rows[:rows],
+            states=lines[STATE].view(torch.int32)[:rows],
             token_table=self._state[: self._max_rows + self.max_tokens],
         )
         work = None if room is None or self._work is None else self._work.by_shape
@@ -182,7 +183,10 @@ class DecodeStep:
         lines[POSITION, : len(fed)] = position
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = block * size + position % size
-        kv_lens, sampling_rows, starts = (lines[line].view(np.int32) for line in (KV_LEN, SAMPLING_ROW, START))
+        kv_lens, sampling_rows, starts, states = (
+            lines[line].view(np.int32) for line in (KV_LEN, SAMPLING_ROW, START, STATE)
+        )
+        states[:count] = [share.state for share in scheduled]
         kv_lens[:] = 0
         kv_lens[:count] = kv_len
         sampling_rows[:] = -1

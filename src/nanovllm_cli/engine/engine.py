@@ -102,13 +102,14 @@ class Engine:
         self._config = config
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._context_len = min(max_model_len, num_blocks * executor.block_size)
+        self._context_len = min(max_model_len, num_blocks * config.block_size)
         self._eos_ids = eos_ids
         self._detokenizer_factory = detokenizer_factory or (detokenizers_of(tokenizer) if tokenizer else None)
         self._clock = clock
         self._blocks = BlockManager(
             num_blocks,
-            executor.block_size,
+            config.block_size,
+            num_states=executor.num_states,
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )

@@ -21,12 +21,16 @@ class Executor(Protocol):
     def execute(self, plan: Plan) -> StepOutput: ...
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a block of the KV cache."""
-
-    @property
     def block_bytes(self) -> int:
         """Of one block of the KV cache over all layers."""
+
+    @property
+    def num_states(self) -> int:
+        """Of a model that keeps some; else 0."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one of them, over all layers."""
 
     @property
     def most_drafted(self) -> int:
@@ -37,6 +41,11 @@ class Executor(Protocol):
 
     def write_blocks(self, blocks: list[int], data: memoryview) -> None:
         """Puts into these blocks what `read_blocks` gave of others, perhaps in another process."""
+
+    def read_state(self, state: int) -> memoryview:
+        """The same of a state."""
+
+    def write_state(self, state: int, data: memoryview) -> None: ...
 
     def close(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
     magic "nnvllmKV", length of the header (u32, little-endian), header (JSON), its tag,
     then for each full block of tokens: K and V of all layers as the cache has them, and a tag
+    then, of a model that keeps states, the one behind the last of these blocks, and a tag
 
 A tag is HMAC-SHA256 of everything since the tag before, and of that tag (RFC 2104), under a key that this user's state folder
 holds and no file does. So a file that was damaged, cut, put together from others, or made by anybody else, is not used. The
@@ -47,12 +48,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class Header(NamedTuple):
-    """identity: see the module. salt: the prefix cache's. token_ids: of full blocks, in order."""
+    """identity: see the module. salt: the prefix cache's. state_bytes: 0 where there is none. token_ids: of full blocks, in
+    order."""
 
     identity: str
     salt: str | None
     block_size: int
     block_bytes: int
+    state_bytes: int
     token_ids: list[int]
 
     @property
@@ -86,13 +89,15 @@ def save(
     found = blocks.findable(_stand_in(token_ids, salt))
     if not found:
         return 0
+    state = None if blocks.states is None else blocks.states.pool.behind(found[-1])
     header = Header(
-        identity, salt, blocks.block_size, executor.block_bytes, token_ids[: len(found) * blocks.block_size]
-    )
+        identity, salt, blocks.block_size, executor.block_bytes, 0 if state is None else executor.state_bytes,
+        token_ids[: len(found) * blocks.block_size],
+    )  # fmt: skip
     text = json.dumps(header._asdict(), separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
         raise OutputError(f"{path}: {len(header.token_ids)} tokens are too many to keep in one file")
-    check_room(path, len(found) * (header.block_bytes + TAG_BYTES) + len(text))
+    check_room(path, len(found) * (header.block_bytes + TAG_BYTES) + header.state_bytes + TAG_BYTES + len(text))
     key = _own_key()
     with OutputFile(path, replace=True) as output:
         os.fchmod(output.file.fileno(), 0o600)
@@ -107,6 +112,10 @@ def save(
                 tag = _tag(key, tag, block)
                 output.file.write(block)
                 output.file.write(tag)
+        if state is not None:
+            block = executor.read_state(state)
+            output.file.write(block)
+            output.file.write(_tag(key, tag, block))
         output.commit()
     return len(header.token_ids)
 
@@ -140,6 +149,7 @@ def _load(
         header.identity != identity
         or header.block_size != blocks.block_size
         or header.block_bytes != executor.block_bytes
+        or header.state_bytes != (0 if blocks.states is None else executor.state_bytes)
     ):
         raise _NotUsed("it was saved with another model, other settings, or another version")
     if header.salt != expected_salt(len(header.token_ids) + 1):
@@ -147,9 +157,11 @@ def _load(
     count = min(header.num_blocks, blocks.num_available)
     if count == 0:
         raise _NotUsed("the KV cache has no free block")
+    if header.state_bytes and count < header.num_blocks:
+        raise _NotUsed("the KV cache has no room for all of it, and its state is of no use behind less")
     sequence = _stand_in(header.token_ids[: count * header.block_size], header.salt)
-    admitted = blocks.admit(sequence, headroom=0)
-    assert admitted, "as many blocks as are available"
+    if not blocks.admit(sequence, headroom=0):  # as many blocks as are available
+        raise _NotUsed("no state is free")
     try:
         known = sequence.num_computed // header.block_size
         for first, data in reader.slices(count):
@@ -157,6 +169,9 @@ def _load(
             skipped = min(max(0, known - first), len(table))  # the cache has these already
             if skipped < len(table):
                 executor.write_blocks(table[skipped:], data[skipped * header.block_bytes :])
+        if blocks.states is not None:
+            blocks.states.forget_source(sequence)
+            executor.write_state(sequence.state, reader.state())
         sequence.num_computed = len(sequence.token_ids)
         blocks.register(sequence)
     finally:
@@ -185,6 +200,7 @@ class _Reader:
             raise _NotUsed("it was saved by another version")
         self.header = Header(**fields)
         end = file.tell() + self.header.num_blocks * (self.header.block_bytes + TAG_BYTES)
+        end += self.header.state_bytes + TAG_BYTES if self.header.state_bytes else 0
         if os.fstat(file.fileno()).st_size != end:
             raise _NotUsed(f"it is damaged: {end} bytes are expected")
 
@@ -194,13 +210,21 @@ class _Reader:
         for first in range(0, count, step):
             data = memoryview(bytearray(min(step, count - first) * size))
             for start in range(0, len(data), size):
-                block = data[start : start + size]
-                if self._file.readinto(block) != size:
-                    raise _NotUsed("it is damaged: it ends too early")
-                self._last_tag = _tag(self._key, self._last_tag, block)
-                if not hmac.compare_digest(self._read(TAG_BYTES), self._last_tag):
-                    raise _NotUsed(f"it is damaged in block {first + start // size}")
+                self._fill(data[start : start + size], f"block {first + start // size}")
             yield first, data
+
+    def state(self) -> memoryview:
+        """What comes behind all blocks, checked."""
+        data = memoryview(bytearray(self.header.state_bytes))
+        self._fill(data, "its state")
+        return data
+
+    def _fill(self, part: memoryview, what: str) -> None:
+        if self._file.readinto(part) != len(part):
+            raise _NotUsed("it is damaged: it ends too early")
+        self._last_tag = _tag(self._key, self._last_tag, part)
+        if not hmac.compare_digest(self._read(TAG_BYTES), self._last_tag):
+            raise _NotUsed(f"it is damaged in {what}")
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)

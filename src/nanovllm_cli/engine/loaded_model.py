@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import block_bytes
+from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
@@ -35,7 +35,7 @@ class LoadedModel:
 
     formats: how many numbers of its matrices are kept in which format; None is the compute type. num_multiplied_whole: how many
     are multiplied as whole numbers, int8 by int8. lora: scales and files of its adapters. recordable: whether the weights'
-    formats allow a step to be recorded. block_bytes: of one block of its KV cache over all layers.
+    formats allow a step to be recorded. block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -66,6 +66,7 @@ class LoadedModel:
         load_weights(self.model, checkpoint, reader, progress)
         self._beside = {}
         self.block_bytes = block_bytes(self.spec.mixers, backend)
+        self.state_bytes = state_bytes(self.spec.mixers, backend)
         self.recordable = all(storage.recordable for storage in self._storages) and self._experts_are_alike()
 
     @property

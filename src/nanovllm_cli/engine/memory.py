@@ -10,6 +10,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import DoesNotFitError
 
 GIB = 1 << 30
+KEPT_STATES = 8
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
 GROUP = Path("/sys/fs/cgroup")
@@ -49,10 +50,11 @@ def check_weights_fit(num_bytes: int, available: int) -> None:
 
 
 class CacheSize(NamedTuple):
-    """num_blocks of the KV cache, and the longest sequence that the engine takes, in tokens."""
+    """num_blocks of the KV cache; the longest sequence that the engine takes, in tokens; states, of a model that keeps some."""
 
     num_blocks: int
     max_model_len: int
+    num_states: int = 0
 
 
 def context_of(config: EngineConfig, max_position: int) -> int:
@@ -65,23 +67,35 @@ def context_of(config: EngineConfig, max_position: int) -> int:
     return config.max_model_len or max_position
 
 
-def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget: int) -> CacheSize:
+def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget: int, state_bytes: int = 0) -> CacheSize:
     """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
 
     max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
-    where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it.
+    where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it. Of a model with states,
+    of state_bytes each, every sequence has one, and as many and KEPT_STATES are there to be kept; they get what one such context
+    leaves, and half at least where nobody asked for it.
     """
     length = context_of(config, max_position)
     size = config.block_size
+    room = budget if config.kv_cache_bytes is None else config.kv_cache_bytes
+    states = 0
+    if state_bytes:
+        keeps = config.max_num_seqs + KEPT_STATES if config.enable_prefix_caching else 0
+        least = 0 if config.max_model_len is not None else room // 2
+        most = max(room - -(-length // size) * block_bytes, least) // state_bytes
+        states = config.max_num_seqs + keeps
+        states = states if config.num_blocks is not None else max(1, min(states, most))
+        room -= states * state_bytes
     if config.num_blocks is not None:
         blocks = config.num_blocks
     elif config.kv_cache_bytes is not None:
-        blocks = config.kv_cache_bytes // block_bytes
+        blocks = room // block_bytes
     else:
-        blocks = min(-(-length // size) * config.max_num_seqs, budget // block_bytes)
+        blocks = min(-(-length // size) * config.max_num_seqs, room // block_bytes)
     if blocks < 1:
         raise DoesNotFitError(
-            f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB",
+            f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB"
+            + (f", the state of a sequence {state_bytes / 1024:.0f} KiB" if state_bytes else ""),
             "use a larger --kv-cache" if config.kv_cache_bytes else "give it more memory, or use a smaller model",
         )
     if blocks * size < length:
@@ -92,4 +106,4 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
                 f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
             )
         length = blocks * size
-    return CacheSize(blocks, length)
+    return CacheSize(blocks, length, states)

@@ -6,7 +6,7 @@ to another process as they are; logits never cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -51,6 +51,7 @@ class Scheduled(NamedTuple):
     num_guesses: how many of token_ids, the last ones, are guesses: the sequence draws from the row before each as well, as long
         as they turn out right.
     every_row: rows of all tokens are wanted behind the last norm, though only the last is drawn from: such a step is recorded.
+    state: the sequence's, of a model that keeps some.
     """
 
     seq_id: int
@@ -64,6 +65,7 @@ class Scheduled(NamedTuple):
     pooling: Pooling | None = None
     num_guesses: int = 0
     every_row: bool = False
+    state: int = 0
 
     @property
     def known(self) -> list[int]:
@@ -90,12 +92,13 @@ class Scheduled(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step. Order of effects: forget `finished`, register `new`, copy blocks, run, sample."""
+    """One step. Order of effects: forget `finished`, register `new`, copy blocks and states, run, sample."""
 
     scheduled: list[Scheduled]
     new: list[NewSequence]
     finished: list[int]
     copies: list[tuple[int, int]]
+    state_copies: Sequence[tuple[int, int]] = ()
 
 
 class TokenLogprobs(NamedTuple):

@@ -54,6 +54,7 @@ class Runner:
             self.sampler.add(new)
         self.sampler.keep(plan.scheduled)
         self.cache.copy_blocks(plan.copies)
+        self.cache.copy_states(plan.state_copies)
         if not plan.scheduled:
             return StepOutput([], {})
         batch, owners = build_batch(plan.scheduled, self.block_size)

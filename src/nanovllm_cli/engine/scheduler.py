@@ -40,11 +40,13 @@ class Result(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that is under way: who is in it and with what, blocks being copied, and who was reported as finished."""
+    """A step that is under way: who is in it and with what, blocks being copied, states that are copied from and held for it, and
+    who was reported as finished."""
 
     members: list[Sequence]
     scheduled: list[Scheduled]
     copies: list[tuple[int, int]]
+    held_states: list[int]
     finished: list[int]
 
 
@@ -72,6 +74,7 @@ class Scheduler:
         self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
         self._copies: list[tuple[int, int]] = []
+        self._state_copies: list[tuple[int, int]] = []
         self._budget = 0
 
     def add(self, request: Request) -> None:
@@ -88,7 +91,7 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         self.num_steps += 1
-        self._members, self._scheduled, self._copies = [], [], []
+        self._members, self._scheduled, self._copies, self._state_copies = [], [], [], []
         self._budget = self._config.max_num_batched_tokens
         if self._config.policy == "priority":
             self._make_way_for_urgent()
@@ -124,6 +127,8 @@ class Scheduler:
             if not share.draws or sequence.pending or not sequence.request.runs_ahead:
                 return None
             num_running += 1
+            if self._blocks.states is not None and self._blocks.states.is_copied_at(share.start + len(share.token_ids)):
+                return None
             if len(sequence.token_ids) + 1 < sequence.request.max_len:
                 going.append((sequence, share.start + len(share.token_ids) + 1))
         if not going or num_running != len(self.running) or (self.waiting and self._could_enter()):
@@ -136,7 +141,7 @@ class Scheduler:
             copy = self._blocks.grow(sequence, end)
             assert copy is None, "a block that is being written is shared"
         self.num_steps += 1
-        self._members, self._scheduled, self._copies = [], [], []
+        self._members, self._scheduled, self._copies, self._state_copies = [], [], [], []
         for sequence, end in going:
             self._add_share(sequence, _AHEAD, end - 1, draws=True)
         return self._begin([])
@@ -146,9 +151,14 @@ class Scheduler:
         self._steps.pop()
 
     def _begin(self, new: list[NewSequence]) -> Plan:
-        finished = list(self._finished)
-        self._steps.append(_Step(self._members, self._scheduled, self._copies, finished))
-        return Plan(self._scheduled, new, finished, self._copies)
+        finished, states = list(self._finished), self._blocks.states
+        held = []
+        if states is not None:
+            sources = [pair for sequence in self.running if (pair := states.take_source(sequence)) is not None]
+            held = [source for source, _ in sources]
+            self._state_copies += sources
+        self._steps.append(_Step(self._members, self._scheduled, self._copies, held, finished))
+        return Plan(self._scheduled, new, finished, self._copies, self._state_copies)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
@@ -251,6 +261,9 @@ class Scheduler:
             self._count_hits(sequence, self._blocks.adopt(sequence))
         if not decodes:
             limit = min(limit, len(sequence.token_ids) - sequence.num_computed)
+            if self._blocks.states is not None and not sequence.request.wants_every_row:
+                stop = self._blocks.states.next_stop(sequence)
+                limit = limit if stop is None else min(limit, stop - sequence.num_computed)
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
         num_known = len(sequence.token_ids) - start
@@ -262,6 +275,9 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
+        if self._blocks.states is not None and not sequence.request.wants_every_row:
+            pair = self._blocks.states.copy_due(sequence)
+            self._state_copies += [] if pair is None else [pair]
         num_guesses = max(0, len(fed) - num_known)
         self._add_share(sequence, fed, start, end >= len(sequence.token_ids) and sequence.request.pooling is None, num_guesses)
         self._budget -= len(fed)
@@ -282,6 +298,7 @@ class Scheduler:
                 len(request.prompt_ids),
                 request.pooling,
                 num_guesses,
+                state=max(0, sequence.state),
             )
         )
         self._members.append(sequence)
@@ -375,6 +392,9 @@ class Scheduler:
     def _unpin(self, step: _Step) -> None:
         for source, _ in step.copies:
             self._blocks.unpin(source)
+        if self._blocks.states is not None:
+            for state in step.held_states:
+                self._blocks.states.pool.drop(state)
 
     def _collect_prompt(self, sequence: Sequence, share: Scheduled, output: StepOutput) -> None:
         request = sequence.request
@@ -392,8 +412,7 @@ class Scheduler:
         for child, first in zip(children, drawn, strict=True):
             child.registered = True
             child.token_ids.extend(first.token_ids)
-            if len(self.running) < self._config.max_num_seqs:
-                self._blocks.fork(parent, child)
+            if len(self.running) < self._config.max_num_seqs and self._blocks.fork(parent, child):
                 child.status = Status.RUNNING
                 self.running.append(child)
             else:

@@ -14,6 +14,8 @@ from typing import Any
 from nanovllm_cli.engine.plan import Pooling, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
 
+NO_STATE = -1
+
 
 class Status(Enum):
     """PENDING: shares a prompt that another sequence of its request is computing. WAITING: holds no blocks."""
@@ -98,6 +100,8 @@ class Sequence:
     token_ids: the prompt and what was drawn. num_computed: how many of them have their K and V in `block_table`.
     pending: sequences that will draw their first token from the row that ends this one's prompt.
     block_digests, num_registered, last_uid: this sequence's way through the prefix cache (see `prefix_cache.py`).
+    state: of a model that keeps one, this sequence's, or NO_STATE. state_source: another one, which is to be copied to it before
+    it runs again. kept_states: copies of it behind so many tokens, which nobody finds yet (see `states.py`).
     past: what its strategy remembers of it. step: the last step that scheduled it. announced: a plan has named it to the
     worker; registered: that plan succeeded.
     """
@@ -117,6 +121,9 @@ class Sequence:
     step: int = 0
     announced: bool = False
     registered: bool = False
+    state: int = NO_STATE
+    state_source: int = NO_STATE
+    kept_states: list[tuple[int, int]] = field(default_factory=list)
     past: Any = None
     rank: tuple[float, int, int] = field(init=False)
 

@@ -48,4 +48,5 @@ def build_batch(scheduled: list[Scheduled], block_size: int) -> tuple[Batch, lis
         ),
         block_tables=torch.from_numpy(tables),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        states=torch.tensor([share.state for share in scheduled], dtype=torch.int32),
     ), owners

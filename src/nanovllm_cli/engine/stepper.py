@@ -84,7 +84,7 @@ class Stepper:
         """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
 
         At most two calls for each sequence of the plan. Halves copy only for themselves: what a half that succeeded
-        has written must not be copied over.
+        has written must not be copied over. States that nobody runs with are copied by both.
         """
         try:
             return self._executor.execute(plan), {}
@@ -98,7 +98,9 @@ class Stepper:
         pooled: dict[int, list[float]] = {}
         guesses: dict[int, list[int]] = {}
         middle = len(plan.scheduled) // 2
-        for scheduled in (plan.scheduled[:middle], plan.scheduled[middle:]):
+        both = plan.scheduled[:middle], plan.scheduled[middle:]
+        for scheduled, others in (both, both[::-1]):
+            others_states = {each.state for each in others}
             ids = {seq_id for each in scheduled for seq_id in each.draws}
             blocks = {block for each in scheduled for block in each.block_table}
             half, failed = self._execute(
@@ -107,6 +109,7 @@ class Stepper:
                     [new for new in plan.new if new.seq_id in ids],
                     plan.finished,
                     [copy for copy in plan.copies if copy[1] in blocks],
+                    [copy for copy in plan.state_copies if copy[1] not in others_states],
                 )
             )
             drawn.extend(half.drawn)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import KVCache, settled
+from nanovllm_cli.attention.kv_cache import KVCache, parts_of
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.compiler import Compiler, vocabulary_maker
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -23,14 +23,14 @@ from nanovllm_cli.engine.memory import size_cache
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.sampler import Sampler
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.cuda_device import CudaDevice
 from nanovllm_cli.kernels.launcher import has_driver, why_unavailable
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps
-from nanovllm_cli.weights.loader import read_spec
-from nanovllm_cli.weights.quantized import open_reader
 
 EncodeText = Callable[[str], list[int]]
 TokenBytes = Callable[[], Sequence[bytes]]
@@ -41,8 +41,8 @@ class Worker(LoadedModel):
 
     encode: text -> ids without special tokens, token_bytes: the bytes of every token, control_ids: tokens that no text spells;
     for sampling parameters that are given as text (bad_words, DRY's breakers, constraints).
-    platform: where; by default what `config.device` says; its settings are `settled`. A draft model that the config names has a
-    block beside each of this one's, which block_bytes counts.
+    platform: where; by default what `config.device` says. A draft model that the config names has a block beside each of this
+    one's, which block_bytes counts.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -56,23 +56,23 @@ class Worker(LoadedModel):
         progress: LoadProgress | None = None,
         platform: Platform | None = None,
     ) -> None:
-        config = settled(config, read_spec(checkpoint, open_reader(checkpoint)))
         self._config = config
-        self.block_size = config.block_size
         progress = progress or NullProgress()
         platform = platform or select_platform(config, progress)
         super().__init__(checkpoint, config, platform, progress)
         models: list[LoadedModel] = [self]
         if config.draft_model is not None:
             with open_checkpoint(config.draft_model) as draft:
-                settled(config, read_spec(draft, open_reader(draft)))
                 models.append(LoadedModel(draft, replace(config, quant=config.draft_quant, lora=()), platform, progress))
         self._block_parts = [each.block_bytes for each in models]
         self.block_bytes = sum(self._block_parts)
-        self.num_blocks, self.max_model_len = size_cache(
-            config, self.spec.max_position, self.block_bytes, platform.cache_budget(*(each.model for each in models))
+        for each in models:
+            _check_guesses(each.spec, config)
+        budget = platform.cache_budget(*(each.model for each in models))
+        self.num_blocks, self.max_model_len, self.num_states = size_cache(
+            config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
         )
-        self._caches = [KVCache(self.num_blocks, each.spec.mixers, each.model.backend) for each in models]
+        self._caches = [KVCache(self.num_blocks, each.spec.mixers, each.model.backend, self.num_states) for each in models]
         self._compiler: Compiler | None = None
         if encode is not None and token_bytes is not None:
             self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
@@ -129,7 +129,7 @@ class Worker(LoadedModel):
             "lora": self.lora,
             "draft_model": self._drafted_by,
             "dtypes": [str(self.dtype), str(k), str(v)],
-            "layers": [str(self.model.backend.block_parts(mixer)) for mixer in self.spec.mixers],
+            "layers": [str(parts_of(mixer, self.model.backend)) for mixer in self.spec.mixers],
             "block": [config.block_size, self.block_bytes],
         }
 
@@ -144,6 +144,20 @@ class Worker(LoadedModel):
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
         for cache, part in zip(self._caches, torch.split(rows, self._block_parts, dim=1), strict=True):
             cache.blocks.put_in(blocks, part.contiguous())
+
+    def read_state(self, state: int) -> memoryview:
+        """See Executor."""
+        self.platform.enter()
+        states = self._caches[0].states
+        assert states is not None
+        return states.take_out([state]).flatten().numpy().data
+
+    def write_state(self, state: int, data: memoryview) -> None:
+        """See Executor."""
+        self.platform.enter()
+        states = self._caches[0].states
+        assert states is not None
+        states.put_in([state], torch.frombuffer(data, dtype=torch.uint8).view(1, -1))
 
     def close(self) -> None:
         """Lets go of weights and cache; the worker is of no use afterwards."""
@@ -189,6 +203,15 @@ def select_platform(config: EngineConfig, progress: LoadProgress | None) -> Plat
     if has_driver():
         progress.note(f"the GPU is not used: {reason.message}" + (f" ({reason.hint})" if reason.hint else ""))
     return _cpu(config, progress)
+
+
+def _check_guesses(spec: ModelSpec, config: EngineConfig) -> None:
+    """UnsupportedError where tokens are guessed for, or by, a model whose states nobody could take back."""
+    if spec.has_states and config.max_guesses:
+        raise UnsupportedError(
+            f"a {spec.architecture} model can't take back a guess: its layers keep a state instead of each token",
+            "leave --speculate and --draft-model away",
+        )
 
 
 def _cpu(config: EngineConfig, progress: LoadProgress) -> CpuPlatform:

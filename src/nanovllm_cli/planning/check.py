@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm_cli.attention.kv_cache import settled
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.memory import size_cache
+from nanovllm_cli.engine.states import num_copies
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.planning import estimate
 from nanovllm_cli.planning.plan import Plan
@@ -43,10 +43,12 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     answer_len = min(ANSWER_LEN, llm.max_model_len // 4)
     prompt_len = min(estimate.PROMPT_LEN, llm.max_model_len - answer_len - 1)
     prefill, decode = _rates(llm, prompt_len, answer_len)
-    cache, process, config = None, None, settled(config, plan.facts.spec)
+    cache, process = None, None
     if plan.processor == "cpu":
-        cache = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, plan.cache_room).num_blocks * plan.block_bytes
+        size = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, plan.cache_room, plan.state_bytes)
+        cache = size.num_blocks * plan.block_bytes + size.num_states * plan.state_bytes
         written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * plan.block_bytes
+        written += min(size.num_states, 1 + REPEATS * num_copies(prompt_len, config.block_size)) * plan.state_bytes
         process = estimate.total_bytes(row.weight_bytes, written)
     found = [
         Comparison("weights", "B", row.weight_bytes, llm.weight_bytes),

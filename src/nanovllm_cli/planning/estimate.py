@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes
+from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_bytes
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec
@@ -137,8 +137,8 @@ def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activation
 
 
 def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int) -> int:
-    """Of a cache that holds `batch` sequences of `context` tokens."""
-    return -(-context // block_size) * batch * block_bytes(spec.mixers, layout)
+    """Of a cache that holds `batch` sequences of `context` tokens, and their states."""
+    return batch * (-(-context // block_size) * block_bytes(spec.mixers, layout) + state_bytes(spec.mixers, layout))
 
 
 def total_bytes(weight_bytes: int, cache_bytes: int) -> int:
@@ -160,17 +160,16 @@ def cache_room(config: EngineConfig, free: int, weight_bytes: int, *, is_cpu: bo
     return max(0, min(wanted, free - total_bytes(weight_bytes, 0)))
 
 
-def longest_context(room: int, bytes_per_block: int, block_size: int, answers: int, most: int) -> int:
+def longest_context(room: int, bytes_per_block: int, bytes_of_state: int, block_size: int, answers: int, most: int) -> int:
     """Tokens of the longest context that so many answers can have at once."""
-    return min(most, room // bytes_per_block // answers * block_size)
+    return min(most, max(0, room - answers * bytes_of_state) // bytes_per_block // answers * block_size)
 
 
 def read_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, depth: int) -> float:
     """Of a cache, for one token `depth` tokens into its context: keys and values of all before it, the inputs of convolutions of
     a few, and states, which are written as well."""
     keys = block_bytes([each for each in spec.mixers if isinstance(each, AttentionSpec)], layout) / block_size
-    states = block_bytes([each for each in spec.mixers if isinstance(each, DeltaSpec)], layout)
-    return depth * keys + states
+    return depth * keys + state_bytes(spec.mixers, layout)
 
 
 def decode_rate(facts: Facts, weights: WeightPlan, cache_bytes: float, speed: Speed, depth: int = PROMPT_LEN) -> float:

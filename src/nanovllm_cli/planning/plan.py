@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import block_bytes, settled
+from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.memory import context_of
@@ -61,8 +61,8 @@ class CacheRow:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """answers, context: how many are to run at once, of how many tokens each. free_bytes: memory that can be had now, where
-    `processor` computes. block_bytes: of a block of the KV cache. cache_room: what the cache gets beside the first format's
-    weights."""
+    `processor` computes. block_bytes: of a block of the KV cache, state_bytes: of a state. cache_room: what the cache gets beside
+    the first format's weights."""
 
     facts: Facts
     answers: int
@@ -72,6 +72,7 @@ class Plan:
     dtype: str
     free_bytes: int
     block_bytes: int
+    state_bytes: int
     cache_room: int
     formats: tuple[FormatRow, ...]
     cache: tuple[CacheRow, ...]
@@ -119,13 +120,12 @@ def make_plan(
     Raises what opening a model raises, UsageError or UnsupportedError for a format that was asked for and can't be, and
     DoesNotFitError for a context that the model does not have.
     """
-    facts = facts_of(checkpoint, headers_only=headers_only)
-    config = settled(config, facts.spec)
     platform = select_platform(config, progress)
+    facts = facts_of(checkpoint, headers_only=headers_only)
     reader = reader_of(checkpoint, headers_only=headers_only)
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
-    per_block = block_bytes(facts.spec.mixers, layout)
+    per_block, per_state = block_bytes(facts.spec.mixers, layout), state_bytes(facts.spec.mixers, layout)
     free, usable, size, most = platform.available_bytes(), _usable(platform), config.block_size, facts.spec.max_position
     context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)
@@ -143,7 +143,7 @@ def make_plan(
             continue  # rows of this model don't divide into groups, or the like
         total = estimate.total_bytes(weights.num_bytes, cache_bytes)
         room = estimate.cache_room(config, usable, weights.num_bytes, is_cpu=kind_of(platform) == "cpu")
-        context_len = estimate.longest_context(room, per_block, size, answers, most)
+        context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
         decode = None if speed is None else estimate.decode_rate(facts, weights, cache_read, speed)
         prefill = None if speed is None else estimate.prefill_rate(facts, weights, speed, config.max_num_batched_tokens)
         rows.append(FormatRow(quant, weights.format, weights.num_bytes, total, cache_bytes <= room, context_len, decode, prefill))
@@ -152,7 +152,7 @@ def make_plan(
     cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, batches, rooms[0]))
     name = str(dtype).removeprefix("torch.")
     return Plan(
-        facts, answers, context, batches, kind_of(platform), name, free, per_block, rooms[0], tuple(rows), cache, speed
+        facts, answers, context, batches, kind_of(platform), name, free, per_block, per_state, rooms[0], tuple(rows), cache, speed
     )
 
 
@@ -214,9 +214,9 @@ def _cache_rows(
 
 def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
     """What a model is, and the memory that it takes on the CPU, as it is stored, with one context of so many tokens at most."""
-    facts = facts_of(checkpoint)
-    config = settled(EngineConfig(device="cpu"), facts.spec)
+    config = EngineConfig(device="cpu")
     platform = select_platform(config, None)
+    facts = facts_of(checkpoint)
     dtype = compute_type(checkpoint, platform)
     weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None, platform.dense_bytes)
     layout = platform.backend(facts.spec, dtype)

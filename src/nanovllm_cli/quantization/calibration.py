@@ -121,7 +121,8 @@ class Calibration:
             self._block = self._build()
 
     def _build(self) -> _Block:
-        return _Block(replace(self.spec, blocks=(self.spec.blocks[self.layer],)), self._platform, self._dtype, self._num_blocks)
+        spec = replace(self.spec, blocks=(self.spec.blocks[self.layer],))
+        return _Block(spec, self._platform, self._dtype, self._num_blocks, max(batch.num_seqs for batch in self._batches))
 
     @torch.inference_mode()
     def _run(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
@@ -132,13 +133,13 @@ class Calibration:
 class _Block:
     """A model of one layer, of which embedding and head are never used, nor their memory touched."""
 
-    def __init__(self, spec: ModelSpec, platform: CpuPlatform, dtype: torch.dtype, num_blocks: int) -> None:
+    def __init__(self, spec: ModelSpec, platform: CpuPlatform, dtype: torch.dtype, num_blocks: int, num_states: int) -> None:
         def make(parts: dict[str, int], width: int) -> _Watched:
             return _Watched(sum(parts.values()), width, dtype)
 
         backend = platform.backend(spec, dtype)
         self.model = Decoder(spec, Kit(dtype, make, platform.ops, backend))
-        self.cache = KVCache(num_blocks, spec.mixers, backend)
+        self.cache = KVCache(num_blocks, spec.mixers, backend, num_states)
 
     def run(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
         """The residual stream [T, hidden] behind the layer; the one before it is overwritten."""
@@ -218,7 +219,7 @@ def _batch_of(sequences: list[Sequence[int]], block_size: int) -> Batch:
     first = 0
     for i, ids in enumerate(sequences):
         end = first + -(-len(ids) // block_size)
-        scheduled.append(Scheduled(i, list(ids), 0, list(range(first, end)), (), prompt_len=len(ids)))
+        scheduled.append(Scheduled(i, list(ids), 0, list(range(first, end)), (), prompt_len=len(ids), state=i))
         first = end
     return build_batch(scheduled, block_size)[0]
 

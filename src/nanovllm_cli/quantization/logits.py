@@ -38,10 +38,10 @@ class MeasuredModel:
         config = EngineConfig(dtype=dtype, device="cpu", num_blocks=1, max_num_seqs=1)
         self._worker = Worker(checkpoint, config, progress=progress)
         self._platform = self._worker.platform
-        self._block_size = self._worker.block_size
+        self._block_size = config.block_size
         self.dtype = self._worker.dtype
         self.model: Decoder = self._worker.model
-        num_blocks = -(-max_len // self._block_size)
+        num_blocks = -(-max_len // config.block_size)
         self._cache = KVCache(num_blocks, self._worker.spec.mixers, self.model.backend)
 
     def hidden(self, ids: Sequence[int]) -> Hidden:

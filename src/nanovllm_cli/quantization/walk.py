@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import settled
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
@@ -27,7 +26,7 @@ class Walk:
             )
         self._original = original
         self._names = names_of(original.checkpoint)
-        platform = CpuPlatform(settled(EngineConfig(device="cpu"), original.spec), progress)
+        platform = CpuPlatform(EngineConfig(device="cpu"), progress)
         names = original.checkpoint.names()
         dtype = platform.resolve_dtype({original.checkpoint.info(name).dtype_name for name in names})
         platform.enter()

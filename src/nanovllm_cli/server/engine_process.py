@@ -131,7 +131,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         context_len=llm.context_len,
         vocab_size=llm.spec.vocab_size,
         hidden_size=llm.spec.hidden_size,
-        block_size=llm.block_size,
+        block_size=config.block_size,
         num_parameters=llm.num_parameters,
         weight_bytes=llm.weight_bytes,
         kv_bytes=llm.kv_bytes,

@@ -1,0 +1,233 @@
+"""States of sequences, beside the blocks that hold their keys and values: who holds them, and which are kept for prefixes.
+
+A model whose layers keep a state (the delta rule's) can go on behind a token only from the state that was there. So a running
+sequence has a state of its own, in all layers, and copies of it are kept behind some blocks: a prefix is found as far as the last
+of these. They are made where prompts that begin alike may part: behind powers of two of tokens, behind the last whole block of a
+prompt, and now and then in an answer. What ends behind a whole block leaves its state there. Where states run short, the copy
+goes that was used least recently.
+
+Only numbers live here; the memory is `attention/kv_cache.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
+from nanovllm_cli.engine.sequence import NO_STATE, Sequence
+
+FIRST_KEPT, KEPT_EVERY = 128, 256
+"""Tokens of a prompt behind which its state is worth a copy, and of an answer from one copy to the next."""
+
+Pair = tuple[int, int]
+"""What is to be copied where."""
+
+
+def num_copies(prompt_len: int, block_size: int) -> int:
+    """Of a prompt's state, that are kept behind it."""
+    last = (prompt_len - 1) // block_size * block_size
+    powers = [1 << i for i in range(last.bit_length()) if FIRST_KEPT <= 1 << i <= last]
+    return len({*powers, last} - set(range(FIRST_KEPT)))
+
+
+class StatePool:
+    """Each state has as many holders as were counted: a sequence, a block behind which it is kept, a copy that is to be made."""
+
+    def __init__(self, num_states: int) -> None:
+        self._free = list(range(num_states - 1, -1, -1))
+        self._holders = [0] * num_states
+        self._behind: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._behind)
+
+    def take(self) -> int | None:
+        """One for a new holder; None where all are held by others than blocks."""
+        if not self._free:
+            idle = next((block for block, state in self._behind.items() if self._holders[state] == 1), None)
+            if idle is None:
+                return None
+            self.forget(idle)
+        state = self._free.pop()
+        self._holders[state] = 1
+        return state
+
+    def hold(self, state: int) -> None:
+        """One more holder."""
+        self._holders[state] += 1
+
+    def drop(self, state: int) -> None:
+        """One less."""
+        self._holders[state] -= 1
+        assert self._holders[state] >= 0, "a state was returned twice"
+        if self._holders[state] == 0:
+            self._free.append(state)
+
+    def keep(self, block: int, state: int) -> None:
+        """The state behind this block's last token, which the block holds from now on. The first one stays."""
+        if block in self._behind:
+            self.drop(state)
+        else:
+            self._behind[block] = state
+
+    def behind(self, block: int) -> int | None:
+        """The state that is kept behind a block."""
+        return self._behind.get(block)
+
+    def use(self, block: int) -> int:
+        """The same, of which there is one, as used now."""
+        self._behind.move_to_end(block)
+        return self._behind[block]
+
+    def forget(self, block: int) -> None:
+        """The block is no longer to be found. Blocks without a state are fine."""
+        state = self._behind.pop(block, None)
+        if state is not None:
+            self.drop(state)
+
+
+class States:
+    """What `BlockManager` and the scheduler do about states. prefixes: None where none are found."""
+
+    def __init__(self, num_states: int, prefixes: PrefixCache | None, block_size: int) -> None:
+        self.pool = StatePool(num_states)
+        self._prefixes = prefixes
+        self._block_size = block_size
+
+    def usable(self, entries: list[Entry]) -> list[Entry]:
+        """Of the first blocks of a sequence those that it can go on behind."""
+        count = len(entries)
+        while count and self.pool.behind(entries[count - 1].block) is None:
+            count -= 1
+        return entries[:count]
+
+    def give(self, sequence: Sequence, entries: list[Entry]) -> bool:
+        """A state for a sequence without one, behind these blocks, which are `usable`. False, and nothing changes, where none is
+        left."""
+        if entries:  # held first: the one that is taken must not be this one
+            self.go_on_behind(sequence, entries[-1].block)
+        state = self.pool.take()
+        if state is None:
+            self.forget_source(sequence)
+            return False
+        sequence.state = state
+        return True
+
+    def go_on_behind(self, sequence: Sequence, block: int) -> None:
+        """What is kept behind the block is copied to the sequence's state before that runs again."""
+        self._set_source(sequence, self.pool.use(block))
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """The child gets a copy of the parent's, before either runs again. False where none is left."""
+        state = self.pool.take()
+        if state is None:
+            return False
+        child.state = state
+        self._set_source(child, parent.state)
+        return True
+
+    def next_stop(self, sequence: Sequence) -> int | None:
+        """The number of tokens that a chunk of its prompt should end at, for a copy to be made there; None: anywhere."""
+        if self._prefixes is None:
+            return None
+        done, last = sequence.num_computed, self._last(sequence)
+        power = max(FIRST_KEPT, 1 << done.bit_length())
+        return min((stop for stop in (power, last) if max(done, FIRST_KEPT - 1) < stop <= last), default=None)
+
+    def copy_due(self, sequence: Sequence) -> Pair | None:
+        """(source, destination) to copy before the sequence runs, where it is worth one and there is room."""
+        done = sequence.num_computed
+        if self._prefixes is None or sequence.state_source != NO_STATE or not self._is_stop(sequence):
+            return None
+        if any(num_tokens == done for num_tokens, _ in sequence.kept_states) or self._block_behind(sequence, done) is not None:
+            return None
+        state = self.pool.take()
+        if state is None:
+            return None
+        sequence.kept_states.append((done, state))
+        return sequence.state, state
+
+    def is_copied_at(self, num_tokens: int) -> bool:
+        """Whether a sequence that draws has a copy made behind so many tokens."""
+        return self._prefixes is not None and num_tokens % KEPT_EVERY == 0
+
+    def take_source(self, sequence: Sequence) -> Pair | None:
+        """(source, destination) to copy before the sequence runs. The source stays held until it is dropped."""
+        if sequence.state_source == NO_STATE:
+            return None
+        pair, sequence.state_source = (sequence.state_source, sequence.state), NO_STATE
+        return pair
+
+    def register(self, sequence: Sequence) -> None:
+        """Its blocks can be found now, so copies behind them can."""
+        kept, sequence.kept_states = sequence.kept_states, []
+        for num_tokens, state in kept:
+            self._keep(sequence, num_tokens, state)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Nothing of this sequence is to be found."""
+        for block in sequence.block_table:
+            self.pool.forget(block)
+        self._drop_kept(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Before its blocks are given back."""
+        if sequence.state == NO_STATE:
+            return
+        done = sequence.num_computed
+        if sequence.state_source == NO_STATE and done and done == sequence.num_registered * self._block_size:
+            self.pool.hold(sequence.state)
+            self._keep(sequence, done, sequence.state)
+        self.forget_source(sequence)
+        self._drop_kept(sequence)
+        self.pool.drop(sequence.state)
+        sequence.state = NO_STATE
+
+    def _last(self, sequence: Sequence) -> int:
+        """Tokens in the blocks that a prompt like this one could be found with."""
+        return (len(sequence.token_ids) - 1) // self._block_size * self._block_size
+
+    def _is_stop(self, sequence: Sequence) -> bool:
+        done = sequence.num_computed
+        if done < FIRST_KEPT or done % self._block_size:
+            return False
+        if len(sequence.token_ids) - done == 1:
+            return self.is_copied_at(done)
+        return done & (done - 1) == 0 or done == self._last(sequence)
+
+    def _block_behind(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """The block behind which a state after so many tokens is kept."""
+        assert self._prefixes is not None
+        count = num_tokens // self._block_size
+        entries = self._prefixes.match(sequence, count)
+        return entries[-1].block if len(entries) == count and len(self.usable(entries)) == count else None
+
+    def _keep(self, sequence: Sequence, num_tokens: int, state: int) -> None:
+        """Takes the state over, for whoever finds the block behind which it is; in vain where nobody can."""
+        count = num_tokens // self._block_size
+        entries = [] if self._prefixes is None else self._prefixes.match(sequence, count)
+        if len(entries) == count:
+            self.pool.keep(entries[-1].block, state)
+        else:
+            self.pool.drop(state)
+
+    def _set_source(self, sequence: Sequence, state: int) -> None:
+        self.pool.hold(state)
+        self.forget_source(sequence)
+        sequence.state_source = state
+
+    def forget_source(self, sequence: Sequence) -> None:
+        """Nothing is to be copied to its state any more."""
+        if sequence.state_source != NO_STATE:
+            self.pool.drop(sequence.state_source)
+            sequence.state_source = NO_STATE
+
+    def _drop_kept(self, sequence: Sequence) -> None:
+        kept, sequence.kept_states = sequence.kept_states, []
+        for _, state in kept:
+            self.pool.drop(state)
