@@ -7,11 +7,12 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from engines import SMALL, random_model, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
+from nanovllm_cli.engine import states
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
@@ -20,6 +21,7 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_models import DELTA
 
 SHAPE = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
 CONTEXT = 120
@@ -50,10 +52,12 @@ class Asked(NamedTuple):
     salt: str | None
 
 
-@pytest.fixture(scope="module", params=["float32 auto", "bfloat16 int8"])
+@pytest.fixture(scope="module", params=["float32 auto", "bfloat16 int8", "bfloat16 auto with states"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    folder = save(random_model(Qwen3Config(**SHAPE)), tmp_path_factory.mktemp("model"))
-    dtype, cache = request.param.split()
+    dtype, cache, *with_states = request.param.split()
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    delta = Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 3}, **DELTA, layer_types=kinds)
+    folder = save(random_model(delta if with_states else Qwen3Config(**SHAPE)), tmp_path_factory.mktemp("model"))
     config = EngineConfig(threads=1, num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, dtype=dtype, kv_cache_dtype=cache)
     with open_checkpoint(folder) as checkpoint:
         return Worker(checkpoint, config, TOKENIZER.encode, lambda: BYTES)
@@ -105,12 +109,19 @@ def told(answer: CompletionOutput) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(worker: Worker, seed: int) -> None:
+def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(
+    worker: Worker, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     r = random.Random(seed)
     settings = {
         "num_blocks": r.choice((8, 11)), "max_num_batched_tokens": r.choice((3, 17, 512)), "max_num_seqs": r.choice((3, 9)),
         "num_speculative_tokens": r.choice((0, 8)),
     }  # fmt: skip
+    if worker.spec.has_states:
+        settings["num_speculative_tokens"] = 0
+        monkeypatch.setattr(worker, "num_states", r.choice((1, 2, 5, 20)))
+        monkeypatch.setattr(states, "FIRST_KEPT", 16)  # texts are short here
+        monkeypatch.setattr(states, "KEPT_EVERY", 32)
     engine = engine_of(worker, **settings)
     asked: dict[str, Asked] = {}
     done: dict[str, RequestOutput] = {}
@@ -140,6 +151,8 @@ def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(worker: Worke
                 look(engine.take(name))
     stats = engine.stats()
     assert (stats.used_blocks, stats.free_blocks + stats.cached_blocks) == (0, settings["num_blocks"])
+    if (kept := engine._blocks.states) is not None:
+        assert kept.pool.num_free + kept.pool.num_kept == worker.num_states
     for name, output in done.items():
         expected = alone(worker, asked[name])
         if name in aborted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from emulation.compare import close_to_rounding, random
+from emulation.compare import behind_nan, close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, reference
@@ -195,6 +195,8 @@ def test_bits_are_those_of_rope_and_cache_and_then_attention(name: str, splits: 
     plain, dim, count = inputs.projected, inputs.projected.dim, len(inputs.kv_lens)
     gains = {f"{head}_norm": random(dim, dtype=plain.qkv.dtype) for head in normed}
     angles = random(count, rotary // 2, scale=100)
+    if plain.kv_heads > 1:  # as behind gates
+        plain = plain._replace(qkv=behind_nan(plain.qkv, plain.heads * dim))
     turned = plain._replace(**gains, eps=1e-6, norm_offset=0.5, cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
     scales = [None, None]
     if inputs.options["k_scale"] is not None:  # powers of two, which can be multiplied with again

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from emulation import on_gpu
-from emulation.compare import close_to_rounding, random
+from emulation.compare import behind_nan, close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, reference, rope_cache, rope_tables
@@ -62,14 +62,16 @@ CASES = [(shape, *kind) for shape in SHAPES for kind in KINDS[shape.vector]]
 
 
 def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = True) -> dict[str, Any]:
-    """Arguments of `run`. Every third token is padding; the caches are full of NaN."""
+    """Arguments of `run`. Every third token is padding; the caches are full of NaN. Of an odd number of tokens q, k and v lie
+    behind NaN, as behind gates."""
     tokens, heads, kv_heads, dim = shape[:4]
-    angles = random(tokens, shape.rotary // 2, scale=100)
+    angles, gates = random(tokens, shape.rotary // 2, scale=100), tokens % 2 * heads * dim
     slots = torch.randperm(shape.num_blocks * shape.block_size)[:tokens]
     slots[2::3] = -1
     caches = [torch.full((shape.num_blocks, kv_heads, shape.block_size, dim), torch.nan).to(kv_dtype) for _ in "kv"]
     return {
-        "qkv": random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), "heads": heads, "kv_heads": kv_heads, "dim": dim,
+        "qkv": behind_nan(random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), gates), "heads": heads,
+        "kv_heads": kv_heads, "dim": dim,
         "q_norm": random(dim, dtype=dtype) if norm else None, "k_norm": random(dim, dtype=dtype) if norm else None,
         "eps": EPS, "norm_offset": 0.5, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved,
         "slots": slots,

@@ -12,6 +12,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
     return (torch.randn(*shape, generator=GENERATOR) * scale).to(dtype)
 
 
+def behind_nan(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The same rows as columns of a wider tensor."""
+    return torch.cat([torch.full((len(rows), count), torch.nan, dtype=rows.dtype), rows], 1)[:, count:]
+
+
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """||got - expected|| / ||expected||, in float64. NaN anywhere is NaN."""
     difference = (got.double() - expected.double()).norm()

@@ -170,7 +170,6 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
-        qkv = qkv.contiguous()  # where they have gates, it is columns of a wider tensor
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
         k, v = cache

@@ -92,7 +92,9 @@ def decode_attention(
         check(sinks, launcher, torch.float32, heads)
     out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     if batch:
-        kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, projected.load)
+        gated = projected.row_heads == 2 * (heads + kv_heads)
+        assert gated or projected.row_heads == heads + 2 * kv_heads, "as many numbers before q as in it, or none"
+        kernel, rows = choose(launcher.capability, qkv.dtype, k_cache.dtype, dim, group, block_size, projected.load, gated)
         grid_heads = kv_heads * -(-group // rows)
         splits = num_splits(launcher, batch * grid_heads, width * block_size)
         partials = batch * heads * splits * dim if splits > 1 else 0
@@ -108,9 +110,16 @@ def decode_attention(
 
 
 def choose(
-    capability: int, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, block_size: int, rope_load: int = 8
+    capability: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    group: int,
+    block_size: int,
+    rope_load: int = 8,
+    gated: bool = False,
 ) -> tuple[Kernel, int]:
-    """The kernel, and how many query heads a block of it takes. rope_load: `Projected.load`."""
+    """The kernel, and how many query heads a block of it takes. rope_load: `Projected.load`. gated: see decode_split.cuh."""
     if capability < OLDEST_CAPABILITY:
         raise UnsupportedError(f"the GPU's compute capability {capability / 10} is below 7.5", "run with --device cpu")
     tensor_cores = (
@@ -122,20 +131,28 @@ def choose(
     )
     if tensor_cores:
         rows = 8 if group <= 8 else 16
-        return variant("decode_attention", dtype, kv_dtype, dim, rows, block_size, rope_load), rows
+        return variant("decode_attention", dtype, kv_dtype, dim, rows, block_size, rope_load, gated), rows
     vector = min(8, dim & -dim)
     elements = vector * -(-dim // (32 * vector))  # of a lane, for each query head; 64 in all fit in the registers
     rows = 1
     while rows < min(4, group) and 2 * rows * elements <= 64:
         rows *= 2
-    return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size, rope_load), rows
+    return variant("decode_attention_any", dtype, kv_dtype, dim, rows, block_size, rope_load, gated), rows
 
 
 def variant(
-    stem: str, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, block_size: int, rope_load: int = 8
+    stem: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    rows: int,
+    block_size: int,
+    rope_load: int = 8,
+    gated: bool = False,
 ) -> Kernel:
     types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
     constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size), ("ROPE_LOAD", rope_load))
+    constants = (*constants, ("GATED", 1)) if gated else constants
     bf16_products = stem == "decode_attention" and kv_dtype == torch.bfloat16
     newest = NEWEST_CAPABILITY
     if stem == "decode_attention" and dim > LARGE_DIM and kv_dtype.itemsize > 1:
@@ -153,6 +170,7 @@ def variants() -> list[Kernel]:
     ]
     large = [variant("decode_attention", bf16, kv_dtype, dim, 16, 16) for kv_dtype in (bf16, fp8) for dim in (64, 128, 256)]
     partly_rotated = [variant("decode_attention", bf16, bf16, dim, 8, 16, 2) for dim in (80, 256)]
+    behind = [variant("decode_attention", bf16, kv, 256, rows, 16, gated=True) for kv in (bf16, fp8) for rows in (8, 16)]
     others = [variant("decode_attention_any", bf16, bf16, 128, rows, 16) for rows in (1, 2, 4)]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
-    return [*small, *large, *partly_rotated, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, 2)]
+    return [*small, *large, *partly_rotated, *behind, *others, variant("decode_attention_any", bf16, fp8, 100, 4, 16, 2)]

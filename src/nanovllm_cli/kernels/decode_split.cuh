@@ -13,8 +13,15 @@
 // Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them. Nor does the kernel
 // ahead, the projection or what belongs to it, write to the cache: all of that may be read while it still runs. But past the
 // L1: until a kernel has waited, nothing promises that an L1 no longer holds the lengths and tables of the step before.
+//
+// GATED: each row of qkv has as many numbers before q as in q, which are not read here. Not an argument: one more costs the
+// largest of these kernels registers that they lack.
 #pragma once
 #include "heads.cuh"
+
+#ifndef GATED
+#define GATED 0
+#endif
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
 constexpr int MAX_SPLITS = 64;  // as in decode_attention.py
@@ -175,7 +182,7 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
   for (int pass = 0; pass < PASSES; ++pass) {
     const int there = min(head[pass], last);
     const int row = there < key ? split.head + there : query_heads + (there - key) * kv_heads + split.kv_head;
-    mine[pass].load(place, projected.qkv + (token * (query_heads + 2 * kv_heads) + row) * HEAD_DIM);
+    mine[pass].load(place, projected.qkv + (token * ((1 + GATED) * query_heads + 2 * kv_heads) + row) * HEAD_DIM);
   }
   Angles<ROPE_LOAD, UNITS_OF_LANE> angles;
   angles.load(place, projected.cos + token * projected.num_angles, projected.sin + token * projected.num_angles);

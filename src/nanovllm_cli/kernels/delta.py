@@ -1,8 +1,8 @@
 """The gated delta rule on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_delta.py).
 
 What a token needs of those before it is a state of each value head and the last inputs of a convolution. They lie in blocks, as
-they are behind the last of a block's tokens that was computed: the engine has one such block for a whole sequence. A block has two
-places for them. A step reads the one whose stamp says how many tokens went into it, and writes the other: it can be repeated.
+they are behind the last of a block's tokens that was computed: the engine has one such block for a whole sequence. A block has
+two places for them. A step reads the one whose stamp says how many tokens went into it, and writes the other: it can be repeated.
 
 Legend: T tokens, B sequences, K key heads of E dims, V value heads of D dims, N blocks, P blocks in a table.
 """

@@ -1,7 +1,7 @@
 // A head of q, k or v between its projection and attention: norm, rotation by position, one rounding. Kernels that share this
 // leave the same bits.
 //
-//   qkv [T, heads + 2 kv_heads, dim] DTYPE: the heads of q, then of k, then of v
+//   qkv [T, heads + 2 kv_heads, dim] DTYPE: the heads of q, then of k, then of v; row_heads heads from row to row
 //   gains [dim] DTYPE: head / rms(head) * (offset + gain)
 //   cos, sin [T, num_angles] fp32: rotation of the first 2 * num_angles dims, in pairs (i, num_angles + i), or (2i, 2i + 1) if
 //   interleaved

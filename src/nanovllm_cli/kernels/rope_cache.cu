@@ -14,8 +14,8 @@
 KERNEL __launch_bounds__(128)
 rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
                const int64_t* slots, const float* k_scale, const float* v_scale, DTYPE* q, KV_DTYPE* k_cache,
-               KV_DTYPE* v_cache, int heads, int kv_heads, int dim, int num_angles, int interleaved, int lane_bits, float eps,
-               float norm_offset) {
+               KV_DTYPE* v_cache, int row_heads, int heads, int kv_heads, int dim, int num_angles, int interleaved,
+               int lane_bits, float eps, float norm_offset) {
   const int64_t token = blockIdx.x;
   const int lanes = 1 << lane_bits, num_heads = heads + 2 * kv_heads;
   const Place<VECTOR> place = {(int)threadIdx.x & (lanes - 1), lanes, dim, num_angles, interleaved != 0};
@@ -30,7 +30,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   // All loads before the first sum.
   wait_for_previous_kernel();
   let_next_kernel_start();
-  mine.load(place, qkv + (token * num_heads + there) * dim);
+  mine.load(place, qkv + (token * row_heads + there) * dim);
   Angles<VECTOR, UNITS> angles;
   if (!is_value) angles.load(place, cos + token * num_angles, sin + token * num_angles);
   const int64_t slot = is_query ? -1 : slots[token];

@@ -23,8 +23,8 @@ MAX_DIM = 512
 class Projected(NamedTuple):
     """q, k and v as their projection leaves them, and what becomes of their heads before attention (heads.cuh).
 
-    qkv [T, (heads + 2 kv_heads) * dim]; q_norm, k_norm [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no
-    rope: see `reference.qk_norm_rope`.
+    qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm [dim]
+    or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`.
     """
 
     qkv: torch.Tensor
@@ -47,7 +47,10 @@ class Projected(NamedTuple):
         tokens, half = self.cos.shape
         assert min(self.heads, self.kv_heads) > 0
         assert self.dim >= 2 * half
-        check(self.qkv, launcher, self.qkv.dtype, tokens, (self.heads + 2 * self.kv_heads) * self.dim)
+        assert self.qkv.shape == (tokens, (self.heads + 2 * self.kv_heads) * self.dim), self.qkv.shape
+        assert self.qkv.device == launcher.device
+        assert self.qkv.stride(1) == 1
+        assert self.qkv.storage_offset() % self.dim == self.qkv.stride(0) % self.dim == 0, "loads begin on a boundary of theirs"
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 check(norm, launcher, self.qkv.dtype, self.dim)
@@ -57,6 +60,11 @@ class Projected(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.qkv)
+
+    @property
+    def row_heads(self) -> int:
+        """From row to row."""
+        return self.qkv.stride(0) // self.dim
 
     @property
     def num_angles(self) -> int:
@@ -103,7 +111,7 @@ def rope_and_cache(
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
         kernel = variant(qkv.dtype, k_cache.dtype, projected.load, -(-units // WARP), block_size)
         grid = (tokens, -(-((heads + 2 * kv_heads) << lane_bits) // THREADS), 1)
-        sizes = (np.int32(size) for size in (heads, kv_heads, dim, half, interleaved, lane_bits))
+        sizes = (np.int32(size) for size in (projected.row_heads, heads, kv_heads, dim, half, interleaved, lane_bits))
         tensors = (qkv, q_norm, k_norm, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
         launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps), np.float32(norm_offset)))
     return q

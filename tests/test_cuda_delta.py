@@ -1,0 +1,115 @@
+"""The gated delta rule in the GPU's engine on emulated kernels: states survive chunks, forks, pressure, found prefixes and steps
+that ran ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+from emulation.device import EmulatedDevice
+from emulation.emulator import needs_emulation
+from engines import greedy, random_model, run, save
+from nanovllm_cli.engine import states
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.sampling_params import SamplingParams
+from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
+from test_models import DELTA
+
+pytestmark = needs_emulation
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 3}, **DELTA, layer_types=LAYERS)
+    return save(random_model(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "FIRST_KEPT", 16)
+    monkeypatch.setattr(states, "KEPT_EVERY", 32)
+
+
+def check_nothing_is_lost(engine: Engine) -> None:
+    kept = engine._blocks.states
+    assert kept is not None
+    assert engine.stats().used_blocks == 0
+    assert kept.pool.num_free + kept.pool.num_kept == engine._executor.num_states
+
+
+def test_greedy_tokens_are_those_of_the_cpu(folder: Path) -> None:
+    device = EmulatedDevice()
+    engine = engine_on(folder, device)
+    assert tokens(engine, greedy(12)) == tokens(engine_on(folder, None), greedy(12))
+    assert device.graphs
+    check_nothing_is_lost(engine)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"eager": True}, {"num_blocks": 6, "max_num_batched_tokens": 13}, {"max_num_batched_tokens": 5}, {"num_states": 2}],
+    ids=str,
+)
+def test_a_deterministic_gpu_gives_the_same_to_the_bit(more: dict[str, Any], folder: Path) -> None:
+    params = greedy(40, logprobs=2)
+    prompts = [*PROMPTS, list(range(60, 110))]
+    expected = [run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])[0] for prompt in prompts]
+    num_states = more.pop("num_states", None)
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True, **more)
+    if num_states is not None:
+        engine = with_states(engine, num_states)
+    found = run(engine, [(prompt, params) for prompt in prompts])
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    check_nothing_is_lost(engine)
+
+
+def with_states(engine: Engine, count: int) -> Engine:
+    """The same engine with fewer."""
+    worker = engine._executor
+    worker.num_states = count  # type: ignore[misc]
+    return Engine(
+        worker, engine._config, vocab_size=engine._vocab_size, max_model_len=engine._max_model_len,
+        num_blocks=engine.stats().free_blocks, ahead=engine._ahead, prepare=engine._prepare,
+    )  # fmt: skip
+
+
+def test_forks_and_found_prefixes_give_what_each_gives_alone(folder: Path) -> None:
+    """Three answers to a prompt begin in one state; the step ahead may have written a token too far into it."""
+    params = SamplingParams(temperature=1.0, n=3, seed=11, max_tokens=20, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], list(range(60, 100))]
+    expected = []
+    for prompt in prompts:
+        (output,) = run(engine_on(folder, EmulatedDevice(), deterministic=True), [(prompt, params)])
+        expected.append([each.token_ids for each in output.outputs])
+    engine = engine_on(folder, EmulatedDevice(), deterministic=True)
+    for _ in range(2):
+        outputs = run(engine, [(prompt, params) for prompt in prompts])
+        assert [[each.token_ids for each in output.outputs] for output in outputs] == expected
+    assert outputs[2].metrics.num_cached_tokens == 32
+    check_nothing_is_lost(engine)
+
+
+def test_launches_of_a_decode_step(folder: Path) -> None:
+    """Behind attention come its gates; beside the delta rule's projection, one more for what is kept and changed."""
+    assert launches_of_a_decode_step(folder) <= 6 * 3 + 6
+
+
+def test_no_kernel_is_compiled_late(folder: Path) -> None:
+    assert not kernels_not_rehearsed(folder)
+
+
+def test_a_shared_expert_is_weighed_as_on_the_cpu(tmp_path: Path) -> None:
+    shape = {name: value for name, value in SHAPE.items() if name != "intermediate_size"} | {"num_hidden_layers": 2}
+    config = Qwen3_5MoeTextConfig(
+        **shape, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+        layer_types=LAYERS[:2],
+    )  # fmt: skip
+    model = save(random_model(config, dtype=torch.bfloat16), tmp_path)
+    assert tokens(engine_on(model, EmulatedDevice()), greedy(8)) == tokens(engine_on(model, None), greedy(8))
