@@ -37,7 +37,6 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_nothing_is_lost(engine: Engine) -> None:
     kept = engine._blocks.states
-    assert kept is not None
     assert engine.stats().used_blocks == 0
     assert kept.pool.num_free + kept.pool.num_kept == engine._executor.num_states
 

@@ -81,7 +81,6 @@ PROMPTS = [[7, 8, 9, 10], LONG[:300], LONG[:520], [*LONG[:256], 3], [5], LONG[:2
 
 def check_nothing_is_lost(engine: Engine) -> None:
     states = engine._blocks.states
-    assert states is not None
     assert engine.stats().used_blocks == 0
     assert states.pool.num_free + states.pool.num_kept == engine._executor.num_states
 

@@ -151,8 +151,8 @@ def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(
                 look(engine.take(name))
     stats = engine.stats()
     assert (stats.used_blocks, stats.free_blocks + stats.cached_blocks) == (0, settings["num_blocks"])
-    if (kept := engine._blocks.states) is not None:
-        assert kept.pool.num_free + kept.pool.num_kept == worker.num_states
+    kept = engine._blocks.states.pool
+    assert kept.num_free + kept.num_kept == worker.num_states
     for name, output in done.items():
         expected = alone(worker, asked[name])
         if name in aborted:

@@ -15,7 +15,7 @@ from nanovllm_cli.engine.states import States
 
 
 class BlockManager:
-    """All operations are O(1) per block that they touch. states: of a model that keeps some, else None."""
+    """All operations are O(1) per block that they touch. num_states: of a model that keeps some."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._prefixes = PrefixCache(block_size, secret) if enable_prefix_caching else None
-        self.states = States(num_states, self._prefixes, block_size) if num_states else None
+        self.states = States(num_states, self._prefixes, block_size)
 
     @property
     def num_available(self) -> int:
@@ -66,7 +66,7 @@ class BlockManager:
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
         if self.num_available - revived - fresh < headroom:
             return False
-        if self.states is not None and not self.states.give(sequence, entries):
+        if not self.states.give(sequence, entries):
             return False
         for entry in entries:
             self._share(entry.block)
@@ -92,8 +92,7 @@ class BlockManager:
             sequence.block_table[position] = entry.block
         if not entries:
             return 0
-        if self.states is not None:
-            self.states.go_on_behind(sequence, entries[-1].block)
+        self.states.go_on_behind(sequence, entries[-1].block)
         computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
         return sequence.num_computed - computed
 
@@ -131,7 +130,7 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """`child`, whose tokens begin with the computed ones of `parent`, shares the parent's blocks. False, and nothing changes,
         where it would need a state and none is left."""
-        if self.states is not None and not self.states.fork(parent, child):
+        if not self.states.fork(parent, child):
             return False
         child.block_table = parent.block_table[: self.blocks_for(parent.num_computed)]
         for block in child.block_table:
@@ -143,8 +142,7 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last."""
-        if self.states is not None:
-            self.states.release(sequence)
+        self.states.release(sequence)
         for block in reversed(sequence.block_table):
             self._drop(block)
         sequence.block_table = []
@@ -155,23 +153,21 @@ class BlockManager:
         num_full = sequence.num_computed // self.block_size
         if self._prefixes is not None and num_full > sequence.num_registered:
             self._reclaim(self._prefixes.register(sequence, num_full))
-        if self.states is not None:
-            self.states.register(sequence)
+        self.states.register(sequence)
 
     def distrust(self, sequence: Sequence) -> None:
         """Nothing that this sequence holds is to be found again: its numbers went bad."""
         if self._prefixes is not None:
             for block in sequence.block_table:
                 self._prefixes.forget(block)
-        if self.states is not None:
-            self.states.distrust(sequence)
+        self.states.distrust(sequence)
 
     def _match(self, sequence: Sequence) -> list[Entry]:
         return self._found(sequence, self._num_reusable(sequence))
 
     def _found(self, sequence: Sequence, limit: int) -> list[Entry]:
         entries = [] if self._prefixes is None else self._prefixes.match(sequence, limit)
-        return entries if self.states is None else self.states.usable(entries)
+        return self.states.usable(entries)
 
     def _num_reusable(self, sequence: Sequence) -> int:
         return (len(sequence.token_ids) - 1) // self.block_size
@@ -191,8 +187,7 @@ class BlockManager:
             block, _ = self._cached.popitem(last=False)
             assert self._prefixes is not None
             self._prefixes.forget(block)
-            if self.states is not None:
-                self.states.pool.forget(block)
+            self.states.pool.forget(block)
         self._references[block] = 1
         return block
 
@@ -212,8 +207,7 @@ class BlockManager:
 
     def _reclaim(self, ousted: list[int]) -> None:
         for block in ousted:
-            if self.states is not None:
-                self.states.pool.forget(block)
+            self.states.pool.forget(block)
             if self._references[block] == 0:
                 del self._cached[block]
                 self._free.append(block)

@@ -89,7 +89,7 @@ def save(
     found = blocks.findable(_stand_in(token_ids, salt))
     if not found:
         return 0
-    state = None if blocks.states is None else blocks.states.pool.behind(found[-1])
+    state = blocks.states.pool.behind(found[-1])
     header = Header(
         identity, salt, blocks.block_size, executor.block_bytes, 0 if state is None else executor.state_bytes,
         token_ids[: len(found) * blocks.block_size],
@@ -149,7 +149,7 @@ def _load(
         header.identity != identity
         or header.block_size != blocks.block_size
         or header.block_bytes != executor.block_bytes
-        or header.state_bytes != (0 if blocks.states is None else executor.state_bytes)
+        or header.state_bytes != (executor.state_bytes if blocks.states.num_states else 0)
     ):
         raise _NotUsed("it was saved with another model, other settings, or another version")
     if header.salt != expected_salt(len(header.token_ids) + 1):
@@ -169,7 +169,7 @@ def _load(
             skipped = min(max(0, known - first), len(table))  # the cache has these already
             if skipped < len(table):
                 executor.write_blocks(table[skipped:], data[skipped * header.block_bytes :])
-        if blocks.states is not None:
+        if header.state_bytes:
             blocks.states.forget_source(sequence)
             executor.write_state(sequence.state, reader.state())
         sequence.num_computed = len(sequence.token_ids)

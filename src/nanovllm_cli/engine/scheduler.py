@@ -124,13 +124,13 @@ class Scheduler:
         for sequence, share in zip(step.members, step.scheduled, strict=True):
             if sequence.status is not Status.RUNNING:
                 continue
-            if not share.draws or sequence.pending or not sequence.request.runs_ahead:
+            end = share.start + len(share.token_ids)
+            sure = share.draws and not sequence.pending and sequence.request.runs_ahead
+            if not sure or self._blocks.states.is_copied_at(end):
                 return None
             num_running += 1
-            if self._blocks.states is not None and self._blocks.states.is_copied_at(share.start + len(share.token_ids)):
-                return None
             if len(sequence.token_ids) + 1 < sequence.request.max_len:
-                going.append((sequence, share.start + len(share.token_ids) + 1))
+                going.append((sequence, end + 1))
         if not going or num_running != len(self.running) or (self.waiting and self._could_enter()):
             return None
         size = self._blocks.block_size
@@ -151,14 +151,9 @@ class Scheduler:
         self._steps.pop()
 
     def _begin(self, new: list[NewSequence]) -> Plan:
-        finished, states = list(self._finished), self._blocks.states
-        held = []
-        if states is not None:
-            sources = [pair for sequence in self.running if (pair := states.take_source(sequence)) is not None]
-            held = [source for source, _ in sources]
-            self._state_copies += sources
-        self._steps.append(_Step(self._members, self._scheduled, self._copies, held, finished))
-        return Plan(self._scheduled, new, finished, self._copies, self._state_copies)
+        finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
+        self._steps.append(_Step(self._members, self._scheduled, self._copies, [source for source, _ in sources], finished))
+        return Plan(self._scheduled, new, finished, self._copies, self._state_copies + sources)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
@@ -260,10 +255,7 @@ class Scheduler:
         if len(sequence.token_ids) - sequence.num_computed > 1 and not sequence.request.wants_every_row:
             self._count_hits(sequence, self._blocks.adopt(sequence))
         if not decodes:
-            limit = min(limit, len(sequence.token_ids) - sequence.num_computed)
-            if self._blocks.states is not None and not sequence.request.wants_every_row:
-                stop = self._blocks.states.next_stop(sequence)
-                limit = limit if stop is None else min(limit, stop - sequence.num_computed)
+            limit = self._blocks.states.chunk(sequence, min(limit, len(sequence.token_ids) - sequence.num_computed))
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
         num_known = len(sequence.token_ids) - start
@@ -275,9 +267,8 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
-        if self._blocks.states is not None and not sequence.request.wants_every_row:
-            pair = self._blocks.states.copy_due(sequence)
-            self._state_copies += [] if pair is None else [pair]
+        if (pair := self._blocks.states.copy_due(sequence)) is not None:
+            self._state_copies.append(pair)
         num_guesses = max(0, len(fed) - num_known)
         self._add_share(sequence, fed, start, end >= len(sequence.token_ids) and sequence.request.pooling is None, num_guesses)
         self._budget -= len(fed)
@@ -392,9 +383,7 @@ class Scheduler:
     def _unpin(self, step: _Step) -> None:
         for source, _ in step.copies:
             self._blocks.unpin(source)
-        if self._blocks.states is not None:
-            for state in step.held_states:
-                self._blocks.states.pool.drop(state)
+        self._blocks.states.drop(step.held_states)
 
     def _collect_prompt(self, sequence: Sequence, share: Scheduled, output: StepOutput) -> None:
         request = sequence.request

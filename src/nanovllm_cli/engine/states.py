@@ -12,6 +12,7 @@ Only numbers live here; the memory is `attention/kv_cache.py`'s.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
 from nanovllm_cli.engine.sequence import NO_STATE, Sequence
@@ -92,9 +93,11 @@ class StatePool:
 
 
 class States:
-    """What `BlockManager` and the scheduler do about states. prefixes: None where none are found."""
+    """What `BlockManager` and the scheduler do about states: nothing where the model keeps none. prefixes: None where none are
+    found."""
 
     def __init__(self, num_states: int, prefixes: PrefixCache | None, block_size: int) -> None:
+        self.num_states = num_states
         self.pool = StatePool(num_states)
         self._prefixes = prefixes
         self._block_size = block_size
@@ -102,13 +105,15 @@ class States:
     def usable(self, entries: list[Entry]) -> list[Entry]:
         """Of the first blocks of a sequence those that it can go on behind."""
         count = len(entries)
-        while count and self.pool.behind(entries[count - 1].block) is None:
+        while self.num_states and count and self.pool.behind(entries[count - 1].block) is None:
             count -= 1
         return entries[:count]
 
     def give(self, sequence: Sequence, entries: list[Entry]) -> bool:
         """A state for a sequence without one, behind these blocks, which are `usable`. False, and nothing changes, where none is
         left."""
+        if not self.num_states:
+            return True
         if entries:  # held first: the one that is taken must not be this one
             self.go_on_behind(sequence, entries[-1].block)
         state = self.pool.take()
@@ -120,10 +125,13 @@ class States:
 
     def go_on_behind(self, sequence: Sequence, block: int) -> None:
         """What is kept behind the block is copied to the sequence's state before that runs again."""
-        self._set_source(sequence, self.pool.use(block))
+        if self.num_states:
+            self._set_source(sequence, self.pool.use(block))
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """The child gets a copy of the parent's, before either runs again. False where none is left."""
+        if not self.num_states:
+            return True
         state = self.pool.take()
         if state is None:
             return False
@@ -131,18 +139,21 @@ class States:
         self._set_source(child, parent.state)
         return True
 
-    def next_stop(self, sequence: Sequence) -> int | None:
-        """The number of tokens that a chunk of its prompt should end at, for a copy to be made there; None: anywhere."""
-        if self._prefixes is None:
-            return None
+    def chunk(self, sequence: Sequence, limit: int) -> int:
+        """How many tokens of its prompt, of `limit` at most, may be computed before a copy is due."""
+        if not self._are_kept or sequence.request.wants_every_row:
+            return limit
         done, last = sequence.num_computed, self._last(sequence)
         power = max(FIRST_KEPT, 1 << done.bit_length())
-        return min((stop for stop in (power, last) if max(done, FIRST_KEPT - 1) < stop <= last), default=None)
+        stops = [stop - done for stop in (power, last) if max(done, FIRST_KEPT - 1) < stop <= last]
+        return min(limit, *stops) if stops else limit
 
     def copy_due(self, sequence: Sequence) -> Pair | None:
         """(source, destination) to copy before the sequence runs, where it is worth one and there is room."""
         done = sequence.num_computed
-        if self._prefixes is None or sequence.state_source != NO_STATE or not self._is_stop(sequence):
+        if not self._are_kept or sequence.request.wants_every_row or not self._is_stop(sequence):
+            return None
+        if sequence.state_source != NO_STATE:
             return None
         if any(num_tokens == done for num_tokens, _ in sequence.kept_states) or self._block_behind(sequence, done) is not None:
             return None
@@ -154,14 +165,21 @@ class States:
 
     def is_copied_at(self, num_tokens: int) -> bool:
         """Whether a sequence that draws has a copy made behind so many tokens."""
-        return self._prefixes is not None and num_tokens % KEPT_EVERY == 0
+        return self._are_kept and num_tokens % KEPT_EVERY == 0
 
-    def take_source(self, sequence: Sequence) -> Pair | None:
-        """(source, destination) to copy before the sequence runs. The source stays held until it is dropped."""
-        if sequence.state_source == NO_STATE:
-            return None
-        pair, sequence.state_source = (sequence.state_source, sequence.state), NO_STATE
-        return pair
+    def take_sources(self, sequences: Iterable[Sequence]) -> list[Pair]:
+        """(source, destination) to copy before anybody runs. The sources stay held until `drop`."""
+        pairs = []
+        for sequence in sequences:
+            if sequence.state_source != NO_STATE:
+                pairs.append((sequence.state_source, sequence.state))
+                sequence.state_source = NO_STATE
+        return pairs
+
+    def drop(self, held: Iterable[int]) -> None:
+        """Ends what `take_sources` began: the copies have been made."""
+        for state in held:
+            self.pool.drop(state)
 
     def register(self, sequence: Sequence) -> None:
         """Its blocks can be found now, so copies behind them can."""
@@ -171,6 +189,8 @@ class States:
 
     def distrust(self, sequence: Sequence) -> None:
         """Nothing of this sequence is to be found."""
+        if not self.num_states:
+            return
         for block in sequence.block_table:
             self.pool.forget(block)
         self._drop_kept(sequence)
@@ -187,6 +207,10 @@ class States:
         self._drop_kept(sequence)
         self.pool.drop(sequence.state)
         sequence.state = NO_STATE
+
+    @property
+    def _are_kept(self) -> bool:
+        return self.num_states > 0 and self._prefixes is not None
 
     def _last(self, sequence: Sequence) -> int:
         """Tokens in the blocks that a prompt like this one could be found with."""

@@ -151,8 +151,8 @@ def variant(
     gated: bool = False,
 ) -> Kernel:
     types = (("DTYPE", type_name(dtype)), ("KV_DTYPE", type_name(kv_dtype)))
-    constants = (*types, ("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size), ("ROPE_LOAD", rope_load))
-    constants = (*constants, ("GATED", 1)) if gated else constants
+    sizes = (("HEAD_DIM", dim), ("ROWS", rows), ("BLOCK_SIZE", block_size), ("ROPE_LOAD", rope_load))
+    constants = (*types, *sizes, *((("GATED", 1),) if gated else ()))
     bf16_products = stem == "decode_attention" and kv_dtype == torch.bfloat16
     newest = NEWEST_CAPABILITY
     if stem == "decode_attention" and dim > LARGE_DIM and kv_dtype.itemsize > 1:
