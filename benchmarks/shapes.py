@@ -36,14 +36,24 @@ def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
     return _plain(config) | {"inner": rows, "attention": config["full_attn_idxs"]}
 
 
+def _qwen35(config: Mapping[str, Any]) -> dict[str, Any]:
+    """delta: heads and dims of keys, then of values; attention as above."""
+    every = config["full_attention_interval"]
+    sizes = tuple(config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim"))
+    return _plain(config) | {"attention": range(every - 1, config["num_hidden_layers"], every), "delta": sizes}
+
+
 SHAPES = {
     "qwen3-0.6b": _plain(shapes.SHAPES["qwen3-0.6b"]),
     "lfm2-350m": _lfm2(shapes.SHAPES["lfm2-350m"]),
     "lfm2-1.2b": _lfm2(shapes.SHAPES["lfm2-1.2b"]),
+    "qwen3.5-0.8b": _qwen35(shapes.SHAPES["qwen3.5-0.8b"]),
+    "qwen3.5-2b": _qwen35(shapes.SHAPES["qwen3.5-2b"]),
+    "qwen3.5-4b": _qwen35(shapes.SHAPES["qwen3.5-4b"]),
     "small": {"layers": 4, "hidden": 256, "inner": 768, "heads": 4, "kv_heads": 2, "dim": 64, "vocab": 4096},
 }
 CONTEXT = 40960
-TAPS = 3
+TAPS, DELTA_TAPS = 3, 4
 
 
 def write_adapter(path: Path, model: Path, rank: int, seed: int = 0) -> Path:
@@ -73,23 +83,27 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | None = None) -> Path:
-    """A Qwen3 or LFM2 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens, or that of
-    `tokenizer`."""
+    """A Qwen3, Qwen3.5 or LFM2 model with a tied head, BF16 matrices and F32 norms, and a vocabulary of made-up tokens, or that
+    of `tokenizer`."""
     shape = SHAPES[shape_name]
     hidden, inner, dim = shape["hidden"], shape["inner"], shape["dim"]
     q, kv = shape["heads"] * dim, shape["kv_heads"] * dim
     rng = np.random.default_rng(seed)
     attends = [i in shape.get("attention", range(shape["layers"])) for i in range(shape["layers"])]
-    writer = gguf.GGUFWriter(str(path), "qwen3" if all(attends) else "lfm2")
+    delta = shape.get("delta")
+    arch = "qwen35" if delta else "qwen3" if all(attends) else "lfm2"
+    writer = gguf.GGUFWriter(str(path), arch)
     writer.add_name(f"random {shape_name}")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(hidden)
     writer.add_block_count(shape["layers"])
     writer.add_feed_forward_length(inner)
     writer.add_head_count(shape["heads"])
-    writer.add_head_count_kv(shape["kv_heads"] if all(attends) else [shape["kv_heads"] * own for own in attends])
-    if not all(attends):
+    writer.add_head_count_kv([shape["kv_heads"] * own for own in attends] if arch == "lfm2" else shape["kv_heads"])
+    if arch == "lfm2":
         writer.add_shortconv_l_cache(TAPS)
+    elif delta:
+        _add_delta(writer, delta, dim, attends)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -114,23 +128,46 @@ def write_gguf(path: Path, shape_name: str, seed: int = 0, tokenizer: Path | Non
     for i in range(shape["layers"]):
         norm(f"blk.{i}.attn_norm.weight", hidden)
         if attends[i]:
-            for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
+            gated = 2 * q if delta else q
+            for name, rows, columns in (("q", gated, hidden), ("k", kv, hidden), ("v", kv, hidden), ("output", hidden, q)):
                 matrix(f"blk.{i}.attn_{name}.weight", rows, columns)
             for name in ("q", "k"):
                 norm(f"blk.{i}.attn_{name}_norm.weight", dim)
+        elif delta:
+            keys, values = delta[0] * delta[1], delta[2] * delta[3]
+            parts = (("attn_qkv", 2 * keys + values), ("attn_gate", values), ("ssm_beta", delta[2]), ("ssm_alpha", delta[2]))
+            for name, rows in parts:
+                matrix(f"blk.{i}.{name}.weight", rows, hidden)
+            matrix(f"blk.{i}.ssm_out.weight", hidden, values)
+            writer.add_tensor(f"blk.{i}.ssm_conv1d.weight", rng.standard_normal((2 * keys + values, DELTA_TAPS), np.float32))
+            writer.add_tensor(f"blk.{i}.ssm_a", -np.exp(rng.standard_normal(delta[2], np.float32)))
+            writer.add_tensor(f"blk.{i}.ssm_dt.bias", rng.standard_normal(delta[2], np.float32))
+            norm(f"blk.{i}.ssm_norm.weight", delta[3])
         else:
             matrix(f"blk.{i}.shortconv.in_proj.weight", 3 * hidden, hidden)
             matrix(f"blk.{i}.shortconv.out_proj.weight", hidden, hidden)
             writer.add_tensor(f"blk.{i}.shortconv.conv.weight", rng.standard_normal((hidden, TAPS), np.float32))
-        norm(f"blk.{i}.ffn_norm.weight", hidden)
+        norm(f"blk.{i}.{'post_attention' if delta else 'ffn'}_norm.weight", hidden)
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             matrix(f"blk.{i}.ffn_{name}.weight", rows, columns)
-    norm("output_norm.weight" if all(attends) else "token_embd_norm.weight", hidden)
+    norm("token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight", hidden)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_delta(writer: gguf.GGUFWriter, delta: tuple[int, ...], dim: int, attends: list[bool]) -> None:
+    keys, key_dim, values, value_dim = delta
+    writer.add_ssm_conv_kernel(DELTA_TAPS)
+    writer.add_ssm_state_size(key_dim)
+    writer.add_ssm_group_count(keys)
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(values * value_dim)
+    writer.add_array("qwen35.attention.recurrent_layers", [not own for own in attends])
+    writer.add_rope_dimension_count(dim // 4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_made_up_tokens(writer: gguf.GGUFWriter, size: int) -> None:

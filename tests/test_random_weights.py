@@ -31,6 +31,9 @@ PUBLISHED = {
     "llama-3.2-3b": 3_212_749_824, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "mistral-7b": 7_248_023_552,
     "tinyllama-1.1b": 1_100_048_384, "smollm2-135m": 134_515_008,
     "qwen3-30b-a3b": 30_532_122_624, "mixtral-8x7b": 46_702_792_704, "gpt-oss-20b": 20_914_757_184,
+    # of the part that writes; with three digits, what llama.cpp's benchmark says of its files
+    "qwen3.5-0.8b": 752_393_024, "qwen3.5-2b": 1_881_825_088, "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688,
     "lfm2-350m": 354_483_968, "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the biases that choose, which are no parameters to PyTorch
 }  # fmt: skip

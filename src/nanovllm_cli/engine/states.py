@@ -220,7 +220,7 @@ class States:
         done = sequence.num_computed
         if done < FIRST_KEPT or done % self._block_size:
             return False
-        if len(sequence.token_ids) - done == 1:
+        if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - done == 1:
             return self.is_copied_at(done)
         return done & (done - 1) == 0 or done == self._last(sequence)
 

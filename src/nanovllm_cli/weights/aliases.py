@@ -22,6 +22,16 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "30b-a3b": "Qwen/Qwen3-30B-A3B",
         "235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
+    "qwen3.5": {
+        "0.8b": "Qwen/Qwen3.5-0.8B",
+        "2b": "Qwen/Qwen3.5-2B",
+        "4b": "Qwen/Qwen3.5-4B",
+        "9b": "Qwen/Qwen3.5-9B",
+        "27b": "Qwen/Qwen3.5-27B",
+        "35b-a3b": "Qwen/Qwen3.5-35B-A3B",
+        "122b-a10b": "Qwen/Qwen3.5-122B-A10B",
+    },
+    "qwen3.6": {"27b": "Qwen/Qwen3.6-27B", "35b-a3b": "Qwen/Qwen3.6-35B-A3B"},
     "qwen2.5": {
         "0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
         "1.5b": "Qwen/Qwen2.5-1.5B-Instruct",

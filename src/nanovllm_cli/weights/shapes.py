@@ -43,6 +43,11 @@ _QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40960, "ro
 _QWEN25: dict[str, Any] = {"max_position_embeddings": 32768, "rope_theta": 1e6}
 
 
+_QWEN35: dict[str, Any] = {
+    "head_dim": 256, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144,
+    "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 _LFM2: dict[str, Any] = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000}
 
 
@@ -64,6 +69,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _config(
         "Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, tied=False, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
         norm_topk_prob=True, **_QWEN3
+    ),
+    "qwen3.5-0.8b": _config("Qwen3_5", 24, 1024, 3584, 8, 2, 248320, tied=True, **_QWEN35 | {"linear_num_value_heads": 16}),
+    "qwen3.5-2b": _config("Qwen3_5", 24, 2048, 6144, 8, 2, 248320, tied=True, **_QWEN35 | {"linear_num_value_heads": 16}),
+    "qwen3.5-4b": _config("Qwen3_5", 32, 2560, 9216, 16, 4, 248320, tied=True, **_QWEN35),
+    "qwen3.5-9b": _config("Qwen3_5", 32, 4096, 12288, 16, 4, 248320, tied=False, **_QWEN35),
+    "qwen3.5-27b": _config("Qwen3_5", 64, 5120, 17408, 24, 4, 248320, tied=False, **_QWEN35 | {"linear_num_value_heads": 48}),
+    "qwen3.5-35b-a3b": _config(
+        "Qwen3_5Moe", 40, 2048, 512, 16, 2, 248320, tied=False, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, **_QWEN35
     ),
     "qwen2.5-0.5b": _config("Qwen2", 24, 896, 4864, 14, 2, 151936, tied=True, **_QWEN25),
     "qwen2.5-1.5b": _config("Qwen2", 28, 1536, 8960, 12, 2, 151936, tied=True, **_QWEN25),
