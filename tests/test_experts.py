@@ -19,6 +19,7 @@ from transformers import (
     GraniteMoeConfig,
     Lfm2MoeConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -312,7 +313,7 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     """A file with the types by turns, experts stacked; the model's own weights become what the file says."""
     config = model.config
     own = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "granitemoe": "granitemoe",
-           "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
+           "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "ernie4_5_moe": "ernie4_5-moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
     arch = arch or own[config.model_type]
     mixtral, gpt_oss = arch in ("llama", "granitemoe"), arch == "gpt-oss"
     writer = gguf.GGUFWriter(path, arch)
@@ -325,6 +326,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
     if not mixtral:
         writer.add_expert_feed_forward_length(config.intermediate_size if gpt_oss else config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if gpt_oss:
         writer.add_sliding_window(config.sliding_window)
     if arch == "granitemoe":
@@ -353,6 +356,8 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
              "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
              "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
              "mlp.router": "ffn_gate_inp"}  # fmt: skip
+    names |= {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    names |= {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
     names |= {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
     if gpt_oss or arch == "glm4moe":
         names |= {"post_attention_layernorm": "post_attention_norm"}
@@ -367,6 +372,9 @@ def write_gguf(path: Path, model: Any, types: list[str], arch: str = "") -> Path
     def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What a reader will take it for."""
         nonlocal turn
+        if "gate_inp_shexp" in name:
+            writer.add_tensor(name, tensor[0].numpy())
+            return tensor
         if tensor.dim() == 1 or "gate_inp" in name or "shortconv.conv" in name:
             writer.add_tensor(name, tensor.numpy())
             return tensor
@@ -451,6 +459,15 @@ def lfm2() -> Any:
     )
 
 
+def qwen2() -> Any:
+    """With a shared expert that each token weighs, and weights that are not made 1 together."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_attention_heads": 4}
+    config = Qwen2MoeConfig(**shape, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64,
+                            shared_expert_intermediate_size=96)  # fmt: skip
+    config.head_dim = 32
+    return random_model(config)
+
+
 def gpt_oss() -> Any:
     config = GptOssConfig(
         **SHAPE | {"intermediate_size": 64}, num_local_experts=5, num_experts_per_tok=2, sliding_window=20,
@@ -460,7 +477,7 @@ def gpt_oss() -> Any:
 
 
 @pytest.mark.parametrize("types", [["F32"], ["Q8_0", "MXFP4", "F16", "Q5_1"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("family", [qwen, mixtral, granite, gpt_oss, glm, ernie, lfm2])
+@pytest.mark.parametrize("family", [qwen, qwen2, mixtral, granite, gpt_oss, glm, ernie, lfm2])
 def test_a_gguf_file_has_its_experts_stacked(family: Any, types: list[str], tmp_path: Path) -> None:
     model = qwen(mlp_only_layers=[1]) if family is qwen else family()
     sees = "qwen3vlmoe" if family is qwen and "MXFP4" in types else ""  # whose part that writes is as Qwen3's

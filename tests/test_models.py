@@ -39,6 +39,7 @@ from transformers import (
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -46,6 +47,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SeedOssConfig,
@@ -224,6 +226,14 @@ CASES: dict[str, Any] = {
         **{name: value for name, value in SMALL.items() if name != "intermediate_size"}, **DELTA, num_experts=5,
         num_experts_per_tok=2, moe_intermediate_size=33, shared_expert_intermediate_size=41, layer_types=DELTA_LAYERS[:3],
     ),
+    "qwen3-next, 3 of 5 and shared": Qwen3NextConfig(
+        **SMALL, **DELTA, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, shared_expert_intermediate_size=41,
+        layer_types=DELTA_LAYERS[:3], mlp_only_layers=[1],
+    ),
+    "qwen2 moe, 2 of 5 and shared": Qwen2MoeConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -293,7 +303,7 @@ COUNTED = [
     "qwen3 moe, 3 of 5, a dense layer between", "mixtral, 2 of 4, window",
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
-    "qwen3.5 moe, 2 of 5 and shared",
+    "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
 ]  # fmt: skip
 
 

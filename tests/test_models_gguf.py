@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -31,7 +32,7 @@ from transformers import (
 from engines import SMALL, add_shape, random_model, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
-from test_models import DIVISORS, LFM2_LAYERS, ORIGINAL, prompts
+from test_models import DELTA, DIVISORS, LFM2_LAYERS, ORIGINAL, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Writer = gguf.GGUFWriter
@@ -118,6 +119,8 @@ def of_delta(key: str, numbers: np.ndarray, config: Any) -> np.ndarray:
         numbers = numbers[:, 0]
     elif key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
         numbers = numbers + 1
+    if config.model_type == "qwen3_next":
+        return numbers
     heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = np.arange(heads).reshape(config.linear_num_key_heads, -1).T.flatten()
     rows = (order[:, None] * dim + np.arange(dim)).flatten()
@@ -130,6 +133,15 @@ def of_delta(key: str, numbers: np.ndarray, config: Any) -> np.ndarray:
     if place == "in_proj_z":
         return numbers[rows]
     return np.ascontiguousarray(numbers[:, rows]) if place == "out_proj" else numbers
+
+
+def taken_apart(numbers: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Of Qwen3-Next's queries, keys, values and z, key head by key head: those of all heads."""
+    keys, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    heads = numbers.reshape(keys, 2 * dim + 2 * group, -1)
+    parts = [part.reshape(-1, numbers.shape[1]) for part in np.split(heads, np.cumsum([dim, dim, group]), axis=1)]
+    return {"attn_qkv": np.concatenate(parts[:3]), "attn_gate": parts[3]}
 
 
 TIED = {"tie_word_embeddings": True}
@@ -184,6 +196,11 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "qwen3.5, tied, a key head each": (
         "qwen35", Qwen3_5TextConfig(**QWEN35.to_dict() | TIED | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}), delta,
     ),
+    "qwen3-next, no experts": (
+        "qwen3next",
+        Qwen3NextConfig(**SMALL, **DELTA, layer_types=QWEN35.layer_types[:3], mlp_only_layers=[0, 1, 2]),
+        delta,
+    ),
     "seed-oss": ("seed_oss", SeedOssConfig(**SMALL), nothing),
     "smollm3": ("smollm3", SmolLM3Config(**SMALL | {"num_hidden_layers": 5}), theta),
 }  # fmt: skip
@@ -200,9 +217,15 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for key, parameter in model.named_parameters():
         numbers = parameter.detach().numpy()
-        if arch.startswith("qwen35"):
+        if "in_proj_qkvz" in key:
+            for part, rows in taken_apart(numbers, config).items():
+                writer.add_tensor(f"blk.{key.split('.')[2]}.{part}.weight", np.ascontiguousarray(rows))
+            continue
+        if arch.startswith(("qwen35", "qwen3next")):
             numbers, key = of_delta(key, numbers, config), key.replace(".dt_bias", ".dt_proj.bias")
         name = names.get_name(key, (".weight", ".bias"))
+        if name is None:  # its files have experts, which is not what is looked at here
+            name = f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-2].removesuffix('_proj')}.weight"
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
         if "shortconv.conv." in name:

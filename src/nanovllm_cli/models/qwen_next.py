@@ -1,5 +1,6 @@
-"""Qwen3.5 and 3.6: the gated delta rule in three of four layers, attention with gates in the others; with experts, a shared one
-that each token weighs. Of those that see, the part that reads and writes text: its positions are those of any other."""
+"""Qwen3-Next, Qwen3.5 and 3.6: the gated delta rule in three of four layers, attention with gates in the others; with experts, a
+shared one that each token weighs, as Qwen2-MoE has it. Of those that see, the part that reads and writes text: its positions are
+those of any other."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import DeltaSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import DeltaSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
+from nanovllm_cli.models.families import QWEN2
 from nanovllm_cli.models.family import ANOTHER, Family
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
@@ -26,10 +28,15 @@ _NAMES = {
     "blocks.{i}.delta.norm.weight": f"{_DELTA}.norm.weight",
 }
 """The taps of a channel are a matrix of one row there; weights/stacked.py makes a row of it."""
-_MOE_NAMES = _NAMES | QWEN_NAMES | {
+_SHARED_NAMES = {
     "blocks.{i}.shared.gate_row.weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
     **{f"blocks.{{i}}.shared.{part}.weight": f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight" for part in MATRICES},
 }  # fmt: skip
+_MOE_NAMES = _NAMES | QWEN_NAMES | _SHARED_NAMES
+_WEIGHED = ExpertKeys(
+    ("num_experts",), "moe_intermediate_size", "norm_topk_prob", shared_size="shared_expert_intermediate_size"
+)
+"""With a shared expert that each token weighs."""
 _GGUF_NAMES = {
     "blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight",
     "blocks.{i}.delta_qkv.weight": "blk.{i}.attn_qkv.weight",
@@ -76,8 +83,9 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _hybrid(spec, delta, [kind == LINEAR for kind in types], read.flag("attn_output_gate", True), 0.0, read.where)
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    """llama.cpp's converter deals value heads out to key heads in turn, and has decays and gains as they are multiplied."""
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], tiled: bool = True) -> ModelSpec:
+    """llama.cpp's converter deals value heads out to key heads in turn, but for Qwen3-Next, and has decays and gains as they are
+    multiplied."""
     listed = read.values.get(key("attention.recurrent_layers"))
     if isinstance(listed, list | tuple):
         if len(listed) < spec.num_layers or not all(isinstance(each, bool) for each in listed):
@@ -91,7 +99,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         raise CheckpointError(f"{read.where}: {num_values} value heads have no even share of {inner}", BROKEN)
     delta = DeltaSpec(
         read.integer(key("ssm.group_count")), read.integer(key("ssm.state_size")), num_values, inner // num_values,
-        read.integer(key("ssm.conv_kernel")), tiled=True, log_decay=False,
+        read.integer(key("ssm.conv_kernel")), tiled=tiled, log_decay=False,
     )  # fmt: skip
     return _hybrid(spec, delta, is_linear, True, 1.0, read.where)
 
@@ -113,9 +121,30 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
-    experts=ExpertKeys(("num_experts",), "moe_intermediate_size", True, shared_size="shared_expert_intermediate_size"),
+    experts=replace(_WEIGHED, norm_topk=True),
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
                           "shared_expert_intermediate_size": 512},
     hf_names=_MOE_NAMES,
+)  # fmt: skip
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    name="qwen3_next",
+    experts=_WEIGHED,
+    defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_key_value_heads": 2,
+                          "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "vocab_size": 151936,
+                          "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+    gguf=lambda spec, read, key: _from_gguf(spec, read, key, tiled=False),
+)  # fmt: skip
+"""Its projections lie otherwise; weights/stacked.py takes them apart."""
+QWEN2_MOE = replace(
+    QWEN2,
+    name="qwen2_moe",
+    experts=_WEIGHED,
+    defaults={**QWEN2.defaults, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+              "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    hf_names=QWEN_NAMES | _SHARED_NAMES,
+    gguf_names={"blocks.{i}.shared.gate_row.weight": _GGUF_NAMES["blocks.{i}.shared.gate_row.weight"]},
+    gguf=lambda spec, read, key: spec.each_mlp(lambda mlp: replace(mlp, norm_topk=False) if isinstance(mlp, MoESpec) else mlp),
+    gguf_keys=None,
 )  # fmt: skip

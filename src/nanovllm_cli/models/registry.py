@@ -27,7 +27,7 @@ from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.phi import PHI3
-from nanovllm_cli.models.qwen_next import QWEN3_5, QWEN3_5_MOE
+from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.seed_oss import SEED_OSS
 from nanovllm_cli.models.smollm import SMOLLM3
 
@@ -38,6 +38,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
@@ -75,6 +77,8 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
+    "qwen2moe": QWEN2_MOE,
+    "qwen3next": QWEN3_NEXT,
     "qwen35": QWEN3_5,
     "qwen35moe": QWEN3_5_MOE,
     "qwen2vl": QWEN2,

@@ -11,6 +11,9 @@
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
     LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight alike
+    Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
+                                                                its q and k, and v and z of the value heads that share it
+                linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E]
 
@@ -21,6 +24,7 @@ Legend: E experts, N rows, K columns.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,11 +46,11 @@ _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
-    that is [N, 1, K]. lying: that is [K], for one row."""
+    that is [N, 1, K]. lying: that is [K], for one row. rows may be a list of them, in their order here."""
 
     stack: str
     expert: int | None
-    rows: slice
+    rows: slice | tuple[int, ...]
     turned: bool = False
     flat: bool = False
     lying: bool = False
@@ -84,7 +88,7 @@ def _qwen_vl(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
 
 
 def _is_qwen_next(config: _Config) -> bool:
-    return str(config.get("model_type")).startswith("qwen3_5")
+    return str(config.get("model_type")).startswith(("qwen3_5", "qwen3_next"))
 
 
 def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -111,6 +115,34 @@ def _a_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Co
     yield stack, _Part(stack, None, _ALL, lying=True)
 
 
+def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """What belongs to a key head lies together; here it is dealt out."""
+    place, what = found.groups()
+    names = [f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
+    if what == "ssm_ba":
+        place_of = f"{config.get('general.architecture')}.ssm"
+        names = [f"{place_of}.{name}" for name in ("group_count", "state_size", "time_step_rank", "state_size")]
+    sizes = [size for name in names if type(size := config.get(name)) is int and 0 < size <= MAX_PARTS]
+    if len(sizes) < len(names) or sizes[2] % sizes[0]:
+        return
+    keys, key_dim, values, value_dim = sizes
+    group = values // keys
+    widths = {"b": group, "a": group}
+    if what == "qkvz":
+        widths = {"q": key_dim, "k": key_dim, "v": group * value_dim, "z": group * value_dim}
+    if keys * sum(widths.values()) != shape[0]:
+        return
+    rows: dict[str, list[int]] = {}
+    for part, first in zip(widths, itertools.accumulate(widths.values(), initial=0), strict=False):
+        starts = range(first, shape[0], sum(widths.values()))
+        rows[part] = [start + i for start in starts for i in range(widths[part])]
+    if what == "qkvz":
+        rows = {"qkv": rows["q"] + rows["k"] + rows["v"], "z": rows["z"]}
+    for part, own in rows.items():
+        name = {"b": "ssm_beta", "a": "ssm_alpha"}[part] if what == "ssm_ba" else f"in_proj_{part}"
+        yield f"{place}.{name}.weight", _Part(stack, None, tuple(own))
+
+
 def _halves(place: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -125,6 +157,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     "gguf": [
         (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
+        (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
     ],
     "hf": [
         (
@@ -135,6 +168,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|linear_attn\.conv1d)\.weight"), 3, _of_one_column),
+        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.weight"), 2, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
 }  # fmt: skip
@@ -188,7 +222,7 @@ class _Unstacked(CheckpointView):
             return TensorInfo(name, (1, *info.shape), info.dtype_name, info.num_bytes)
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
         others = others[1:] if part.flat else others
-        own_rows = len(range(num_rows)[part.rows])
+        own_rows = len(range(num_rows)[part.rows] if isinstance(part.rows, slice) else part.rows)
         own_bytes = info.num_bytes // shape[0] * own_rows // max(1, num_rows)
         return TensorInfo(name, (own_rows, *others), info.dtype_name, own_bytes)
 
@@ -201,7 +235,10 @@ class _Unstacked(CheckpointView):
             own = own[:, 0] if part.flat else own[None] if part.lying else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
-        own = (own.T if part.turned else own)[part.rows]
+        own = own.T if part.turned else own
+        if isinstance(part.rows, tuple):
+            return own[list(part.rows if rows is None else part.rows[rows[0] : rows[1]])]
+        own = own[part.rows]
         return own if rows is None else own[rows[0] : rows[1]]
 
     def raw(self, name: str) -> torch.Tensor:
@@ -212,7 +249,8 @@ class _Unstacked(CheckpointView):
             kind = self._inner.info(part.stack).dtype_name
             raise UnsupportedError(f"{self.path}: tensor {part.stack!r} turned over in {kind}", ANOTHER)
         num_experts, num_rows, *_ = self._shape(part)
-        return self._inner.raw(part.stack).flatten().view(num_experts, num_rows, -1)[part.expert or 0, part.rows]
+        own = self._inner.raw(part.stack).flatten().view(num_experts, num_rows, -1)[part.expert or 0]
+        return own[part.rows if isinstance(part.rows, slice) else list(part.rows)]
 
     def _shape(self, part: _Part) -> tuple[int, ...]:
         """[E, …] of its stack."""
