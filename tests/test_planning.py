@@ -93,6 +93,30 @@ def test_the_longest_context_is_the_longest_that_an_engine_takes() -> None:
     assert planned(kv_cache_bytes=room, answers=3).formats[0].longest_context == 13 * 16
 
 
+@pytest.mark.parametrize(
+    ("settings", "budget", "blocks", "states"),
+    [
+        ({}, 10**9, 4 * 64, 4 + 4 + 8),  # room for everything: four contexts of 1,024 tokens
+        ({"enable_prefix_caching": False}, 10**9, 4 * 64, 4),
+        ({}, 64 * 1000 + 2 * 50_000, 64, 2),  # a context, and what it leaves
+        ({}, 60_000, 10, 1),  # less than a context: a half for states, which is one of them
+        ({"max_model_len": 512}, 32 * 1000 + 50_000, 32, 1),  # what was asked for comes first
+        ({"num_blocks": 7}, 0, 7, 4 + 4 + 8),
+        ({"kv_cache_bytes": 64 * 1000 + 3 * 50_000}, 0, 64, 3),
+    ],
+    ids=str,
+)
+def test_states_get_what_a_context_leaves(settings: dict[str, Any], budget: int, blocks: int, states: int) -> None:
+    config = EngineConfig(max_num_seqs=4, **settings)
+    found = size_cache(config, 1024, 1000, budget, 50_000)
+    assert (found.num_blocks, found.num_states) == (blocks, states)
+
+
+def test_room_for_no_state_is_said() -> None:
+    with pytest.raises(DoesNotFitError, match=r"one block of 16 tokens takes 1 KiB, the state of a sequence 49 KiB"):
+        size_cache(EngineConfig(), 1024, 1000, 50_500, 50_000)
+
+
 def test_a_context_that_the_model_does_not_have_is_refused_as_by_run() -> None:
     with pytest.raises(DoesNotFitError, match="the model holds 2048"):
         planned(max_model_len=MOST + 1)
