@@ -138,13 +138,13 @@ def test_exact_activations_and_small_steps_cost_speed() -> None:
 def test_a_token_takes_as_long_as_reading_or_computing_whichever_is_longer() -> None:
     facts, weights = planned().facts, WeightPlan("any", 5000, 3000, "int8")
     slow_memory, slow_sums = Speed(1e-6, {"int8": 1e9}), Speed(1e9, {"int8": 1.0})  # 1000 bytes, 1e9 operations a second
-    assert estimate.decode_rate(facts, weights, 2.0, slow_memory, depth=500) == pytest.approx(1000 / (3000 + 2 * 500))
+    assert estimate.decode_rate(facts, weights, 2.0 * 500, slow_memory, depth=500) == pytest.approx(1000 / (3000 + 2 * 500))
     multiplied = 4 * (3 * 256 * 256 + 3 * 256 * 640) + 4096 * 256  # q with k and v, o, the MLP; the head
     for window, seen in ((None, 500), (100, 100), (900, 500)):
         blocks = [replace(block, mixer=replace(block.mixer, window=window)) for block in facts.spec.blocks]
         windowed = replace(facts, spec=replace(facts.spec, blocks=tuple(blocks)))
         operations = 2 * multiplied + 4 * 4 * 4 * 64 * seen  # scores and values; layers, heads, dims
-        assert estimate.decode_rate(windowed, weights, 2.0, slow_sums, depth=500) == pytest.approx(1e9 / operations, rel=1e-3)
+        assert estimate.decode_rate(windowed, weights, 2.0 * 500, slow_sums, depth=500) == pytest.approx(1e9 / operations, rel=1e-3)
 
 
 def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from nanovllm_cli.models.registry import gguf_family, hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
-_GUESSES = ("model.mtp_", "model.mtp.", "mtp.")  # where they have no place among the layers, in ERNIE and Qwen3.5
+_GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
+_ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
@@ -65,12 +66,13 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     pattern, prefix = (_LAYER, "") if is_folder else (_BLOCK, f"{config.get('general.architecture')}.")
     count = config.get("num_nextn_predict_layers" if is_folder else prefix + "nextn_predict_layers")
     end = config.get("num_hidden_layers" if is_folder else prefix + "block_count")
-    apart = {name for name in names if is_folder and name.startswith(_GUESSES)}
+    apart = {name for name in names if is_folder and name.startswith(_ALWAYS_APART)}
     if not isinstance(count, int) or count < 1 or not isinstance(end, int):
         return apart
     end -= 0 if is_folder else count
     places = {name: pattern.match(name) for name in names}
-    return apart | {name for name, found in places.items() if found is not None and int(found[1]) >= end}
+    behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
+    return apart | behind | {name for name in names if name.startswith(_GUESSES)}
 
 
 def _prefix(checkpoint: Checkpoint) -> str | None:
