@@ -144,7 +144,8 @@ def test_a_token_takes_as_long_as_reading_or_computing_whichever_is_longer() -> 
         blocks = [replace(block, mixer=replace(block.mixer, window=window)) for block in facts.spec.blocks]
         windowed = replace(facts, spec=replace(facts.spec, blocks=tuple(blocks)))
         operations = 2 * multiplied + 4 * 4 * 4 * 64 * seen  # scores and values; layers, heads, dims
-        assert estimate.decode_rate(windowed, weights, 2.0 * 500, slow_sums, depth=500) == pytest.approx(1e9 / operations, rel=1e-3)
+        rate = estimate.decode_rate(windowed, weights, 2.0 * 500, slow_sums, depth=500)
+        assert rate == pytest.approx(1e9 / operations, rel=1e-3)
 
 
 def test_a_gpus_share_bounds_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

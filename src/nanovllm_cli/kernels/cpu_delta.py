@@ -12,7 +12,7 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store, whole_lines
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_delta import COLUMNS, ROWS, delta_step
+from nanovllm_cli.kernels.simd_delta import COLUMNS, delta_step
 from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
 CHUNK = 16
@@ -203,7 +203,7 @@ def gated_delta(arguments, thread, team):
                 for c in range(count):
                     q, k = at_q + c * line_k, at_k + c * line_k
                     v, found = at_v + c * line_v + 4 * first, at_found + c * line_v + 4 * first
-                    if columns == COLUMNS and key_dim % ROWS == 0:
+                    if columns == COLUMNS:
                         delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, kept[c], beta[c], alike[c])
                     else:
                         _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, kept[c], beta[c], alike[c])

@@ -1,5 +1,5 @@
-"""One token's step of the gated delta rule over 32 columns of a state, as LLVM vectors. Each column is summed in ascending rows,
-on a processor with many registers even and odd rows apart: what that depends on is the processor alone.
+"""One token's step of the gated delta rule over some columns of a state, as LLVM vectors: as many as registers hold the sums of.
+Each column is summed in ascending rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from numba.extending import intrinsic
 from nanovllm_cli.kernels.simd import WIDE
 from nanovllm_cli.kernels.simd_ir import F32, I64, LANES, VF, at_address, counted, fma, multiple, splat
 
-_VECTORS = 2
+_VECTORS = 4 if WIDE else 2
 COLUMNS = _VECTORS * LANES
-ROWS = 2 if WIDE else 1
-"""A state's rows are a multiple of it: sums that wait for their last product are this many times as many."""
 
 
 def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -33,30 +31,24 @@ def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
     entry, loop, end = b.block, *(b.function.append_basic_block(name) for name in ("sums", "change"))
     b.branch(loop)
     b.position_at_end(loop)
-    row, sums = b.phi(I64), [b.phi(VF) for _ in range(2 * _VECTORS * ROWS)]
+    row, sums = b.phi(I64), [b.phi(VF) for _ in range(2 * _VECTORS)]
     row.add_incoming(I64(0), entry)
-    following, added = row, iter(sums)
-    for _ in range(ROWS):
-        by_k, by_q = number(k, following), number(q, following)
-        for i in range(_VECTORS):
-            state = b.load(vector(source, following, i), align=4)
-            for by in (by_k, by_q):
-                total = next(added)
-                total.add_incoming(zeros, entry)
-                total.add_incoming(fma(b, state, by, total), loop)
-        following = b.add(following, I64(1))
+    by, added = (number(k, row), number(q, row)), []
+    for i in range(_VECTORS):
+        state = b.load(vector(source, row, i), align=4)
+        added += [fma(b, state, one, total) for one, total in zip(by, sums[2 * i : 2 * i + 2], strict=True)]
+    for total, more in zip(sums, added, strict=True):
+        total.add_incoming(zeros, entry)
+        total.add_incoming(more, loop)
+    following = b.add(row, I64(1))
     row.add_incoming(following, loop)
     b.cbranch(b.icmp_signed("<", following, rows), loop, end)
 
     b.position_at_end(end)
-    last = [value for total in sums for value, block in total.incomings if block is loop]
-    part = 2 * _VECTORS
-    while len(last) > part:
-        last = [b.fadd(*both) for both in zip(last[:part], last[part:], strict=True)]
     kept, beta, alike = (splat(b, each, VF) for each in (kept, beta, alike))
     changes = []
     for i in range(_VECTORS):
-        seen, found = last[2 * i : 2 * i + 2]
+        seen, found = added[2 * i : 2 * i + 2]
         place = I64(4 * LANES * i)
         change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(kept, seen)))
         b.store(fma(b, alike, change, b.fmul(kept, found)), at_address(b, out, place, VF), align=4)
