@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "FIRST_KEPT", 16)
     monkeypatch.setattr(states, "KEPT_EVERY", 32)
+    monkeypatch.setattr(states, "LATEST_EVERY", 16)
 
 
 def check_nothing_is_lost(engine: Engine) -> None:

@@ -121,7 +121,8 @@ def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(
         settings["num_speculative_tokens"] = 0
         monkeypatch.setattr(worker, "num_states", r.choice((1, 2, 5, 20)))
         monkeypatch.setattr(states, "FIRST_KEPT", 16)  # texts are short here
-        monkeypatch.setattr(states, "KEPT_EVERY", 32)
+        monkeypatch.setattr(states, "KEPT_EVERY", 64)
+        monkeypatch.setattr(states, "LATEST_EVERY", 16)
     engine = engine_of(worker, **settings)
     asked: dict[str, Asked] = {}
     done: dict[str, RequestOutput] = {}

@@ -113,7 +113,9 @@ def test_answers_are_copied_now_and_then() -> None:
         sequence.num_computed += 1
         blocks.grow(sequence, len(sequence.token_ids))
         blocks.register(sequence)
-    assert found == [256, 512, 768]
+    assert found == list(range(256, 850, 64))
+    kept = [index * SIZE for index, block in enumerate(sequence.block_table, 1) if blocks.states.pool.behind(block) is not None]
+    assert kept == [128, 240, 256, 512, 768, 832]  # two of its prompt, then each 256, and the latest
 
 
 def test_who_gets_no_state_changes_nothing() -> None:

@@ -3,8 +3,8 @@
 A model whose layers keep a state (the delta rule's) can go on behind a token only from the state that was there. So a running
 sequence has a state of its own, in all layers, and copies of it are kept behind some blocks: a prefix is found as far as the last
 of these. They are made where prompts that begin alike may part: behind powers of two of tokens, behind the last whole block of a
-prompt, and now and then in an answer. What ends behind a whole block leaves its state there. Where states run short, the copy
-goes that was used least recently.
+prompt, and now and then in an answer, where the latest one moves along, for the turn that goes on behind it. What ends behind a
+whole block leaves its state there. Where states run short, the copy goes that was used least recently.
 
 Only numbers live here; the memory is `attention/kv_cache.py`'s.
 """
@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
 from nanovllm_cli.engine.sequence import NO_STATE, Sequence
 
-FIRST_KEPT, KEPT_EVERY = 128, 256
-"""Tokens of a prompt behind which its state is worth a copy, and of an answer from one copy to the next."""
+FIRST_KEPT, KEPT_EVERY, LATEST_EVERY = 128, 256, 64
+"""Tokens of a prompt behind which its state is worth a copy; of an answer from one copy to the next, and to the next that stays
+only until the one after it."""
 
 Pair = tuple[int, int]
 """What is to be copied where."""
@@ -157,6 +158,7 @@ class States:
             return None
         if any(num_tokens == done for num_tokens, _ in sequence.kept_states) or self._block_behind(sequence, done) is not None:
             return None
+        self._forget_latest(sequence)
         state = self.pool.take()
         if state is None:
             return None
@@ -165,7 +167,7 @@ class States:
 
     def is_copied_at(self, num_tokens: int) -> bool:
         """Whether a sequence that draws has a copy made behind so many tokens."""
-        return self._are_kept and num_tokens % KEPT_EVERY == 0
+        return self._are_kept and num_tokens % LATEST_EVERY == 0
 
     def take_sources(self, sequences: Iterable[Sequence]) -> list[Pair]:
         """(source, destination) to copy before anybody runs. The sources stay held until `drop`."""
@@ -223,6 +225,14 @@ class States:
         if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - done == 1:
             return self.is_copied_at(done)
         return done & (done - 1) == 0 or done == self._last(sequence)
+
+    def _forget_latest(self, sequence: Sequence) -> None:
+        """Another copy comes behind its answer: the one before need not stay."""
+        before = sequence.num_computed - LATEST_EVERY
+        if before > len(sequence.request.prompt_ids) and before % KEPT_EVERY:
+            block = self._block_behind(sequence, before)
+            if block is not None:
+                self.pool.forget(block)
 
     def _block_behind(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The block behind which a state after so many tokens is kept."""
