@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +23,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import cpu, delta, gates, reference
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.loader import WeightFormats
 from nanovllm_cli.weights.quantized import open_reader
@@ -326,6 +329,33 @@ def test_calibrated_weights_lose_less(algorithm: str, tmp_path: Path) -> None:
     assert changed == (folded if algorithm == "awq" else {"in_proj_qkv", "in_proj_z", "out_proj"})
 
 
-def test_gguf_files_of_it_are_not_written(wide: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="GGUF files of qwen3_5 models are not written"):
-        quantize("q4_k_m", tmp_path / "m.gguf", wide)
+@pytest.mark.parametrize("num_keys", [4, 2])
+def test_a_quantized_file_is_that_of_the_converted_model(num_keys: int, tmp_path: Path) -> None:
+    """Where value heads share key heads, columns lie otherwise in a file, and only the file can be quantized."""
+    shape = SMALL | {"num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
+    delta_shape = DELTA | {"linear_num_key_heads": num_keys, "linear_value_head_dim": 64}
+    folder = save(random_model(Qwen3_5TextConfig(**shape, **delta_shape, layer_types=DELTA_LAYERS)), tmp_path / "folder")
+    for name in SETTINGS_OF_TINY:
+        shutil.copy(TINY / name, folder / name)
+    whole, found, wanted, stood_for = (tmp_path / f"{name}.gguf" for name in ("whole", "found", "wanted", "stood_for"))
+    _in_float32(folder, whole)
+    quantize("q4_k_m", wanted, whole)
+    _in_float32(wanted, stood_for)
+    if num_keys == 2:
+        with pytest.raises(UnsupportedError, match="columns in another order than its GGUF file"):
+            quantize("q4_k_m", found, folder)
+    else:
+        quantize("q4_k_m", found, folder)
+        ours, theirs = ({tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors} for path in (found, wanted))
+        assert [ours[name].tensor_type for name in ours] == [theirs[name].tensor_type for name in ours]
+        assert all(np.array_equal(each.data, theirs[name].data) for name, each in ours.items())
+    settings, tokens = {"dtype": "float32", "activations": "exact"}, prompts(4096)
+    logits = [logits_of(worker_for(path, **settings), tokens) for path in (folder, whole, wanted, stood_for)]
+    assert difference(logits[1], logits[0]) < 1e-4
+    assert difference(logits[2], logits[3]) < 1e-4
+    assert difference(logits[2], logits[0]) > 0.01
+
+
+def _in_float32(model: Path, path: Path) -> None:
+    with open_checkpoint(model) as checkpoint:
+        convert.write(checkpoint, convert.plan(checkpoint, "gguf", outtype="f32"), path)

@@ -64,6 +64,13 @@ def test_the_layers_with_more_bits_are_those_of_llama_cpps_rules(mix: str, part:
     assert [i for i in range(32) if found[f"blocks.{i}.{part}.weight"] == kind] == layers
 
 
+@pytest.mark.parametrize("mix", ["q2_k_m", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k"])
+def test_what_values_share_with_queries_and_keys_has_the_bits_of_values(mix: str) -> None:
+    for i in range(32):
+        kinds = {type_of(mix, f"blocks.{i}.{part}.weight", 4096, spec_of()) for part in ("v", "qkv", "delta_qkv")}
+        assert len(kinds) == 1
+
+
 def test_in_many_layers_the_first_and_last_eighth_and_every_third_between_have_more_bits() -> None:
     found = types_of("q4_k_m", spec_of(layers=80))
     layers = [i for i in range(80) if found[f"blocks.{i}.down.weight"] == "Q6_K"]

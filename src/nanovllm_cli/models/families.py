@@ -31,7 +31,7 @@ _MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_posi
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768}
 
 LLAMA = Family("llama", interleaved_gguf=True)
-MISTRAL = Family("mistral", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
+MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 MIXTRAL = replace(

@@ -32,8 +32,8 @@ class Family:
     place of attention, in some layers. experts: what its configs
     call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called otherwise
     than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the spec that the
-    rest makes. gguf_activation: the one that its GGUF files mean without a word. gguf_keys: what they say beyond what all do, by
-    keys without the architecture; None: they are not written.
+    rest makes. gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one that they mean
+    without a word. gguf_keys: what they say beyond what all do, by keys without the architecture; None: they are not written.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     hf: FromHF = lambda spec, read: spec
     gguf: FromGGUF = lambda spec, read, key: spec
+    gguf_name: str = ""
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
 

@@ -12,7 +12,7 @@ from nanovllm_cli.model_spec import DeltaSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, QWEN_NAMES, ExpertKeys
 from nanovllm_cli.models.families import QWEN2
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
 MAX_TAPS = 64
@@ -104,6 +104,22 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], t
     return _hybrid(spec, delta, is_linear, True, 1.0, read.where)
 
 
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """llama.cpp wants to know how pictures' positions divide a head, of those that see none too. Earlier versions of it have each
+    so many-th layer with attention, and read no list."""
+    is_linear = [isinstance(mixer, DeltaSpec) for mixer in spec.mixers]
+    delta = next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
+    keys: dict[str, GGUFField] = {
+        "ssm.conv_kernel": delta.width, "ssm.state_size": delta.key_dim, "ssm.group_count": delta.num_keys,
+        "ssm.time_step_rank": delta.num_values, "ssm.inner_size": delta.values, "rope.dimension_sections": [11, 11, 10, 0],
+        "attention.recurrent_layers": is_linear,
+    }  # fmt: skip
+    every = is_linear.index(False) + 1
+    if is_linear == [(i + 1) % every != 0 for i in range(spec.num_layers)]:
+        keys["full_attention_interval"] = every
+    return keys
+
+
 _DEFAULTS = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "linear_num_key_heads": 16,
              "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
              "num_attention_heads": 16, "vocab_size": 248320}  # fmt: skip
@@ -116,11 +132,13 @@ QWEN3_5 = Family(
     gguf_names=_GGUF_NAMES,
     hf=_from_hf,
     gguf=_from_gguf,
-    gguf_keys=None,
+    gguf_name="qwen35",
+    gguf_keys=_keys,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
+    gguf_name="qwen35moe",
     experts=replace(_WEIGHED, norm_topk=True),
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
@@ -130,11 +148,13 @@ QWEN3_5_MOE = replace(
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     name="qwen3_next",
+    gguf_name="qwen3next",
     experts=_WEIGHED,
     defaults=_DEFAULTS | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_key_value_heads": 2,
                           "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "vocab_size": 151936,
                           "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
     gguf=lambda spec, read, key: _from_gguf(spec, read, key, tiled=False),
+    gguf_keys=None,
 )  # fmt: skip
 """Its projections lie otherwise; weights/stacked.py takes them apart."""
 QWEN2_MOE = replace(

@@ -8,8 +8,9 @@
     q4_k, …     one type
 
 In all of them the head, or an embedding that is the head as well, is Q6_K, or Q8_0 in q8_0. What a row's width doesn't allow
-falls back to a type of 32 columns. The rules: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (dense models; the
-exception that it makes for Llama 2's 70B is left out).
+falls back to a type of 32 columns. A tensor that values share with queries and keys is as attn_v. The rules:
+https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (dense models; the exception that it makes for Llama 2's 70B is left
+out).
 """
 
 from __future__ import annotations
@@ -63,9 +64,8 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     """The type that differs from the mix's own, for a part of a layer: see `plan.LINEARS`."""
     layers = spec.num_layers
     many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    part = "v" if part in ("qkv", "delta_qkv") else part
     match mix, part:
-        case ("q3_k_m" | "q3_k_l" | "q4_k_m" | "q5_k_m"), "qkv":
-            return {"q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, "Q4_K")
         case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
             return "Q6_K"
         case ("q4_k_s", "v") if layer < 4:

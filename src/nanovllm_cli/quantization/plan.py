@@ -18,6 +18,7 @@ from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.weights.convert_delta import has_own_order
 from nanovllm_cli.weights.convert_names import check_to_gguf, dense_mlp_of
 from nanovllm_cli.weights.convert_tensors import quantized_already
 from nanovllm_cli.weights.stacked import holds_several
@@ -182,6 +183,11 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         dense_mlp_of(original.spec)
         if original.checkpoint.format != "gguf":
             check_to_gguf(family_of(original.checkpoint))
+            if any(isinstance(mixer, DeltaSpec) and has_own_order(mixer) for mixer in original.spec.mixers):
+                raise UnsupportedError(
+                    f"{original.name} has columns in another order than its GGUF file, which no block of them can be moved to",
+                    "make a file of it first, and quantize that: nanovllm convert MODEL",
+                )
     elif holds_several(original.checkpoint):
         raise UnsupportedError(
             f"{original.name} holds several matrices in one tensor, and such a folder is not written yet",

@@ -30,6 +30,7 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm_cli.weights.convert_delta import with_heads_in_turn
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
@@ -232,9 +233,9 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     for name, (theirs, shape) in named.items():
         info = source.info(name)
         after = gguf_type(theirs, shape, info.dtype_name, outtype)
-        added = missing if theirs.endswith("norm.weight") else 0.0
+        added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
-        steps.append(_turned(step, spec, family, to_gguf=True))
+        steps.append(with_heads_in_turn(_turned(step, spec, family, to_gguf=True), spec))
     names = {step.name for step in steps}
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():

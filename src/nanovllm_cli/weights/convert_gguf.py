@@ -19,7 +19,7 @@ from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, RopeSpec
-from nanovllm_cli.models.families import MISTRAL, spec_from_gguf, text_config
+from nanovllm_cli.models.families import spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
@@ -38,6 +38,8 @@ _CARRIED = {
     "original_max_position_embeddings", "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
     "no_rope_layer_interval", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+    "full_attention_interval", "attn_output_gate", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_key_head_dim",
+    "linear_num_value_heads", "linear_value_head_dim",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -68,8 +70,7 @@ def gguf_header(
 
     Raises UnsupportedError for what GGUF cannot say of this family.
     """
-    architecture = "llama" if family is MISTRAL else family.name  # llama.cpp has one for both
-    builder = HeaderBuilder(architecture)
+    builder = HeaderBuilder(family.gguf_name or family.name)
     config = {**family.defaults, **text_config(checkpoint.config)}
     context_length = config.get("max_position_embeddings", 2048)
     rope = attention_of(spec).rope
@@ -125,7 +126,7 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
         builder.add_head_count_kv(attention.num_kv_heads)
     add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
     for key, value in keys.items():
-        add[type(value)](f"{family.name}.{key}", value)
+        add[type(value)](f"{builder.arch}.{key}", value)
 
 
 def _add_rope(builder: HeaderBuilder, rope: RopeSpec, context_length: int) -> None:

@@ -26,7 +26,7 @@ from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.tensor_names import checkpoint_name
 
-_IGNORED = ("architecture", "dtype", "max_position", "interleaved")
+_IGNORED = ("architecture", "dtype", "max_position", "interleaved", "tiled", "log_decay")
 TO_HF = (LLAMA, MISTRAL, QWEN2, QWEN3)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
@@ -78,7 +78,7 @@ def _reorder(rows: torch.Tensor, head_dim: int, rotary_dim: int, grid: tuple[int
 
 
 def differences(wanted: ModelSpec, found: ModelSpec) -> list[str]:
-    """The fields in which two specs differ, but for those that do not change a number: names, dtype, order of rotary rows."""
+    """The fields in which two specs differ, but for those that do not change a number: names, dtype, order of rows."""
     return list(dict.fromkeys(_differences("", asdict(wanted), asdict(found))))
 
 

@@ -35,6 +35,9 @@ NARROW = {
 _TERNARY = ("tq1_0", "tq2_0")
 _VOCABULARY = ("token_embd.weight", "output.weight")
 
+_IN_FLOAT32 = (
+    "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight",
+)  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
@@ -128,14 +131,15 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:
-    """The GGUF type of a tensor, by llama.cpp's rules: vectors, norms and taps in float32, matrices in `outtype`, embedding and
+    """The GGUF type of a tensor, by llama.cpp's rules: vectors, norms and taps in float32, and what
+    decides of states; matrices in `outtype`, embedding and
     head in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
     keeps what the input has."""
     if before not in _FLOATS and not is_blocks(before):
         raise UnsupportedError(
             f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"
         )
-    if len(shape) < 2 or name.endswith(("_norm.weight", ".shortconv.conv.weight")):
+    if len(shape) < 2 or name.endswith(_IN_FLOAT32):
         return "F32"
     if outtype == "auto":
         return "F32" if before == "F64" else before
