@@ -41,9 +41,9 @@ class CpuBlocks:
         self._sides = [side.flatten().view(torch.uint8).view(len(side), -1) for layer in layers for side in layer]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
         for side in self._sides:
-            side[target] = side[source]
+            for source, target in pairs:
+                side[target].copy_(side[source])
 
     def take_out(self, blocks: list[int]) -> torch.Tensor:
         index = torch.tensor(blocks)
