@@ -23,7 +23,7 @@ def compute(blocks: BlockManager, sequence: Sequence) -> list[tuple[int, int]]:
     """Its prompt, chunk by chunk, and a draw. Returns the copies that were due, by the number of tokens behind which."""
     copies = []
     while sequence.num_computed < len(sequence.token_ids):
-        pair = blocks.states.copy_due(sequence)
+        pair = blocks.states.copy_due(sequence, 1)
         if pair is not None:
             copies.append((sequence.num_computed, pair[1]))
         left = len(sequence.token_ids) - sequence.num_computed
@@ -108,7 +108,7 @@ def test_answers_are_copied_now_and_then() -> None:
     found = []
     for token in range(600):
         sequence.token_ids.append(token)
-        if blocks.states.copy_due(sequence) is not None:
+        if blocks.states.copy_due(sequence, 1) is not None:
             found.append(sequence.num_computed)
         sequence.num_computed += 1
         blocks.grow(sequence, len(sequence.token_ids))
@@ -116,6 +116,12 @@ def test_answers_are_copied_now_and_then() -> None:
     assert found == list(range(256, 850, 64))
     kept = [index * SIZE for index, block in enumerate(sequence.block_table, 1) if blocks.states.pool.behind(block) is not None]
     assert kept == [128, 240, 256, 512, 768, 832]  # two of its prompt, then each 256, and the latest
+
+
+def test_of_many_answers_the_latest_are_not_copied() -> None:
+    states = BlockManager(20, SIZE, num_states=2).states
+    assert [n for n in range(1, 600) if states.is_copied_at(n, 8)] == list(range(64, 600, 64))
+    assert [n for n in range(1, 600) if states.is_copied_at(n, 9)] == [256, 512]
 
 
 def test_who_gets_no_state_changes_nothing() -> None:
@@ -159,7 +165,7 @@ def test_numbers_that_went_bad_leave_no_state() -> None:
     blocks = BlockManager(100, SIZE, num_states=9)
     sequence = admitted(blocks, list(range(300)))
     while sequence.num_computed < 300:
-        blocks.states.copy_due(sequence)
+        blocks.states.copy_due(sequence, 1)
         sequence.num_computed += blocks.states.chunk(sequence, 300 - sequence.num_computed)
     blocks.distrust(sequence)
     blocks.release(sequence)
@@ -187,7 +193,7 @@ def test_whatever_happens_no_state_is_lost_or_shared(seed: int) -> None:
             if left and blocks.missing(sequence, end) <= blocks.num_available:
                 if (copied := blocks.grow(sequence, end)) is not None:
                     blocks.unpin(copied[0])
-                blocks.states.copy_due(sequence)
+                blocks.states.copy_due(sequence, 1)
                 sequence.num_computed = end
             if sequence.num_computed == len(sequence.token_ids) and r.random() < 0.5:
                 (blocks.register if r.random() < 0.8 else blocks.distrust)(sequence)

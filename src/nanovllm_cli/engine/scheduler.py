@@ -126,7 +126,7 @@ class Scheduler:
                 continue
             end = share.start + len(share.token_ids)
             sure = share.draws and not sequence.pending and sequence.request.runs_ahead
-            if not sure or self._blocks.states.is_copied_at(end):
+            if not sure or self._blocks.states.is_copied_at(end, len(self.running)):
                 return None
             num_running += 1
             if len(sequence.token_ids) + 1 < sequence.request.max_len:
@@ -267,7 +267,7 @@ class Scheduler:
         copy = self._blocks.grow(sequence, end)
         if copy is not None:
             self._copies.append(copy)
-        if (pair := self._blocks.states.copy_due(sequence)) is not None:
+        if (pair := self._blocks.states.copy_due(sequence, len(self.running))) is not None:
             self._state_copies.append(pair)
         num_guesses = max(0, len(fed) - num_known)
         self._add_share(sequence, fed, start, end >= len(sequence.token_ids) and sequence.request.pooling is None, num_guesses)

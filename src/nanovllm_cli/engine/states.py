@@ -20,6 +20,8 @@ from nanovllm_cli.engine.sequence import NO_STATE, Sequence
 FIRST_KEPT, KEPT_EVERY, LATEST_EVERY = 128, 256, 64
 """Tokens of a prompt behind which its state is worth a copy; of an answer from one copy to the next, and to the next that stays
 only until the one after it."""
+FEW = 8
+"""Sequences, with more of which no such copies are made: a step with one isn't planned ahead, and prompts are quick there."""
 
 Pair = tuple[int, int]
 """What is to be copied where."""
@@ -149,10 +151,10 @@ class States:
         stops = [stop - done for stop in (power, last) if max(done, FIRST_KEPT - 1) < stop <= last]
         return min(limit, *stops) if stops else limit
 
-    def copy_due(self, sequence: Sequence) -> Pair | None:
+    def copy_due(self, sequence: Sequence, num_running: int) -> Pair | None:
         """(source, destination) to copy before the sequence runs, where it is worth one and there is room."""
         done = sequence.num_computed
-        if not self._are_kept or sequence.request.wants_every_row or not self._is_stop(sequence):
+        if not self._are_kept or sequence.request.wants_every_row or not self._is_stop(sequence, num_running):
             return None
         if sequence.state_source != NO_STATE:
             return None
@@ -165,9 +167,9 @@ class States:
         sequence.kept_states.append((done, state))
         return sequence.state, state
 
-    def is_copied_at(self, num_tokens: int) -> bool:
-        """Whether a sequence that draws has a copy made behind so many tokens."""
-        return self._are_kept and num_tokens % LATEST_EVERY == 0
+    def is_copied_at(self, num_tokens: int, num_running: int) -> bool:
+        """Whether a sequence that draws, one of so many, has a copy made behind so many tokens."""
+        return self._are_kept and num_tokens % (LATEST_EVERY if num_running <= FEW else KEPT_EVERY) == 0
 
     def take_sources(self, sequences: Iterable[Sequence]) -> list[Pair]:
         """(source, destination) to copy before anybody runs. The sources stay held until `drop`."""
@@ -218,12 +220,12 @@ class States:
         """Tokens in the blocks that a prompt like this one could be found with."""
         return (len(sequence.token_ids) - 1) // self._block_size * self._block_size
 
-    def _is_stop(self, sequence: Sequence) -> bool:
+    def _is_stop(self, sequence: Sequence, num_running: int) -> bool:
         done = sequence.num_computed
         if done < FIRST_KEPT or done % self._block_size:
             return False
         if done >= len(sequence.request.prompt_ids) and len(sequence.token_ids) - done == 1:
-            return self.is_copied_at(done)
+            return self.is_copied_at(done, num_running)
         return done & (done - 1) == 0 or done == self._last(sequence)
 
     def _forget_latest(self, sequence: Sequence) -> None:
