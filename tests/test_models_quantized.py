@@ -101,7 +101,7 @@ def test_what_stands_in_for_q_k_and_v_is_typed_as_llama_cpp_does(tmp_path: Path)
     config = Phi3Config(**SIZES | heads | {"hidden_size": 256, "intermediate_size": 256})
     path = write(tmp_path / "m.gguf", "phi3", random_model(config), nothing)
     for mix, heads_type, others in (
-        ("q3_k_m", "Q5_K", "Q3_K"), ("q4_k_m", "Q6_K", "Q4_K"), ("q5_k_m", "Q6_K", "Q5_K"), ("q4_k_s", "Q5_K", "Q4_K"),
+        ("q3_k_m", "Q5_K", "Q3_K"), ("q4_k_m", "Q4_K", "Q4_K"), ("q5_k_m", "Q5_K", "Q5_K"), ("q4_k_s", "Q5_K", "Q4_K"),
     ):  # fmt: skip
         types = {item.weight.output: item.format.type for item in plan_of(mix, path).items}  # type: ignore[union-attr]
         assert (types["blk.1.attn_qkv.weight"], types["blk.1.ffn_up.weight"]) == (heads_type, others)
