@@ -11,6 +11,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.reasoning import (
     HARMONY,
     THINK,
+    BlockParser,
     HarmonyParser,
     ReasoningParser,
     ReasoningSplitter,
@@ -100,6 +101,7 @@ FORMATS = {
     "x[THINK]y": "mistral",
     "<|START_THINKING|>": "cohere",
     "<seed:think>": "seed",
+    "<|channel>thought": "gemma",
     "<|channel|>analysis<|message|>": "harmony",
     "<|im_start|>": None,
 }
@@ -161,10 +163,72 @@ def test_harmony_prompt_that_begins_a_channel() -> None:
     assert run(parser, "hm<|end|><|start|>assistant<|channel|>final<|message|>yes") == ("hm", "yes")
 
 
-@pytest.mark.parametrize("piece", [" ", "<", "</think", "<thin", "a", "\n<"])
+GEMMA = reasoning_format("{{ '<|channel>thought\\n<channel|>' }}")
+MODEL = "<|turn>model\n"
+NO_THOUGHT = "<|channel>thought\n<channel|>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        (MODEL, "<|channel>thought\nhm\n\nhm\n<channel|>Yes.\n", ("hm\n\nhm", "Yes.\n")),
+        (MODEL, f"{NO_THOUGHT}Yes.", ("", "Yes.")),
+        (MODEL + NO_THOUGHT, "Yes.", ("", "Yes.")),
+        (MODEL + NO_THOUGHT, f"{NO_THOUGHT}\nYes.", ("", "Yes.")),
+        (f"{MODEL}<|channel>thought\n", "hm<channel|>Yes.", ("hm", "Yes.")),
+        (f"{MODEL}<|channel>thought\n", "<|channel>thought\nhm<channel|>Yes.", ("hm", "Yes.")),
+        (MODEL, f"Yes.\n{NO_THOUGHT}", ("", "Yes.")),
+        (MODEL, "Yes.<channel|>", ("", "Yes.")),
+        (MODEL, "Yes, <channel|>or <|channel>no <|channel>", ("", "Yes, or no ")),
+        (MODEL, "<|channel><|channel>thought\na<channel|>b \n<|channel>thought\nc<channel|> d", ("a\n\nc", "b\n\nd")),
+        (MODEL, "<|channel>thought\ncut <chann", ("cut <chann", "")),
+        (MODEL, "  Yes <|chan", ("", "  Yes <|chan")),
+        (MODEL, "Yes <|channel>thou", ("", "Yes ")),
+        (MODEL, " \n", ("", " \n")),
+        (MODEL, "", ("", "")),
+    ],
+)
+def test_gemma_thinks_anywhere(prompt: str, text: str, expected: tuple[str, str]) -> None:
+    assert GEMMA is not None
+    assert run(GEMMA.parser(prompt), text) == expected
+    assert run(GEMMA.parser(prompt), *text) == expected
+    for cut in range(len(text)):
+        assert run(GEMMA.parser(prompt), text[:cut], text[cut:]) == expected
+    assert split(text, GEMMA, prompt) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<|channel>", "thought\n", "<channel|>", "<", "a", " ", "\n", "b c"]), max_size=12),
+    st.lists(st.integers(1, 9), max_size=10),
+)
+def test_the_pieces_of_gemmas_blocks_do_not_matter(parts: list[str], sizes: list[int]) -> None:
+    assert GEMMA is not None
+    text, position, pieces = "".join(parts), 0, []
+    for size in [*sizes, len(text)]:
+        pieces.append(text[position : position + size])
+        position += size
+    reasoning, content = run(GEMMA.parser(), text)
+    assert run(GEMMA.parser(), *pieces) == (reasoning, content)
+    assert "<channel|>" not in reasoning + content
+    assert len(reasoning + content) <= len(text) + 2 * len(parts)
+
+
+def test_gemmas_tags_stay_in_the_text_for_the_parser() -> None:
+    """The first of them is a token and a word behind it."""
+    assert GEMMA is not None
+    assert GEMMA.visible == ("<|channel>", "<channel|>")
+    assert GEMMA.phase(MODEL + NO_THOUGHT, to_content=True) is None
+
+
+@pytest.mark.parametrize(
+    "piece", [" ", "<", "</think", "<thin", "a", "\n<", "<|channel>", "<channel|>", "<|channel>thought"]
+)
 @pytest.mark.parametrize("inside", [True, False])
 def test_any_stream_is_read_in_linear_time(piece: str, inside: bool) -> None:
-    for parser in (ReasoningParser(starts_inside=inside), HarmonyParser(), HarmonyParser("analysis")):
+    blocks = BlockParser("<|channel>thought", "<channel|>", marker="<|channel>", starts_inside=inside)
+    blocks.push(piece * 20_000)
+    for parser in (ReasoningParser(starts_inside=inside), HarmonyParser(), HarmonyParser("analysis"), blocks):
         began = time.thread_time()
         for _ in range(20_000):
             parser.push(piece)

@@ -1,12 +1,18 @@
 """GGUF tokenizers built from metadata made here: models, special tokens, and files that are wrong."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import AddedToken, BertWordPieceTokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.text.gguf_export import PROBES, gguf_vocabulary
+from nanovllm_cli.text.hf_export import hf_tokenizer
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.tokenizer import Tokenizer
 
@@ -181,6 +187,107 @@ def test_gemma4_merges_raw_characters() -> None:
     ]  # fmt: skip
     assert tokenizer.decode(ids) == "ab ab\n\nb\u00e9"
     assert set(tokenizer.eos_ids) == {1, 2}
+
+
+GEMMA_ROLES = {
+    "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>",
+    "soc_token": "<|channel>", "eoc_token": "<channel|>", "sot_token": "<|turn>", "eot_token": "<turn|>",
+    "stc_token": "<|tool_call>", "etc_token": "<tool_call|>", "str_token": "<|tool_response>",
+    "etr_token": "<tool_response|>", "escape_token": '<|"|>', "think_token": "<|think|>",
+}  # fmt: skip
+SHOWN = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'}
+
+
+def gemma4_folder(folder: Path, *, bos: bool) -> int:
+    """Gemma 4's tokenizer in small, as transformers' class of it builds one; its number of tokens."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *[role for role in GEMMA_ROLES.values() if "|" in role]]
+    runs, characters = ["\n" * length for length in range(1, 6)], list("\u2581abcdehinoqrstuwyz.,<>/\u00e9")
+    words = ["th", "the", "\u2581the", "an", "and", "\u2581and", "ou", "</", "</s", "</s>"]
+    merges = [("\n" * left, "\n" * (total - left)) for total in range(2, 6) for left in range(1, total)]
+    merges += [("t", "h"), ("th", "e"), ("\u2581", "the"), ("a", "n"), ("an", "d"), ("\u2581", "and"), ("o", "u")]
+    merges += [("<", "/"), ("</", "s"), ("</s", ">")]
+    vocab = {token: position for position, token in enumerate([*special, *BYTES, *runs, *characters, *words])}
+    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    if bos:
+        ids = [("<bos>", vocab["<bos>"])]
+        backend.post_processor = processors.TemplateProcessing("<bos> $A", pair="<bos> $A $B", special_tokens=ids)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GemmaTokenizer", **GEMMA_ROLES}))
+    return len(vocab)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_gemma4_is_exported_as_llama_cpp_writes_it(tmp_path: Path, bos: bool) -> None:
+    size = gemma4_folder(tmp_path, bos=bos)
+    made = gguf_vocabulary(tmp_path, size)
+    theirs = list(gguf.LlamaHfVocab(tmp_path).all_tokens())
+    names = [name.decode() for name, _, _ in theirs]
+    roles = gguf.SpecialVocab(tmp_path, load_merges=True)
+    assert made.fields == {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": names,
+        "tokenizer.ggml.scores": [score for _, score, _ in theirs],
+        "tokenizer.ggml.token_type": [
+            4 if name in SHOWN else int(kind) for name, (_, _, kind) in zip(names, theirs, strict=True)
+        ],
+        "tokenizer.ggml.merges": roles.merges,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.bos_token_id": roles.special_token_ids["bos"],
+        "tokenizer.ggml.eos_token_id": roles.special_token_ids["eos"],
+        "tokenizer.ggml.unknown_token_id": roles.special_token_ids["unk"],
+        "tokenizer.ggml.padding_token_id": roles.special_token_ids["pad"],
+    }
+    assert ["BOS" in note for note in made.notes] == ([] if bos else [True])
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_gemma4_makes_the_same_tokens_in_gguf_and_back(tmp_path: Path, bos: bool) -> None:
+    fields = gguf_vocabulary(tmp_path, gemma4_folder(tmp_path, bos=bos)).fields
+    (tmp_path / "back").mkdir()
+    for name, data in hf_tokenizer(fields, 2048).files.items():
+        (tmp_path / "back" / name).write_bytes(data)
+    source = Tokenizer.from_folder(tmp_path)
+    call = '<|channel>thought\n<channel|><|tool_call>call:the{a:<|"|>an</s><|"|>}<tool_call|><|tool_response>'
+    for other in (Tokenizer.from_gguf(fields), Tokenizer.from_folder(tmp_path / "back")):
+        assert other.adds_bos
+        assert source.adds_bos is bos
+        assert (other.eos_ids, other.control_tokens, other.special_ids) == (
+            source.eos_ids, source.control_tokens, source.special_ids
+        )  # fmt: skip
+        for text in (*PROBES, call, "the and\n\n\nthe\n" + "\n" * 7):
+            for reads in (True, False):
+                ids = source.encode(text, parse_special=reads, add_special_tokens=False)
+                assert other.encode(text, parse_special=reads, add_special_tokens=False) == ids
+                assert other.decode(ids) == source.decode(ids)
+    again = gguf_vocabulary(tmp_path / "back", len(fields["tokenizer.ggml.tokens"]))
+    assert (again.fields, again.notes) == (fields, [])
+
+
+def test_gemma4_tags_are_control_tokens_and_others_are_not(tmp_path: Path) -> None:
+    """The file calls them user-defined, because llama.cpp would not show them otherwise."""
+    fields = gguf_vocabulary(tmp_path, gemma4_folder(tmp_path, bos=True)).fields
+    tokenizer = Tokenizer.from_gguf(fields)
+    assert tokenizer.control_tokens.keys() >= SHOWN
+    assert not tokenizer.special_ids.intersection(tokenizer.encode("".join(SHOWN), parse_special=False)[1:])
+    plain = tokenizer.token_to_id("</s>")
+    assert tokenizer.encode("</s>") == [2, plain]
+    assert plain not in tokenizer.eos_ids
+    unmerged = {**fields, "tokenizer.ggml.merges": [merge for merge in fields["tokenizer.ggml.merges"] if merge != "</s >"]}
+    assert tokenizer.token_to_id("</s>") not in Tokenizer.from_gguf(unmerged).special_ids
+
+
+def test_gemma4_keeps_runs_of_newlines_whole_without_merges_for_them(tmp_path: Path) -> None:
+    fields = gguf_vocabulary(tmp_path, gemma4_folder(tmp_path, bos=True)).fields
+    words = [merge for merge in fields["tokenizer.ggml.merges"] if "\n" not in merge]
+    tokenizer = Tokenizer.from_gguf({**fields, "tokenizer.ggml.merges": words})
+    for length in range(1, 6):
+        ids = tokenizer.encode("a" + "\n" * length + "b", add_special_tokens=False)
+        assert [tokenizer.id_to_token(i) for i in ids] == ["a", "\n" * length, "b"]
 
 
 def test_every_known_pre_tokenizer_compiles_and_keeps_the_text() -> None:

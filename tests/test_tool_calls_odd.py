@@ -385,6 +385,7 @@ PIECES = (
     ),
     *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    *("<|tool_call>", "call:", '<|"|>', "<tool_call|>", ":", ","),
     *(
         "<|python_tag|>",
         "functools[",
@@ -428,6 +429,8 @@ SLOW = [
     ("qwen3_coder", "<function=weather><parameter=days>", "</parameter", 520_000),
     ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>", "\n", 520_000),
     ("mistral", "", "[TOOL_CALLS][", 520_000),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>', "<|", 520_000),
+    ("gemma4", "<|tool_call>call:now{a:[", "<|tool_call>call:now{a:[", 520_000),
     ("llama", '{"name": "now", "parameters": {"a": [', "{},", 160_000),
     ("pythonic", "[now(a='", "\\", 160_000),
     ("harmony", "", "<|channel|>analysis to=x<|message|>{<|end|>", 160_000),

@@ -193,6 +193,7 @@ TWO = {
     "deepseek": ONE["deepseek"].replace(
         "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "gemma4": ONE["gemma4"] + "<|tool_call>call:now{}<tool_call|>",
     "glm": ONE["glm"] + "\n<tool_call>now\n</tool_call>",
     "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
 }  # fmt: skip
@@ -206,7 +207,7 @@ def test_several_calls_only_where_they_are_parallel(name: str) -> None:
     assert allows(known(name), ONE[name], parallel=False)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "glm", "qwen3_coder", "deepseek"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "glm", "gemma4", "qwen3_coder", "deepseek"])
 def test_text_goes_on_around_free_calls(name: str) -> None:
     text = f"One moment.\n\n{ONE[name]}\nAnd again: {ONE[name]} Done <i>."
     assert allows(known(name), text, "auto", STRICT)
@@ -321,7 +322,7 @@ def test_arguments_of_python_calls_may_be_left_out(arguments: str, fits: bool) -
 @pytest.mark.parametrize("schema", [{"type": "string", "format": "date"}, {"type": "string", "pattern": "a+"}])
 def test_what_a_format_cannot_hold_a_strict_tool_to_is_refused(schema: dict[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"a": schema}}
-    for name in ("qwen3_coder", "glm"):
+    for name in ("qwen3_coder", "glm", "gemma4"):
         with pytest.raises(UnsupportedError, match="the strict tool 'f'"):
             known(name).constraint((tool("f", parameters, strict=True),), "required")
         assert known(name).constraint((tool("f", parameters),), "required") is not None
@@ -330,7 +331,7 @@ def test_what_a_format_cannot_hold_a_strict_tool_to_is_refused(schema: dict[str,
     assert known("hermes").constraint((tool("f", parameters, strict=True),), "required") is not None
 
 
-@pytest.mark.parametrize("name", ["glm", "qwen3_coder", "pythonic", "hermes"])
+@pytest.mark.parametrize("name", ["glm", "gemma4", "qwen3_coder", "pythonic", "hermes"])
 @pytest.mark.parametrize(
     "broken", [{"required": None}, {"required": 5}, {"required": "a"}, {"properties": {"a": {"enum": 5}}}]
 )

@@ -37,6 +37,7 @@ ONE: dict[str, str] = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
     ),
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
     "lfm2": '<|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]<|/tool_call|>',

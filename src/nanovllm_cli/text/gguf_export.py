@@ -1,13 +1,15 @@
 """A Hugging Face folder's tokenizer as the `tokenizer.*` keys of a GGUF file, under the names that llama.cpp's converter gives.
 
-Byte-level BPE becomes `gpt2` with the name of its pre-tokenizer, SentencePiece-like BPE becomes `llama` with scores. What was
-made is read again and compared on varied text: a vocabulary that would mean something else in GGUF is refused.
+Byte-level BPE becomes `gpt2` with the name of its pre-tokenizer, SentencePiece-like BPE becomes `llama` with scores, or `gemma4`
+with merges where it is Gemma 4's. What was made is read again and compared on varied text: a vocabulary that would mean
+something else in GGUF is refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from nanovllm_cli.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUS
 from nanovllm_cli.text.token_bytes import byte_rule
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_VOCABULARY_BYTES, load_folder
-from nanovllm_cli.text.vocabulary import TokenizerParts, looks_like_control
+from nanovllm_cli.text.vocabulary import GEMMA_TAGS, TokenizerParts, looks_like_control
 
 PROBES = (
     "Once upon a time, there was a little girl named Lily. She couldn't believe it!",
@@ -73,6 +75,12 @@ def gguf_vocabulary(
     common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size) | _templates(parts)
     if kind == "byte_level":
         fields = _byte_level(common, parts, state, source, notes)
+    elif source.control_tokens.keys() >= GEMMA_TAGS or str(config.get("model_type")).startswith("gemma4"):
+        fields = _raw_characters(common, state)
+        if not source.adds_bos and parts.bos_id is not None:
+            source = Tokenizer(replace(parts, prefix_ids=(parts.bos_id,)))
+            notes.append("tokenizer: BOS comes before every text, as everywhere in GGUF with this vocabulary")
+        _check(source, fields)
     else:
         fields = _pieces(common, folder, state, source)
         _check(source, fields)
@@ -164,7 +172,7 @@ def _byte_level(
     model, normalizer = state["model"], state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise UnsupportedError(f"the tokenizer's normalizer has no place in GGUF: {json.dumps(normalizer)[:120]}")
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    merges = _merges(state)
     wanted = (normalizer is not None, bool(model.get("ignore_merges")))
     names = names_cutting_like(parts.backend.pre_tokenizer)
     rules = {name: pre_tokenization(name) for name in names}
@@ -199,7 +207,7 @@ def _pieces(common: dict[str, Any], folder: Path, state: dict[str, Any], source:
     for position, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if position == unknown:
             types[position] = UNKNOWN
-        elif kind == NORMAL and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        elif kind == NORMAL and _is_byte(token):
             types[position] = BYTE
         elif kind == UNUSED:
             scores[position] = _UNUSED_SCORE
@@ -207,6 +215,29 @@ def _pieces(common: dict[str, Any], folder: Path, state: dict[str, Any], source:
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", **common, "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.add_space_prefix": source.strips_leading_space,
     }  # fmt: skip
+
+
+def _raw_characters(common: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """`gemma4`: merges, and scores that say nothing."""
+    tokens, types = common["tokenizer.ggml.tokens"], common["tokenizer.ggml.token_type"]
+    for position, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if token in GEMMA_TAGS:
+            types[position] = USER_DEFINED
+        elif kind == NORMAL and _is_byte(token):
+            types[position] = BYTE
+    return {
+        "tokenizer.ggml.model": "gemma4", **common, "tokenizer.ggml.scores": [_ADDED_SCORE] * len(tokens),
+        "tokenizer.ggml.merges": _merges(state), "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }  # fmt: skip
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _merges(state: dict[str, Any]) -> list[str]:
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
 
 
 def _model_scores(folder: Path, tokens: list[str]) -> list[float] | None:

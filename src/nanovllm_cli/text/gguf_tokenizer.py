@@ -19,11 +19,12 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
 from nanovllm_cli.text.token_bytes import SPACE_MARK
-from nanovllm_cli.text.vocabulary import END_TOKENS, TokenizerParts, guard_library
+from nanovllm_cli.text.vocabulary import END_TOKENS, GEMMA_TAGS, TokenizerParts, guard_library
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _MAX_TEMPLATES = 32
+_MAX_NEWLINES = 64
 
 
 def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
@@ -62,11 +63,14 @@ class _Fields:
         types = self.array("token_type", int) or [NORMAL] * len(self.tokens)
         if len(types) != len(self.tokens):
             raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
+        tags = GEMMA_TAGS if self.text("model", "") == "gemma4" else frozenset()
         ends = {
             token
             for token, kind in zip(self.tokens, types, strict=True)
-            if token in END_TOKENS and kind in (NORMAL, USER_DEFINED)
+            if token in END_TOKENS | tags and kind in (NORMAL, USER_DEFINED)
         }
+        if "<|tool_response>" in self.ids:
+            ends.discard("</s>")  # a tag like others in this vocabulary
         if ends:
             ends -= {merge.replace(" ", "") for merge in self.array("merges", str)}  # Qwen's "</s>" is text like other tags
         self.types = [CONTROL if token in ends else kind for token, kind in zip(self.tokens, types, strict=True)]
@@ -151,11 +155,14 @@ def _gpt2(fields: _Fields) -> TokenizerParts:
 
 
 def _gemma4(fields: _Fields) -> TokenizerParts:
-    """Merges over raw characters, spaces made visible, cut only at runs of newlines; unknown characters as bytes."""
+    """Merges over raw characters, spaces made visible, cut only at runs of newlines; unknown characters as bytes. A run that is a
+    token stays whole, whether the file has merges for it or not."""
     unknown = fields.token_id("unknown_token_id")
+    merges = fields.merges()
+    listed = {pair for pair in merges if not pair[0].strip("\n")}
     model = models.BPE(
         fields.ids,
-        fields.merges(),
+        merges + [pair for pair in _newline_merges(fields.ids) if pair not in listed],
         byte_fallback=True,
         fuse_unk=True,
         unk_token=None if unknown is None else fields.tokens[unknown],
@@ -167,6 +174,12 @@ def _gemma4(fields: _Fields) -> TokenizerParts:
     bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
     suffix = fields.around(bos, eos, add_bos=True)[1]
     return TokenizerParts(backend, bos, eos, None, unknown, () if bos is None else (bos,), suffix)
+
+
+def _newline_merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    runs = [number for number in range(1, _MAX_NEWLINES + 1) if "\n" * number in ids]
+    pairs = [(left, total - left) for total in runs for left in runs if total - left in runs]
+    return [("\n" * left, "\n" * right) for left, right in pairs]
 
 
 def _bert(fields: _Fields) -> TokenizerParts:

@@ -37,6 +37,7 @@ _OTHER_PARTS = {
 }
 _KEEPS_NULL = re.compile(r"[.'\"]content['\"\]]*\s+is\s+not\s+none")
 _EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+_RESULTS = "tool_responses"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -46,9 +47,10 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     Text parts become one text, a line each. Arguments become objects, or text where the template wants that; those of a call
     that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the same for a call and its
     result. Where it writes one call a message, each call of several gets a message of its own, and its result behind it. Where it
-    refuses two messages of a role in a row, or leaves one out, they become one; where it does so with a system's, that is the
-    beginning of the user's behind it, or a user's by itself. Behind the first, a developer's that it leaves out is a system's.
-    Where it wants an answer between a tool's result and a user's message, there is an empty one.
+    writes content behind calls, what was said before them is a message of its own; where it wants results in the message of their
+    calls, they are there. Where it refuses two messages of a role in a row, or leaves one out, they become one; where it does so
+    with a system's, that is the beginning of the user's behind it, or a user's by itself. Behind the first, a developer's that it
+    leaves out is a system's. Where it wants an answer between a tool's result and a user's message, there is an empty one.
 
     Raises UsageError for what is not a conversation, UnsupportedError for parts that are not text.
     """
@@ -57,8 +59,13 @@ def template_messages(messages: Any, template: ChatTemplate) -> list[dict[str, A
     if not messages:
         raise UsageError("there are no messages", 'give at least one: {"role": "user", "content": "…"}')
     plain = [_message(message, f"messages[{place}]", template) for place, message in enumerate(messages)]
-    several = any(len(message.get("tool_calls", ())) > 1 for message in plain)
-    return _in_turns(_one_call_each(plain) if several and writes_one_call(template) else plain, template)
+    if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
+        plain = _one_call_each(plain)
+    if any("tool_calls" in message and message["content"] for message in plain) and writes_content_last(template):
+        plain = [part for message in plain for part in _content_first(message)]
+    if any(message["role"] == "tool" for message in plain) and wants_results_within(template):
+        plain = _results_within(plain)
+    return _in_turns(plain, template)
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -189,6 +196,40 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*apart, *chain.from_iterable(waiting.values())]
 
 
+def _content_first(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "tool_calls" in message and message["content"]:
+        yield {"role": message["role"], "content": message["content"]}
+        message = {**message, "content": ""}
+    yield message
+
+
+def _results_within(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content of such a message is the answer to the results."""
+    within: list[dict[str, Any]] = []
+    for message in messages:
+        calling = within[-1] if within and "tool_calls" in within[-1] else None
+        if message["role"] == "tool" and calling is not None:
+            results = calling.setdefault(_RESULTS, [])
+            name = _name_of_result(message, calling["tool_calls"], len(results))
+            results.append({"name": name, "response": message["content"]})
+        elif calling is not None and _RESULTS in calling and not calling["content"] and _is_answer(message):
+            calling["content"] = message["content"]
+        else:
+            within.append(message)
+    return within
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and "tool_calls" not in message
+
+
+def _name_of_result(message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], place: int) -> Any:
+    """Of the call with its id; what it says itself; that of the call in its place."""
+    call_id = _id_of(message, "tool_call_id")
+    by_id = [call["function"]["name"] for call in calls if call_id is not None and call.get("id") == call_id]
+    return next(iter(by_id), None) or message.get("name") or calls[min(place, len(calls) - 1)]["function"]["name"]
+
+
 def _id_of(plain: Mapping[str, Any], name: str) -> str | None:
     return plain[name] if isinstance(plain.get(name), str) else None
 
@@ -297,6 +338,35 @@ def writes_one_call(template: ChatTemplate) -> bool:
     arguments = _pin(template)
     one, two = ("find", arguments), ("thread", arguments)
     return _writes(template, "find", [one]) and not _writes(template, "thread", [one, two])
+
+
+@lru_cache(maxsize=16)
+def writes_content_last(template: ChatTemplate) -> bool:
+    """Whether a template that has a place for results in a message, as Gemma 4's have, writes what it says behind its calls."""
+    if _RESULTS not in template.source:
+        return False
+    calling = {**_calling([("find", _pin(template))]), "content": "hay"}
+    written = _rendered(template, [{"role": "user", "content": "where?"}, calling]) or ""
+    return -1 < written.find("needle") < written.find("hay")
+
+
+@lru_cache(maxsize=16)
+def wants_results_within(template: ChatTemplate) -> bool:
+    """Whether a template writes the result of a call otherwise where it is part of the call's message, as Gemma 4's first do."""
+    if _RESULTS not in template.source:
+        return False
+    asked, calling = {"role": "user", "content": "where?"}, _calling([("find", _pin(template))])
+    result = {"role": "tool", "tool_call_id": "abcdefgh0", "content": "hay"}
+    apart = _rendered(template, [asked, calling, result])
+    within = _rendered(template, [asked, {**calling, _RESULTS: [{"name": "find", "response": "hay"}]}])
+    return within is not None and within != apart
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    try:
+        return template.render(messages)
+    except TemplateError:
+        return None
 
 
 @lru_cache(maxsize=16)

@@ -30,17 +30,22 @@ class ReasoningDelta(NamedTuple):
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The tags of one family. `visible`: special tokens that a detokenizer must leave in the text for the parser."""
+    """The tags of one family. `visible`: special tokens that a detokenizer must leave in the text for the parser. `anywhere`:
+    its blocks may stand anywhere in an answer, and not only first."""
 
     name: str
     open: str
     close: str
     visible: tuple[str, ...]
+    anywhere: bool = False
 
     def parser(self, prompt: str = "") -> ReasoningSplitter:
         """A parser for the answer to a rendered prompt."""
         if self.name == "harmony":
             return harmony_parser(prompt)
+        if self.anywhere:
+            inside = prompt_opens_reasoning(prompt, self)
+            return BlockParser(self.open, self.close, marker=self.visible[0], starts_inside=inside)
         return ReasoningParser(
             self.open,
             self.close,
@@ -82,7 +87,7 @@ FORMATS: tuple[ReasoningFormat, ...] = (
     _tags("mistral", "[THINK]", "[/THINK]"),
     _tags("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     _tags("seed", "<seed:think>", "</seed:think>"),
-    _tags("gemma", "<|channel>thought", "<channel|>"),
+    ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
     _tags("exaone", "<thought>", "</thought>"),
     THINK,
 )
@@ -229,6 +234,73 @@ class ReasoningParser:
         return out
 
 
+class BlockParser:
+    """Splits at every pair of tags: Gemma 4 also thinks in the middle of an answer, or opens and closes a thought without a word.
+
+    White space around a block is dropped, and two parts of a kind are a paragraph each. A tag without its other half, and a
+    `marker` that begins no block, are nothing.
+    """
+
+    def __init__(self, open: str, close: str, *, marker: str, starts_inside: bool = False) -> None:
+        """`marker`: the special token that `open` begins with."""
+        self._open, self._close = open, close
+        self._tags = re.compile("|".join(re.escape(tag) for tag in (open, close, marker)))
+        self._marker = marker
+        self._inside = starts_inside
+        self._trim = starts_inside  # white space at the beginning of a part is the tag's, not the part's
+        self._has_given = {True: False, False: False}
+        self._held = ""  # perhaps the beginning of a tag
+        self._space: list[str] = []  # white space that is dropped if a tag follows
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that are not decided."""
+        return len(self._held) + sum(map(len, self._space))
+
+    def push(self, text: str) -> ReasoningDelta:
+        """What this piece of text decided."""
+        text, position = self._held + text, 0
+        given: dict[bool, list[str]] = {True: [], False: []}
+        while match := self._tags.search(text, position):
+            if match.group() == self._marker and self._open.startswith(text[match.start() :]):
+                break
+            self._give(text[position : match.start()], given)
+            self._turn(match.group())
+            position = match.end()
+        rest = text[position:]
+        cut = len(rest) - max(overlap(rest, self._open), overlap(rest, self._close))
+        self._give(rest[:cut], given)
+        self._held = rest[cut:]
+        return ReasoningDelta("".join(given[True]), "".join(given[False]))
+
+    def finish(self) -> ReasoningDelta:
+        """What was held back, once no more text comes. An unfinished tag is text; an unclosed block is reasoning."""
+        held, self._held = self._held, ""
+        given: dict[bool, list[str]] = {True: [], False: []}
+        self._give("" if held.startswith(self._marker) else held, given)
+        if not self._inside:
+            given[False] += self._space
+        return ReasoningDelta("".join(given[True]), "".join(given[False]))
+
+    def _turn(self, tag: str) -> None:
+        """A tag that changes nothing is taken out, and that is all."""
+        inside = tag == self._open
+        if tag != self._marker and inside != self._inside:
+            self._inside, self._trim, self._space = inside, True, []
+
+    def _give(self, text: str, given: dict[bool, list[str]]) -> None:
+        if self._trim:
+            text = text.lstrip()
+            if not text:
+                return
+            self._trim, self._space = False, ["\n\n"] if self._has_given[self._inside] else []
+        kept = text.rstrip()
+        if kept:
+            given[self._inside] += (*self._space, kept)
+            self._has_given[self._inside], self._space = True, []
+        self._space.append(text[len(kept) :])
+
+
 class HarmonyPiece(NamedTuple):
     """A piece of a message. kind: analysis, content, or what is sent to a tool: "call header", "call", "call end"."""
 
@@ -306,7 +378,7 @@ class HarmonyParser:
         return {"analysis": "analysis", "tool": "call"}.get(self._channel, "content")
 
 
-ReasoningSplitter = ReasoningParser | HarmonyParser
+ReasoningSplitter = ReasoningParser | BlockParser | HarmonyParser
 
 
 def harmony_parser(prompt: str = "") -> HarmonyParser:

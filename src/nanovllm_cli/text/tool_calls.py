@@ -100,7 +100,7 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     if not isinstance(schema, Mapping):
         return frozenset()
     if isinstance(schema.get("$ref"), str) and references:
-        return _types(_resolved(schema["$ref"], root), root, references - 1)
+        return _types(resolved(schema["$ref"], root), root, references - 1)
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset((declared,))
@@ -115,7 +115,7 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     return frozenset()
 
 
-def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     """What `#/$defs/Name` stands for: only references inside the schema."""
     place: Any = root
     for part in reference.removeprefix("#/").split("/"):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_gemma import CLOSE, OPEN, QUOTE, read_gemma_call
+from nanovllm_cli.text.tool_gemma_grammar import gemma_call
 from nanovllm_cli.text.tool_grammar import (
     CallGrammar,
     HarmonyGrammar,
@@ -265,6 +267,14 @@ FORMATS: tuple[ToolFormat, ...] = (
             "<tool_call>",
             between=("\n", "<tool_call>"),
         ),
+    ),
+    ToolFormat(
+        "gemma4",
+        ((OPEN + "call:",), (OPEN, QUOTE)),
+        (OPEN,),
+        (CLOSE, QUOTE),
+        read_gemma_call,
+        CallGrammar(gemma_call, OPEN, between=(OPEN,)),
     ),
     ToolFormat(
         "kimi",

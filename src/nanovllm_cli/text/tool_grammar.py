@@ -20,10 +20,10 @@ from nanovllm_cli.text.tool_calls import Tool, ToolChoice
 
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _ANYTHING = "(?s:.*)"
-_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _PYTHON_ONLY = r"/True|False|None|'([^'\\\n]|\\.)*'/"
 _COMBINATIONS = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if"))
-_TEXT_KEYWORDS = frozenset(
+TEXT_KEYWORDS = frozenset(
     ("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength")
 )
 
@@ -34,6 +34,7 @@ class Writer:
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
         self._numbers = count()
+        self._shared: dict[str, str] = {}
         self.rules: list[str] = []
 
     def is_token(self, text: str) -> bool:
@@ -47,6 +48,13 @@ class Writer:
         """The name of a new rule."""
         return self._add(f"r{next(self._numbers)}", options, body)
 
+    def once(self, key: str, build: Callable[[str], str]) -> str:
+        """The name of the rule for `key`, made at its first use. build: its body; it is told the name, and may use the rule."""
+        if key not in self._shared:
+            self._shared[key] = name = f"r{next(self._numbers)}"
+            self._add(name, "", build(name))
+        return self._shared[key]
+
     def terminal(self, body: str) -> str:
         """The name of a new terminal: regular expressions, and what combines them."""
         return self._add(f"T{next(self._numbers)}", "", body)
@@ -55,7 +63,7 @@ class Writer:
         """Text that matches a pattern, up to where `tag` stands first; the tag is included."""
         if self.is_token(tag):
             return f"{self.terminal(f'/{pattern}/')}? {self.sequence(tag)}"
-        return self.rule(f"/{pattern}/", f"[suffix={_quoted(tag)}]")
+        return self.rule(f"/{pattern}/", f"[suffix={quoted(tag)}]")
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         """A value of this schema. strict: keywords that can't be held to are an error."""
@@ -67,7 +75,7 @@ class Writer:
         return name
 
     def _part(self, part: str) -> str:
-        return f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+        return f"<[{self._special[part]}]>" if part in self._special else quoted(part)
 
 
 class Bound(NamedTuple):
@@ -149,7 +157,7 @@ class CallGrammar:
         if writer.is_token(self.trigger):
             head = f"{text}? {writer.sequence(self.trigger)}"
         else:
-            head = writer.rule(f"{text} {_quoted(self.trigger)}", "[lazy]")
+            head = writer.rule(f"{text} {quoted(self.trigger)}", "[lazy]")
         return f"({head} {section}){'*' if parallel else '?'} {text}?"
 
 
@@ -157,7 +165,7 @@ class HarmonyGrammar:
     """Of gpt-oss: a call is a message of its own, and ends the answer."""
 
     def call(self, writer: Writer, tool: Bound) -> str:
-        kind = f"({_quoted(' ')} {writer.sequence('<|constrain|>', 'json')})?"
+        kind = f"({quoted(' ')} {writer.sequence('<|constrain|>', 'json')})?"
         head = writer.sequence("<|channel|>", f"commentary to=functions.{tool.name}")
         return f"{head} {kind} {writer.sequence('<|message|>')} {tool.arguments(writer)}"
 
@@ -192,7 +200,7 @@ def content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGram
         return grammar.content(writer, writer.rule(f"%lark {{\n{form.text}\n}}"))
     if form.kind in ("regex", "choice"):
         chosen = form.kind == "choice"
-        text = " | ".join(map(_quoted, json.loads(form.text))) if chosen else f"/{_between_slashes(form.text)}/"
+        text = " | ".join(map(quoted, json.loads(form.text))) if chosen else f"/{_between_slashes(form.text)}/"
         return grammar.content(writer, writer.terminal(f"({text}){grammar.no_call(writer)}"))
     schema = json.loads(form.text) if form.kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, Mapping):
@@ -207,7 +215,7 @@ def json_call(key: str = "arguments", *, open: str = "", close: Sequence[str] = 
     """{"name": …, "arguments": {…}}. open, close: what stands around it."""
 
     def write(writer: Writer, tool: Bound) -> str:
-        head = f'{open}{{"name": {_quoted(tool.name)}, "{key}": '
+        head = f'{open}{{"name": {quoted(tool.name)}, "{key}": '
         return f"{writer.sequence(head)} {tool.arguments(writer)} {writer.sequence('}', *close)}"
 
     return write
@@ -234,12 +242,12 @@ def python_call(writer: Writer, tool: Bound) -> str:
     """name(argument=value, …), values as JSON writes them. Where any argument will do, also some that only Python knows."""
     required, optional = _parameters(tool)
     pieces = {
-        name: f"{_quoted(name + '=')} {tool.argument(writer, schema)}" for name, schema in (required | optional).items()
+        name: f"{quoted(name + '=')} {tool.argument(writer, schema)}" for name, schema in (required | optional).items()
     }
-    comma = _quoted(", ")
+    comma = quoted(", ")
     if not pieces and tool.schema.get("additionalProperties") is not False:
         value = f"({writer.json({}, strict=False)} | {writer.terminal(_PYTHON_ONLY)})"
-        any_argument = writer.rule(f"{writer.terminal(_ANY_KEY)} {_quoted('=')} {value}")
+        any_argument = writer.rule(f"{writer.terminal(ANY_KEY)} {quoted('=')} {value}")
         body = f"({any_argument} ({comma} {any_argument})*)?"
     elif required:
         body = f" {comma} ".join(pieces[name] for name in required)
@@ -251,7 +259,7 @@ def python_call(writer: Writer, tool: Bound) -> str:
             for place, name in enumerate(names)
         ]
         body = f"({' | '.join(lists)})?" if lists else ""
-    return f"{_quoted(tool.name + '(')} {body} {_quoted(')')}"
+    return f"{quoted(tool.name + '(')} {body} {quoted(')')}"
 
 
 def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, ...], end: tuple[str, ...]) -> WriteCall:
@@ -269,7 +277,7 @@ def tagged_call(head: tuple[str, str], key: tuple[str, ...], close: tuple[str, .
         body = [argument(name, schema) for name, schema in required.items()]
         body += [f"({argument(name, schema)})?" for name, schema in optional.items()]
         if not body and tool.schema.get("additionalProperties") is not False:
-            any_key = writer.terminal(_ANY_KEY)
+            any_key = writer.terminal(ANY_KEY)
             opening = f"{writer.sequence(key[0])} {any_key} {writer.sequence(*key[1:])}"
             body = [f"({opening} {_value(writer, tool, {'type': 'string'}, close)})*"]
         return f"{writer.sequence(head[0] + tool.name + head[1])} {' '.join(body)} {writer.sequence(*end)}"
@@ -282,18 +290,22 @@ def _value(writer: Writer, tool: Bound, schema: Mapping[str, Any], close: tuple[
     if not _is_text(schema):
         return f"{tool.argument(writer, schema)} {writer.sequence(*close)}"
     if "const" in schema or schema.get("enum") is not None:
-        choices = [schema["const"]] if "const" in schema else _listed(schema, "enum", tool)
-        shown = " | ".join(_quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
+        choices = [schema["const"]] if "const" in schema else listed(schema, "enum", tool)
+        shown = " | ".join(quoted(choice if isinstance(choice, str) else json.dumps(choice)) for choice in choices)
         return f"({shown}) {writer.sequence(*close)}"
-    open_ended = sorted(set(schema) - _TEXT_KEYWORDS)
+    open_ended = sorted(set(schema) - TEXT_KEYWORDS)
     if open_ended and tool.strict:
         raise UnsupportedError(
             f"the strict tool {tool.name!r} limits text by {open_ended[0]!r}, which this model's calls can't be held to",
             "leave that keyword out, or leave strict out",
         )
+    return f"{any_text(writer, schema, close[0])} {writer.sequence(*close[1:])}"
+
+
+def any_text(writer: Writer, schema: Mapping[str, Any], tag: str) -> str:
+    """Text as it is, as long as the schema says, and the tag behind it."""
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    text = writer.text_before(close[0], f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else _ANYTHING)
-    return f"{text} {writer.sequence(*close[1:])}"
+    return writer.text_before(tag, f"(?s:.){{{shortest},{longest}}}" if shortest or longest != "" else _ANYTHING)
 
 
 def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -308,14 +320,14 @@ def _parameters(tool: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(properties, Mapping):
         raise UsageError(f"the properties of the tool {tool.name!r} are not an object")
     schemas = {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
-    required = _listed(tool.schema, "required", tool) if "required" in tool.schema else []
+    required = listed(tool.schema, "required", tool) if "required" in tool.schema else []
     return (
         {name: schema for name, schema in schemas.items() if name in required},
         {name: schema for name, schema in schemas.items() if name not in required},
     )
 
 
-def _listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any]:
+def listed(schema: Mapping[str, Any], keyword: str, tool: Bound) -> Sequence[Any]:
     value = schema[keyword]
     if not isinstance(value, list | tuple):
         raise UsageError(f"{keyword!r} in the schema of the tool {tool.name!r} is not a list")
@@ -332,7 +344,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
     return not _COMBINATIONS.intersection(schema)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -24,6 +24,14 @@ END_TOKENS = frozenset(
 )  # fmt: skip
 
 
+# Gemma 4's tokens that llama.cpp's converter does not write as control tokens, so that its own parser sees them.
+GEMMA_TAGS = frozenset(
+    {
+        "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+    }
+)  # fmt: skip
+
+
 @dataclass
 class TokenizerParts:
     """What a loader found: a backend with every added token, and the roles of some ids.

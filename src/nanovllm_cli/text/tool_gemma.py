@@ -1,0 +1,102 @@
+"""Calls of Gemma 4, `call:NAME{key:value,…}`: what looks like JSON has bare keys, and strings between two tokens of their own.
+
+Between those a string is text to the letter, without escapes. What else models and templates write is read as well: keys in
+quotes, JSON's strings, Python's None, and words without any quotes, which are strings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from nanovllm_cli.text.tool_calls import Tool
+from nanovllm_cli.text.tool_json import MAX_DEPTH, MAX_SCALAR_CHARS, Give, is_json, read_text, read_value
+from nanovllm_cli.text.tool_python import in_json_string
+from nanovllm_cli.text.tool_stream import Broken, CallStream, Reading
+
+OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def read_gemma_call(stream: CallStream, tag: str, tools: Sequence[Tool]) -> Reading[None]:
+    """call:NAME{…}, up to the tag that closes it."""
+    yield from stream.expect("call:")
+    name, mark = yield from stream.until("{", "<", "\n")
+    if mark != "{" or not name.strip():
+        raise Broken
+    stream.begin(name.strip())
+    yield from _members(stream, stream.arguments, 0)
+    stream.end()
+    yield from stream.accept(CLOSE)
+
+
+def _value(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+    """One value, given out as JSON while it comes. Raises Broken where it is nested more than MAX_DEPTH deep."""
+    first = yield from stream.skip_space()
+    if first == '"':
+        yield from read_value(stream, give)
+    elif first in "{[":
+        if depth == MAX_DEPTH:
+            raise Broken
+        stream.take()
+        yield from (_members if first == "{" else _items)(stream, give, depth)
+    elif (yield from stream.match(QUOTE)):
+        give('"')
+        yield from stream.pass_to(lambda text: give(in_json_string(text)), QUOTE)
+        give('"')
+    else:
+        yield from _scalar(stream, give)
+
+
+def _members(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+    """What stands in an object, behind its brace, and the brace that closes it."""
+    separator = "{"
+    while (yield from stream.skip_space()) != "}":
+        give(f"{separator}{json.dumps((yield from _key(stream)), ensure_ascii=False)}: ")
+        separator = ", "
+        yield from _value(stream, give, depth + 1)
+        if (yield from stream.skip_space()) != ",":
+            break
+        stream.take()
+    yield from stream.expect("}")
+    give("{}" if separator == "{" else "}")
+
+
+def _items(stream: CallStream, give: Give, depth: int) -> Reading[None]:
+    separator = "["
+    while (yield from stream.skip_space()) != "]":
+        give(separator)
+        separator = ", "
+        yield from _value(stream, give, depth + 1)
+        if (yield from stream.skip_space()) != ",":
+            break
+        stream.take()
+    yield from stream.expect("]")
+    give("[]" if separator == "[" else "]")
+
+
+def _key(stream: CallStream) -> Reading[str]:
+    """A key and the colon behind it."""
+    if (yield from stream.peek()) == '"':
+        key = yield from read_text(stream)
+    elif (yield from stream.match(QUOTE)):
+        key, _ = yield from stream.until(QUOTE)
+    else:
+        key, mark = yield from stream.until(":", "}", ",", "<", "\n")
+        if mark != ":":
+            raise Broken
+        return key.strip()
+    yield from stream.expect(":")
+    return key
+
+
+def _scalar(stream: CallStream, give: Give) -> Reading[None]:
+    text = ""
+    while (yield from stream.peek()) not in ",]}<\n":
+        text += stream.take()
+        if len(text) > MAX_SCALAR_CHARS:
+            raise Broken
+    text = text.strip()
+    if not text:
+        raise Broken
+    give(_WORDS.get(text) or (text if is_json(text) else json.dumps(text, ensure_ascii=False)))
