@@ -39,6 +39,8 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.to(dtype)
 
 
@@ -86,8 +88,11 @@ def add_shape(writer: Any, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    heads, kinds = config.num_key_value_heads, getattr(config, "layer_types", None) or []
+    values = config.to_dict()  # whose own layers' values a Gemma 4 asks for by name
+    heads, kinds = values.get("num_key_value_heads"), getattr(config, "layer_types", None) or []
+    heads = config.num_key_value_heads if heads is None else heads
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if config.model_type[:4] == "lfm2" else heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head_dim = values["head_dim"] if "head_dim" in values else config.head_dim
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

@@ -36,7 +36,8 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
 def with_tokenizer(config: Any) -> Any:
     """The same model with a row for each of the bundled tokenizer's tokens."""
     values = config.to_dict()
-    values.get("text_config", values)["vocab_size"] = 4096
+    own = values.get("text_config", values)
+    own |= {key: 4096 for key in ("vocab_size", "vocab_size_per_layer_input") if key in own}
     return type(config)(**values)
 
 

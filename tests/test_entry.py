@@ -22,7 +22,7 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import forked
-from nanovllm_cli.kernels import cpu, entry, simd, simd_compact, simd_int
+from nanovllm_cli.kernels import cpu, entry, gates, simd, simd_compact, simd_int
 from nanovllm_cli.kernels.entry import Kernel, _next_piece, fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
 
@@ -308,10 +308,10 @@ def test_what_another_thread_computes_meanwhile_is_not_recorded() -> None:
     """Two models in one process: one records a step while the other takes one."""
     found = []
     with cpu.Program(cpu.MemoryPool()):
-        other = threading.Thread(target=lambda: found.append(cpu.gated_activation(torch.ones(3, 16), "silu")))
+        other = threading.Thread(target=lambda: found.append(gates.gated_activation(torch.ones(3, 16), "silu")))
         other.start()
         other.join()
-        mine = cpu.gated_activation(torch.ones(1, 16), "silu").fill_(0)
+        mine = gates.gated_activation(torch.ones(1, 16), "silu").fill_(0)
     expected = 1 / (1 + np.exp(-1))
     assert torch.allclose(found[0], torch.full((3, 8), expected))
     assert not mine.any(), "it is the one that is recorded, and has not run"
@@ -320,7 +320,7 @@ def test_what_another_thread_computes_meanwhile_is_not_recorded() -> None:
 def test_what_breaks_a_recording_off_comes_out_as_it_is() -> None:
     with pytest.raises(MemoryError), cpu.Program(cpu.MemoryPool()):
         raise MemoryError
-    assert cpu.gated_activation(torch.zeros(1, 2), "silu").tolist() == [[0.0]], "nothing is recorded any more"
+    assert gates.gated_activation(torch.zeros(1, 2), "silu").tolist() == [[0.0]], "nothing is recorded any more"
 
 
 def test_no_two_compiled_functions_of_a_module_have_one_name() -> None:

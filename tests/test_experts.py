@@ -33,7 +33,7 @@ from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import MLPSpec, MoESpec, NormSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.planning.estimate import Speed
@@ -109,7 +109,12 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     order = np.sort(np.argsort(-(scores + bias.double().numpy()), axis=1)[:, :chosen], axis=1)
     assert places.tolist() == order.tolist()
     taken = np.take_along_axis(scores, order, 1)
-    assert np.allclose(weights.numpy(), 1.5 * (taken / taken.sum(1, keepdims=True) if norm_topk else taken), rtol=1e-5)
+    expected = 1.5 * (taken / taken.sum(1, keepdims=True) if norm_topk else taken)
+    assert np.allclose(weights.numpy(), expected, rtol=1e-5)
+    own = 0.5 + torch.rand(experts)
+    again, scaled = route(logits, chosen, norm_topk, Scoring(by_sigmoid, bias, 1.5, own))
+    assert torch.equal(again, places)
+    assert np.allclose(scaled.numpy(), expected * own.numpy()[order], rtol=1e-5)
 
 
 @pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
@@ -158,7 +163,7 @@ def layer(spec: MoESpec, hidden: int, dtype: torch.dtype, quant: str | None) -> 
             return DenseStorage(sum(parts.values()), width, dtype)
         return make_storage(parse_format(quant), sum(parts.values()), width, dtype, rounds=True)
 
-    made = MoE(spec, hidden, Kit(dtype, make, CpuOps(), None))  # type: ignore[arg-type]
+    made = MoE(spec, NormSpec(1e-6), hidden, Kit(dtype, make, CpuOps(), None))  # type: ignore[arg-type]
     for slot in made.slots().values():
         slot.load(randn(*slot.shape) * slot.shape[-1] ** -0.5, 0)
     return made

@@ -753,7 +753,7 @@ def test_transformers_is_measured_between_two_lengths() -> None:
 
 @needs_emulation
 @pytest.mark.parametrize(
-    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemv", "delta", "small"]
+    "kind", ["decode", "decode fp8", "prefill", "prefill after a prefix", "prefill fp8", "gemma 4", "gemv", "delta", "small"]
 )
 def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
     launcher = Emulator()
@@ -764,6 +764,9 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
         dtype, prefix = (cases.FP8 if "fp8" in kind else cases.BF16), (20 if "prefix" in kind else 0)
         made = [cases.prefill_case(launcher, "tiny", TINY, 2, 18, prefix, dtype)]
         assert made[0].flops == 4 * 2 * (18 * prefix + 18 * 19 / 2) * 4 * 64
+    elif kind == "gemma 4":
+        made = [cases.decode_case(launcher, name, heads, 2, 40, cases.BF16) for name, heads in cases.GEMMA_4_E4B.items()]
+        made += [cases.rows_case(launcher, "all", cases.GEMMA_4_E4B["all"], 18, fixed) for fixed in (False, True)]
     elif kind == "gemv":
         made = cases.gemv_cases(launcher, "tiny", TINY, 2)
     elif kind == "delta":

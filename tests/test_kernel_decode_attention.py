@@ -24,7 +24,8 @@ LENS = [1, 15, 16, 0, 17, 33, 130, 517]
 
 @dataclass
 class Step:
-    """Inputs of a decode step. Everything in the caches that no query may see is NaN, and so is the newest token's place."""
+    """Inputs of a decode step. Everything in the caches that no query may see is NaN, and so is the newest token's place, unless
+    the cache is another layer's. sequences: see `decode_attention`."""
 
     projected: Projected
     k_cache: torch.Tensor
@@ -32,10 +33,11 @@ class Step:
     block_tables: torch.Tensor
     kv_lens: torch.Tensor
     options: dict
+    sequences: torch.Tensor | None = None
 
     def run(self, emulator: Emulator, scratch: DecodeScratch) -> torch.Tensor:
-        lens = (self.block_tables, self.kv_lens)
-        return decode_attention(emulator, self.projected, self.k_cache, self.v_cache, *lens, scratch, **self.options)
+        lens, options = (self.block_tables, self.kv_lens), self.options | {"sequences": self.sequences}
+        return decode_attention(emulator, self.projected, self.k_cache, self.v_cache, *lens, scratch, **options)
 
     def rows(self, *rows: int, width: int) -> Step:
         """These sequences alone, with tables of another width."""
@@ -49,10 +51,28 @@ class Step:
     def with_own_caches(self) -> Step:
         return replace(self, k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
 
-    def scratch(self, emulator: Emulator) -> DecodeScratch:
+    def as_tokens(self, counts: list[int], padding: int = 0) -> Step:
+        """The last tokens of each sequence, so many, as rows with a length each, behind them rows of padding."""
+        lens = [length - count + 1 + i for length, count in zip(self.kv_lens.tolist(), counts, strict=True) for i in range(count)]
+        rows, (_, heads, _, dim, *_) = len(lens) + padding, self.projected
+        numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        queries, angles = random(rows, heads * dim, dtype=self.projected.qkv.dtype), torch.empty(rows, 0)
+        return replace(
+            self,
+            projected=self.projected._replace(qkv=queries, cos=angles, sin=angles),
+            kv_lens=torch.tensor(lens + [0] * padding, dtype=torch.int32),
+            sequences=torch.cat([numbers, torch.zeros(padding)]).int(),
+        )
+
+    def with_own_tables(self) -> Step:
+        assert self.sequences is not None
+        return replace(self, block_tables=self.block_tables[self.sequences.long()], sequences=None)
+
+    def scratch(self, emulator: Emulator, most: int | None = None, fixed: bool = False) -> DecodeScratch:
+        """most: sequences."""
         _, heads, kv_heads, dim, *_ = self.projected
         tokens = self.block_tables.shape[1] * self.k_cache.shape[2]
-        scratch = DecodeScratch(emulator, len(self.kv_lens), heads, kv_heads, dim, tokens)
+        scratch = DecodeScratch(emulator, most or len(self.kv_lens), heads, kv_heads, dim, tokens, fixed)
         scratch.partials.fill_(torch.nan)
         scratch.sums.fill_(torch.nan)
         return scratch
@@ -66,6 +86,9 @@ class Step:
     def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [B, H, D]; k and v [B, K, D] as the cache has them. For heads that are neither normed nor rotated."""
         qkv, heads, kv_heads, dim, *_ = self.projected
+        if self.projected.shared:
+            k, v = (cache.transpose(1, 2).flatten(0, 1)[self.slots()] for cache in (self.k_cache, self.v_cache))
+            return qkv.view(-1, heads, dim), k, v
         q, k, v = qkv.view(-1, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
         if self.options["k_scale"] is not None:
             k, v = ((x.float() / self.options[name][:, None]).clamp(-448, 448) for x, name in ((k, "k_scale"), (v, "v_scale")))
@@ -116,6 +139,7 @@ def step(
     lens: list[int],
     block_size: int = 16,
     width: int | None = None,
+    shared: bool = False,
     **options,
 ) -> Step:
     """heads: kv heads, group, head dim; they are neither normed nor rotated. Tables are shuffled; width is that of the longest
@@ -131,15 +155,16 @@ def step(
         for i in range(needed[row]):
             tables[row, i] = order.pop()
         first = max(0, length - options["window"]) if options.get("window") else 0
-        for token in range(first, length - 1):
+        for token in range(first, length if shared else length - 1):
             for cache in caches:
                 cache[tables[row, token // block_size], :, token % block_size] = random(kv_heads, dim).to(types[1])
     scales = {name: (torch.rand(kv_heads) + 0.5 if types[1] == FP8 else None) for name in ("k_scale", "v_scale")}
     options = {"scale": dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None} | scales | options
     if options["sinks"]:
         options["sinks"] = random(kv_heads * group)
-    qkv, angles = random(len(lens), kv_heads * (group + 2) * dim, dtype=types[0]), torch.empty(len(lens), 0)
-    projected = Projected(qkv, kv_heads * group, kv_heads, dim, None, None, 0.0, 0.0, angles, angles, False)
+    qkv = random(len(lens), kv_heads * (group + (0 if shared else 2)) * dim, dtype=types[0])
+    angles = torch.empty(len(lens), 0)
+    projected = Projected(qkv, kv_heads * group, kv_heads, dim, None, None, None, 0.0, 0.0, angles, angles, False, shared)
     return Step(projected, *caches, tables, torch.tensor(lens, dtype=torch.int32), options)
 
 
@@ -158,13 +183,32 @@ STEPS = {
     "17 dims, group of 3": lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0),
     "100 dims, fp8, group of 9": lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33),
     "half keys to bf16 queries": lambda: step((BF16, HALF), (2, 1, 24), LENS, softcap=1.0, window=7),
+    "512 dims": lambda: step((BF16, BF16), (2, 1, 512), LENS),
+    "512 dims, half, group of 2, window": lambda: step((HALF, HALF), (1, 2, 512), LENS, window=40),
+    "512 dims, fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), LENS, block_size=64),
+    "511 dims, group of 3": lambda: step((BF16, BF16), (1, 3, 511), [17, 0, 33], sinks=True),
 }
+SHARED = {
+    "bf16": lambda: step((BF16, BF16), (2, 2, 128), LENS, shared=True),
+    "bf16, group of 1, window": lambda: step((BF16, BF16), (2, 1, 128), LENS, window=40, shared=True),
+    "half, blocks of 64, window": lambda: step((HALF, HALF), (2, 7, 64), LENS, block_size=64, window=200, shared=True),
+    "fp8, group of 3, sinks": lambda: step((BF16, FP8), (2, 3, 32), LENS, sinks=True, shared=True),
+    "fp8, group of 16, softcap": lambda: step((BF16, FP8), (1, 16, 80), LENS, softcap=2.0, shared=True),
+    "256 dims, window": lambda: step((BF16, BF16), (2, 4, 256), LENS, window=128, shared=True),
+    "17 dims, group of 3": lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0, shared=True),
+    "100 dims, fp8, group of 9": lambda: step((HALF, FP8), (1, 9, 100), LENS, sinks=True, window=33, shared=True),
+    "512 dims": lambda: step((BF16, BF16), (2, 1, 512), LENS, shared=True),
+    "512 dims, half, group of 2, window": lambda: step((HALF, HALF), (1, 2, 512), LENS, window=40, shared=True),
+    "512 dims, group of 8": lambda: step((BF16, BF16), (1, 8, 512), LENS, shared=True),
+    "512 dims, fp8, group of 4, blocks of 64": lambda: step((BF16, FP8), (2, 4, 512), LENS, block_size=64, shared=True),
+}
+"""Of layers that read another's cache."""
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *(f"shared, {name}" for name in SHARED)])
 def test_each_row_is_one_rounding_from_float64(name: str, order: int) -> None:
-    inputs = STEPS[name]()
+    inputs = STEPS[name]() if name in STEPS else SHARED[name.removeprefix("shared, ")]()
     emulator, caches = Emulator(order), inputs.expected_caches()
     close_to_rounding(inputs.run(emulator, inputs.scratch(emulator)), inputs.expected())
     assert same_bits(inputs.k_cache, caches[0])
@@ -174,6 +218,12 @@ def test_each_row_is_one_rounding_from_float64(name: str, order: int) -> None:
 ROTATED: dict[str, tuple[Callable[[], Step], int, bool, str]] = {
     # What is rotated, of which dims, interleaved or not, and what is normed.
     "bf16": (lambda: step((BF16, BF16), (2, 2, 128), LENS), 128, False, "qk"),
+    "values too": (lambda: step((BF16, BF16), (2, 2, 128), LENS), 128, False, "qkv"),
+    "values alone, fp8": (lambda: step((BF16, FP8), (2, 3, 32), LENS), 32, False, "v"),
+    "values, no keys, 256 dims": (lambda: step((BF16, BF16), (1, 4, 256), [33, 0, 130], window=100), 256, False, "qv"),
+    "values, 17 dims": (lambda: step((BF16, BF16), (2, 3, 17), LENS, softcap=3.0), 16, True, "kv"),
+    "512 dims": (lambda: step((BF16, BF16), (1, 2, 512), [33, 0, 130]), 512, False, "qkv"),
+    "512 dims, fp8, 128 rotated": (lambda: step((HALF, FP8), (1, 4, 512), [33, 0, 130]), 128, False, "qkv"),
     "bf16, window": (lambda: step((BF16, BF16), (2, 1, 128), LENS, window=40), 64, True, "k"),
     "half, blocks of 64": (lambda: step((HALF, HALF), (2, 7, 64), LENS, block_size=64, window=200), 32, False, ""),
     "fp8, sinks": (lambda: step((BF16, FP8), (2, 3, 32), LENS, sinks=True), 16, True, "qk"),
@@ -216,6 +266,14 @@ def test_bits_are_those_of_rope_and_cache_and_then_attention(name: str, splits: 
     assert same_bits(fused.k_cache, inputs.k_cache)
     assert same_bits(fused.v_cache, inputs.v_cache)
 
+    reading = turned._replace(qkv=turned.qkv[:, : plain.heads * dim].contiguous(), shared=True)
+    if plain.kv_heads > 1:
+        reading = reading._replace(qkv=behind_nan(reading.qkv, plain.heads * dim))
+    again = replace(fused, projected=reading)  # a layer that finds what another has written
+    assert torch.equal(again.run(emulator, again.scratch(emulator)), expected)
+    assert same_bits(fused.k_cache, inputs.k_cache)
+    assert same_bits(fused.v_cache, inputs.v_cache)
+
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_many_splits_are_combined_and_scratch_may_be_used_again(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +287,58 @@ def test_many_splits_are_combined_and_scratch_may_be_used_again(order: int, monk
         assert not scratch.counters.any()
     smaller = inputs.rows(7, 2, 6, width=33)
     close_to_rounding(smaller.run(emulator, scratch), smaller.expected())
+
+
+TOKENS = {
+    "bf16, group of 2": lambda: step((BF16, BF16), (1, 2, 512), [130, 1, 33, 517], shared=True),
+    "half, group of 1, window": lambda: step((HALF, HALF), (2, 1, 512), [130, 1, 33, 517], shared=True),
+    "fp8, group of 8, blocks of 64": lambda: step((BF16, FP8), (1, 8, 512), [130, 1, 33, 517], block_size=64, shared=True),
+    "17 dims, sinks": lambda: step((BF16, BF16), (1, 3, 17), [130, 1, 33, 517], sinks=True, shared=True),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_of_prompts_are_rows_of_their_own(name: str, order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a prompt's, a decode, the end of a chunk, and two that are cut into several splits; padding is nobody's."""
+    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+    inputs = TOKENS[name]().as_tokens([3, 1, 33, 2], padding=2)
+    inputs.options["window"] = 40 if "window" in name else 0
+    emulator = Emulator(order, num_multiprocessors=32)
+    got = inputs.run(emulator, inputs.scratch(emulator))
+    close_to_rounding(got, inputs.with_own_tables().expected())
+    assert not got[-2:].any()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_where_the_scratch_is_small_rows_take_several_launches(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LEAST_SPLIT", 64)
+    monkeypatch.setattr(kernels, "FIXED_SPLIT", 64)
+    whole = TOKENS["bf16, group of 2"]().as_tokens([3, 1, 33, 2], padding=2)
+    for inputs in (whole, whole.with_own_tables()):
+        emulator, at_once = Emulator(num_multiprocessors=32), Emulator(num_multiprocessors=32)
+        expected = inputs.run(at_once, inputs.scratch(at_once, fixed=fixed))
+        assert torch.equal(inputs.run(emulator, inputs.scratch(emulator, 1, fixed)), expected)
+        assert at_once.launches["decode_attention_any"] == 1
+        assert emulator.launches["decode_attention_any"] > 2
+
+
+@pytest.mark.parametrize("most", [4, 64], ids=["longer splits", "splits"])
+@pytest.mark.parametrize("name", TOKENS)
+def test_with_fixed_splits_a_tokens_bits_are_its_own(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any batch, with any table, on any GPU, decoded or in a prompt; also where the grid has fewer splits than it takes."""
+    monkeypatch.setattr(kernels, "FIXED_SPLIT", 64)
+    monkeypatch.setattr(kernels, "MAX_SPLITS", most)
+    inputs = TOKENS[name]().as_tokens([3, 1, 33, 2], padding=2)
+    inputs.options["window"] = 300 if "window" in name else 0
+    emulator = Emulator(num_multiprocessors=132)
+    expected = inputs.run(emulator, inputs.scratch(emulator, fixed=True))
+    for row in (0, 3, 5, 37, 38):
+        width = -(-int(inputs.kv_lens[row]) // inputs.k_cache.shape[2])
+        for more, multiprocessors in ((0, 4), (3, 300)):
+            alone, emulator = inputs.with_own_tables().rows(row, width=width + more), Emulator(7, 90, multiprocessors)
+            got = alone.run(emulator, alone.scratch(emulator, fixed=True))
+            assert torch.equal(got, expected[row : row + 1])
 
 
 def test_every_number_of_splits_covers_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +389,11 @@ def test_old_gpus_have_tensor_cores_for_half_only() -> None:
     assert kernels.choose(75, BF16, FP8, 128, 4, 16)[0].stem == "decode_attention"
     assert kernels.choose(80, BF16, BF16, 128, 4, 16)[0].stem == "decode_attention"
     for kernel in kernels.variants():
-        needs_80 = kernel.stem == "decode_attention" and ("KV_DTYPE", "bf16") in kernel.constants
-        assert kernel.min_capability == (80 if needs_80 else 75)
+        constants = dict(kernel.constants)
+        needs_80 = kernel.stem == "decode_attention" and constants["KV_DTYPE"] == "bf16"
+        needs_89 = (constants["HEAD_DIM"], constants["ROWS"], constants["KV_DTYPE"]) == (512, 4, "fp8")
+        assert kernel.min_capability == (80 if needs_80 else 89 if needs_89 else 75)
+    assert [kernels.choose(each, BF16, FP8, 512, 8, 16)[1] for each in (75, 86, 89, 90)] == [2, 2, 4, 4]
     with pytest.raises(UnsupportedError, match=r"7\.5"):
         kernels.choose(70, HALF, HALF, 128, 4, 16)
 

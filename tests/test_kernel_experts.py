@@ -52,7 +52,8 @@ def expected(
     if scoring is not None:
         odds = (-logits).exp() if scoring.sigmoid else logits.exp().sum(dim=1, keepdim=True) / logits.exp() - 1
         scores = (1 / (1 + odds)).gather(1, chosen)
-        return chosen, scores * scoring.scale / (scores.sum(dim=1, keepdim=True) if norm_topk else 1)
+        weights = scores * scoring.scale / (scores.sum(dim=1, keepdim=True) if norm_topk else 1)
+        return chosen, weights if scoring.expert_scale is None else weights * scoring.expert_scale.double()[chosen]
     whole = logits.gather(1, chosen) if norm_topk else logits
     weights = (whole - whole.max(dim=1, keepdim=True).values).exp()
     weights = weights / weights.sum(dim=1, keepdim=True)
@@ -108,6 +109,14 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     logits = random(tokens, experts, scale=3.0)
     for norm_topk, bias, rows in ((True, random(experts, scale=0.2), FEW_ROWS), (False, None, MANY_ROWS)):
         check_route(Emulator(order), logits, taken, norm_topk, rows, Scoring(by_sigmoid, bias, 2.5))
+        own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs())
+        check_route(Emulator(order), logits, taken, norm_topk, rows, own)
+
+
+def test_scales_of_other_experts_are_refused() -> None:
+    for scales in (torch.ones(5), torch.ones(6).double(), torch.ones(12)[::2]):
+        with pytest.raises(AssertionError):
+            route(Emulator(), random(3, 6), matrices_of(6), 2, True, scoring=Scoring(expert_scale=scales))
 
 
 def test_a_nan_is_taken_first_by_its_score_too() -> None:

@@ -1,4 +1,4 @@
-"""norm.cu, emulated, against the formula in float64."""
+"""norm.cu, emulated, against the formula in float64, and join_norm.cu against its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 from emulation.compare import close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
-from nanovllm_cli.kernels import norm
+from nanovllm_cli.kernels import join_norm, norm, reference, scale
+from nanovllm_cli.kernels.ops import Normed
 
 pytestmark = needs_emulation
 SHAPES = [(1, 64), (3, 1), (2, 17), (5, 100), (1, 1024), (4, 4096), (2, 9000), (1, 33000), (1, 8193)]
@@ -33,6 +34,27 @@ def test_without_a_residual_x_itself_is_normalised_and_kept(width: int) -> None:
     expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert torch.equal(x, before)
     close_to_rounding(got, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), SHAPES)
+def test_two_norms_and_a_sum_have_the_bits_of_their_kernels(tokens: int, width: int, dtype: torch.dtype, order: int) -> None:
+    x, residual = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
+    gains, weight = random(width, dtype=dtype), random(width, dtype=dtype)
+    emulator, joined = Emulator(order), residual.clone()
+    got = join_norm.join_and_norm(emulator, Normed(x, gains, 1e-5, 0.5), joined, 0.7, weight, 1e-6, 1.0)
+    assert len(emulator.launches) == 1
+    added = norm.add_rms_norm(Emulator(), x, None, gains, 1e-5, 0.5)
+    expected = scale.add(Emulator(), residual.clone(), added, 0.7)
+    assert torch.equal(joined, expected)
+    assert torch.equal(got, norm.add_rms_norm(Emulator(), expected, None, weight, 1e-6, 1.0))
+    alone = residual.clone()
+    join_norm.join(Emulator(order), Normed(x, gains, 1e-5, 0.5), alone, 0.7)
+    assert torch.equal(alone, expected)
+    by_formula, wide = residual.double(), (x.double(), gains.double())
+    by_formula = (by_formula + reference.add_rms_norm(wide[0], None, wide[1], 1e-5, 0.5)) * 0.7
+    assert float((joined.double() - by_formula).norm() / by_formula.norm()) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
 def test_no_tokens_is_no_launch() -> None:

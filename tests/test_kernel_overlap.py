@@ -77,7 +77,7 @@ def rotation() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
     def call(launcher: Launcher) -> torch.Tensor:
         caches = torch.zeros(2, 2, 1, 16, 64, dtype=BF16)
-        projected = Projected(qkv, 2, 1, 64, gain, gain, 1e-6, 0.0, cos, sin, False)
+        projected = Projected(qkv, 2, 1, 64, gain, gain, gain, 1e-6, 0.0, cos, sin, False)
         q = rope_and_cache(launcher, projected, slots, caches[0], caches[1])
         return torch.cat((q.flatten(), caches.flatten()))
 
@@ -197,7 +197,7 @@ def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tu
     count, lens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     blocks = torch.randperm(count * 32).int().view(count, 32)
     qkv, gain, k, v = random(count, 8 * 64, dtype=BF16), random(64, dtype=BF16), *random(2, count * 32, 2, 16, 64, dtype=BF16)
-    projected = Projected(qkv, 4, 2, 64, gain, gain, 1e-6, 0.0, random(count, 32), random(count, 32), False)
+    projected = Projected(qkv, 4, 2, 64, gain, gain, gain, 1e-6, 0.0, random(count, 32), random(count, 32), False)
     newest = [(int(blocks[row, (n - 1) // 16]), (n - 1) % 16) for row, n in enumerate(lengths) if n]
 
     def attend(make: Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Launcher]) -> tuple[torch.Tensor, ...]:
@@ -210,6 +210,25 @@ def test_attention_reads_the_cache_at_once_but_for_the_newest_tokens(lengths: tu
     expected = attend(lambda *_: Emulator(num_multiprocessors=132))
     for got, wanted in zip(attend(lambda known, fresh: Overlapping(order, known, fresh)), expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dim", [64, 512])
+def test_attention_over_anothers_cache(dim: int, order: int) -> None:
+    """On tensor cores it reads the cache at once, which the kernel ahead has not written; else only then, and the tokens of a
+    prompt are right behind their own kernel."""
+    tokens, lens = dim == 512, torch.tensor([200, 201, 202, 0, 33], dtype=torch.int32)
+    blocks, numbers = torch.randperm(5 * 32).int().view(5, 32), torch.tensor([2, 2, 2, 0, 4], dtype=torch.int32)
+    q, gain, k, v = random(5, 4 * dim, dtype=BF16), random(dim, dtype=BF16), *random(2, 5 * 32, 2, 16, dim, dtype=BF16)
+    angles = random(5, dim // 2)
+    projected = Projected(q, 4, 2, dim, gain, None, None, 1e-6, 0.0, angles, angles, False, shared=True)
+
+    def attend(launcher: Launcher) -> torch.Tensor:
+        scratch, options = DecodeScratch(launcher, 5, 4, 2, dim, 512), {"sequences": numbers} if tokens else {}
+        return decode_attention(launcher, projected, k, v, blocks, lens, scratch, 0.125, **options)
+
+    known = (blocks, lens, gain, numbers) if tokens else (blocks, lens, gain, k, v)
+    assert torch.equal(attend(Overlapping(order, known)), attend(Emulator(num_multiprocessors=132)))
 
 
 def test_what_touches_too_much_too_early_is_found() -> None:

@@ -66,15 +66,15 @@ def make(shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, norm: bool = T
     behind NaN, as behind gates."""
     tokens, heads, kv_heads, dim = shape[:4]
     angles, gates = random(tokens, shape.rotary // 2, scale=100), tokens % 2 * heads * dim
+    gains = {f"{name}_norm": random(dim, dtype=dtype) if norm else None for name in "qkv"}
     slots = torch.randperm(shape.num_blocks * shape.block_size)[:tokens]
     slots[2::3] = -1
     caches = [torch.full((shape.num_blocks, kv_heads, shape.block_size, dim), torch.nan).to(kv_dtype) for _ in "kv"]
     return {
         "qkv": behind_nan(random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), gates), "heads": heads,
-        "kv_heads": kv_heads, "dim": dim,
-        "q_norm": random(dim, dtype=dtype) if norm else None, "k_norm": random(dim, dtype=dtype) if norm else None,
+        "kv_heads": kv_heads, "dim": dim, **gains,
         "eps": EPS, "norm_offset": 0.5, "cos": angles.cos(), "sin": angles.sin(), "interleaved": shape.interleaved,
-        "slots": slots,
+        "shared": False, "slots": slots,
         "k_cache": caches[0], "v_cache": caches[1],
         "k_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
         "v_scale": random(kv_heads).abs() + 0.01 if kv_dtype == FP8 else None,
@@ -88,7 +88,7 @@ def run(launcher: Emulator, **args: Any) -> torch.Tensor:
 
 def expected_of(args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and both caches, in float64."""
-    names = ("heads", "kv_heads", "q_norm", "k_norm", "eps", "norm_offset", "cos", "sin", "interleaved")
+    names = ("heads", "kv_heads", "q_norm", "k_norm", "v_norm", "eps", "norm_offset", "cos", "sin", "interleaved")
     q, k, v = reference.qk_norm_rope(args["qkv"].double(), **{name: args[name] for name in names})
     caches = []
     for rows, name in ((k, "k"), (v, "v")):
@@ -116,11 +116,25 @@ def test_one_rounding_from_float64(shape: Shape, dtype: torch.dtype, kv_dtype: t
     check(make(shape, dtype, kv_dtype), Emulator(order))
 
 
-@pytest.mark.parametrize("norms", ["none", "q", "k"])
+@pytest.mark.parametrize("norms", ["", "q", "k", "v", "qk", "kv"])
 def test_norms_are_optional(norms: str) -> None:
     args = make(SHAPES[0], BF16, BF16)
-    args |= {f"{name}_norm": None for name in "qk" if name != norms}
+    args |= {f"{name}_norm": None for name in "qkv" if name not in norms}
     check(args, Emulator())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_layers_that_read_anothers_cache_there_is_q_alone(shape: Shape, order: int) -> None:
+    """The same bits, and nothing is written."""
+    args = make(shape, BF16, BF16)
+    expected = run(Emulator(order), **args)
+    for name in ("k_cache", "v_cache"):
+        args[name].fill_(torch.nan)
+    qkv = args["qkv"][:, : shape.heads * shape.dim]
+    args |= {"shared": True, "qkv": behind_nan(qkv, shape.tokens % 2 * shape.heads * shape.dim)}
+    assert torch.equal(run(Emulator(order), **args), expected)
+    assert all(args[name].isnan().all() for name in ("k_cache", "v_cache"))
 
 
 def test_without_norm_and_rope_everything_is_copied() -> None:
@@ -214,6 +228,8 @@ def test_an_overflow_of_32_bits_is_found() -> None:
         ("qkv", lambda t: t[:, 1:].contiguous()),
         ("q_norm", lambda t: t[1:].clone()),
         ("k_norm", lambda t: t.half()),
+        ("v_norm", lambda t: t[::2]),
+        ("shared", lambda _: True),
         ("cos", lambda t: t.double()),
         ("sin", lambda t: t[:, 1:].contiguous()),
         ("slots", lambda t: t.int()),

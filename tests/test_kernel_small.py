@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from emulation.compare import close_to_rounding, random
+from emulation.compare import behind_nan, close_to_rounding, random
 from emulation.emulator import ORDERS, Emulator, needs_emulation
 from nanovllm_cli.kernels import activation, blocks, cpu, embedding, reference, scale
 
@@ -49,6 +49,32 @@ def test_scale_goes_no_further_than_its_numbers() -> None:
     assert memory.tolist() == [2.0] * 33 + [1.0] * 268
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_a_sum_times_a_factor_is_rounded_once(dtype: torch.dtype, factor: float, order: int) -> None:
+    for tokens, width in zip((1, 3, 2, 5, 1, 4, 7, 1, 2), WIDTHS, strict=True):
+        x, y = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype, scale=100.0)
+        expected = (x.double() + y.double()) * factor
+        got = scale.add(Emulator(order), x, y, factor)
+        assert got is x
+        close_to_rounding(got, expected, sums=0.0 if dtype != torch.float32 else 2.0**-22)
+
+
+def test_a_sum_goes_no_further_than_its_numbers() -> None:
+    memory, more = torch.ones(301, dtype=BF16), torch.full((301,), 3.0, dtype=BF16)
+    scale.add(Emulator(), memory[:33], more[:33], 0.5)
+    assert memory.tolist() == [2.0] * 33 + [1.0] * 268
+    assert (more == 3.0).all()
+
+
+def test_a_sum_of_other_numbers_is_refused() -> None:
+    x = random(3, 8, dtype=BF16)
+    for y in (x.half(), x[:2].clone(), x.T.contiguous().T, x.view(8, 3)):
+        with pytest.raises(AssertionError):
+            scale.add(Emulator(), x, y, 2.0)
+
+
 # ---- activation ----
 
 
@@ -60,6 +86,40 @@ def test_activation_is_one_rounding_from_float64(kind: str, dtype: torch.dtype, 
         x = random(tokens, 2 * width, dtype=dtype, scale=4.0)
         got = activation.gated_activation(Emulator(order), x, kind)
         close_to_rounding(got, reference.gated_activation(x.double(), kind))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("wide_gate", "wide_up"), [(0, 0), (0, 3), (1, 0), (1, 2)], ids=str)
+def test_activation_of_columns_is_one_rounding_from_float64(
+    wide_gate: int, wide_up: int, dtype: torch.dtype, order: int
+) -> None:
+    """Of tensors so many times wider, the last columns of each; also from an odd place on."""
+    for tokens, width in zip((1, 3, 2, 5, 1, 4, 7, 1, 2), WIDTHS, strict=True):
+        gate = behind_nan(random(tokens, width, dtype=dtype, scale=4.0), wide_gate * width)
+        up = behind_nan(random(tokens, width, dtype=dtype), wide_up * width + (wide_up == 2))
+        got = activation.gated(Emulator(order), gate, up, "gelu_tanh")
+        close_to_rounding(got, reference.gated_activation(torch.cat([gate, up], 1).double(), "gelu_tanh"))
+        assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("bugs", [(), ("INT32",)])
+def test_columns_past_four_billion_elements(bugs: tuple[str, ...]) -> None:
+    stride, tokens = 1 << 27, 34
+    memory = untouched_memory(tokens * stride, BF16).view(tokens, stride)
+    up, gate = memory[:, 5:22], random(tokens, 17, dtype=BF16)
+    up[-1] = random(17, dtype=BF16)
+    got = activation.gated(Emulator(bugs=bugs, only_block=tokens - 1), gate, up, "silu")[-1:]
+    expected = reference.gated_activation(torch.cat([gate[-1:], up[-1:]], 1), "silu")
+    assert torch.allclose(got.float(), expected.float(), rtol=0.01) == (not bugs)
+
+
+@pytest.mark.parametrize("bad", [lambda x: x.half(), lambda x: x[:2], lambda x: x[:, :7], lambda x: x.T.contiguous().T], ids=str)
+def test_activation_of_columns_refuses_what_it_would_misread(bad: Any) -> None:
+    x = random(3, 8, dtype=BF16)
+    for gate, up in ((bad(x), x), (x, bad(x))):
+        with pytest.raises(AssertionError):
+            activation.gated(Emulator(), gate, up, "silu")
 
 
 @pytest.mark.parametrize("kind", list(filter(None, activation.ACTIVATIONS)))
@@ -104,7 +164,8 @@ def test_activation_without_a_mask_is_found() -> None:
     wrong = []
     for order in ORDERS:
         emulator = Emulator(order, bugs=("UNMASKED_TAIL",))
-        args = (torch.cat((x.flatten(), torch.zeros(64, dtype=BF16))), memory, np.int32(17), np.int32(0))
+        longer = torch.cat((x.flatten(), torch.zeros(64, dtype=BF16)))
+        args = (longer, longer[17:], memory, np.int64(34), np.int64(34), np.int32(17), np.int32(activation.ACTIVATIONS["silu"]))
         emulator.launch(activation.variant(BF16, 1), (4, 1, 1), (32, 1, 1), args)
         wrong.append(not torch.equal(memory[: 4 * 17].view(4, 17), correct))
     assert any(wrong)

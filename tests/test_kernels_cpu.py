@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_attention, reference
+from nanovllm_cli.kernels import cpu, cpu_attention, gates, norms, reference
+from nanovllm_cli.kernels.cpu_mixture import add_onto
+from nanovllm_cli.kernels.ops import Normed
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 1e-5}
@@ -95,12 +97,44 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8
-    assert error(cpu.gated_activation(x, activation), reference.gated_activation(x, activation)) < TOLERANCE[dtype]
+    assert error(gates.gated_activation(x, activation), reference.gated_activation(x, activation)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 33), (3, 1000)])
+def test_two_norms_and_a_sum_equal_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual, gains, weight = (randn(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (width,), (width,)))
+    wanted = residual.float().clone()
+    expected = reference.join_and_norm(x.float(), gains.float(), wanted, 0.7, weight.float(), 1e-6, 0.5)
+    before = residual.clone()
+    out = norms.join_and_norm(Normed(x, gains, 1e-6, 0.5), residual, 0.7, weight, 1e-6, 0.5)
+    assert expected is not None
+    assert error(residual, wanted) < TOLERANCE[dtype]
+    assert error(out, expected) < TOLERANCE[dtype]
+    norms.join(Normed(x, gains, 1e-6, 0.5), before, 0.7)
+    assert torch.equal(before, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sides_of_a_gate_may_be_columns_of_others(dtype: torch.dtype) -> None:
+    left, right = randn(5, 90, dtype=dtype), randn(5, 64, dtype=dtype)
+    gate, up = left[:, 20:57], right[:, 3:40]
+    expected = reference.gated_activation(torch.cat([gate, up], 1), "gelu_tanh")
+    assert error(gates.gated(gate, up, "gelu_tanh"), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_sum_is_scaled_before_it_is_rounded(factor: float, dtype: torch.dtype) -> None:
+    x, y = randn(7, 33, dtype=dtype), randn(7, 33, dtype=dtype)
+    expected = ((x.float() + y.float()) * factor).to(dtype)
+    assert add_onto(x, y, factor) is x
+    assert error(x, expected) < (1e-7 if dtype == torch.float32 else 1e-9)
 
 
 def test_activation_of_extremes_is_finite_and_nan_stays_nan() -> None:
     x = torch.tensor([[200.0, -200.0, float("nan"), 0.0, 1.0, 1.0, 1.0, 1.0]])
-    out = cpu.gated_activation(x, "silu")[0]
+    out = gates.gated_activation(x, "silu")[0]
     assert out[0] == 200.0
     assert out[1].abs() < 1e-30
     assert out[2].isnan()
@@ -112,7 +146,7 @@ def test_the_clamped_activation_is_what_its_formula_says() -> None:
     x = torch.tensor([[1.0, 9.0, -9.0, float("nan"), 1.0, -9.0, 2.0, 9.0, 1.0, float("nan")]])
     sigmoid = lambda z: 1 / (1 + math.exp(-1.702 * z))
     expected = [sigmoid(1) * -6, 7 * sigmoid(7) * 3, -9 * sigmoid(-9) * 8]
-    for gated in (cpu.gated_activation, reference.gated_activation):
+    for gated in (gates.gated_activation, reference.gated_activation):
         out = gated(x, "swiglu_oai")[0]
         assert out[:3].tolist() == pytest.approx(expected, rel=1e-5)
         assert out[3:].isnan().all()
@@ -141,10 +175,11 @@ class Paged:
         run = torch.cat([torch.arange(q, 0, -1) for q in query_lens]).int()
         half = int(options.get("half", self.dim // 2))  # type: ignore[call-overload]
         angles = positions[:, None].float() / 100 ** (torch.arange(half) / half)
-        q_norm, k_norm = options.get("q_norm"), options.get("k_norm")
+        norms = (options.get(f"{part}_norm") for part in "qkv")
         q = cpu.rope_and_cache(
-            qkv, heads, self.kv_heads, self.dim, q_norm, k_norm, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
+            qkv, heads, self.kv_heads, self.dim, *norms, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
             angles.cos(), angles.sin(), bool(options.get("interleaved", False)), slots, run, self.k, self.v,
+            bool(options.get("reads", False)),
         )  # fmt: skip
         tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
         out = cpu.paged_attention(
@@ -169,6 +204,8 @@ CASES = [
     (8, 1, 128, [150], {"window": 20}),
     (4, 2, 64, [200, 31], {"softcap": 5.0}),
     (3, 1, 32, [65, 3], {"sinks": True, "window": 64}),
+    (8, 2, 512, [19, 70], {"v_norm": True}),
+    (4, 1, 24, [33], {"v_norm": True, "half": 6, "window": 10}),
 ]
 
 
@@ -181,6 +218,8 @@ def test_rope_cache_and_attention_equal_reference(
     if options.get("sinks"):
         options["sinks"] = randn(heads)
     options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
+    if options.get("v_norm"):
+        options["v_norm"] = randn(dim, dtype=dtype)
     paged = Paged(lens, kv_heads, dim, dtype)
     qkv = randn(sum(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
     q, out = paged.step(qkv, lens, lens, heads, **options)
@@ -191,22 +230,31 @@ def test_rope_cache_and_attention_equal_reference(
         half = int(options.get("half", dim // 2))  # type: ignore[call-overload]
         angles = torch.arange(length)[:, None].float() / 100 ** (torch.arange(half) / half)
 
+        def normed(part: torch.Tensor, norm: str) -> torch.Tensor:
+            gains = options[norm].float()  # type: ignore[attr-defined]
+            return reference.add_rms_norm(part.reshape(-1, dim).float(), None, gains, 1e-6, 0.5).reshape(part.shape)
+
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
-            normed = reference.add_rms_norm(part.reshape(-1, dim).float(), None, options[norm].float(), 1e-6, 0.5)  # type: ignore[attr-defined]
-            return reference.rope(
-                normed.reshape(part.shape), angles.cos(), angles.sin(), bool(options.get("interleaved"))
-            )
+            return reference.rope(normed(part, norm), angles.cos(), angles.sin(), bool(options.get("interleaved")))
 
         k, v = paged.history(seq, length)
         assert error(q[rows], turned(split[:, :heads], "q_norm")) < TOLERANCE[dtype]
         assert error(k, turned(split[:, heads : heads + kv_heads], "k_norm")) < TOLERANCE[dtype]
-        assert torch.equal(v, split[:, heads + kv_heads :])
+        values = split[:, heads + kv_heads :]
+        if options.get("v_norm") is None:
+            assert torch.equal(v, values)
+        else:
+            assert error(v, normed(values, "v_norm")) < TOLERANCE[dtype]
         expected = reference.attention(
             q[rows].float(), k, v, 0, dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0)),  # type: ignore[call-overload, arg-type]
             options.get("sinks"),  # type: ignore[arg-type]
         )  # fmt: skip
         assert error(out[rows].reshape(length, heads, dim), expected) < TOLERANCE[dtype]
         row += length
+    kept = paged.k.clone(), paged.v.clone()
+    alone = paged.step(qkv[:, : heads * dim], lens, lens, heads, **options, reads=True)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(alone, (q, out), strict=True)), "queries alone"
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip((paged.k, paged.v), kept, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -264,11 +312,11 @@ def test_long_sequences_have_the_same_bits_in_parts_side_by_side(
 
 CROSSING = """
 import hashlib, sys, torch
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import cpu, gates
 cpu.set_num_threads(2)
 g = torch.Generator().manual_seed(0)
 x, weight = torch.randn(50, 144, generator=g), torch.randn(72, generator=g)
-made = [cpu.add_rms_norm(x[:, :72].contiguous(), None, weight, 1e-6, 0.0), cpu.gated_activation(x, "silu")]
+made = [cpu.add_rms_norm(x[:, :72].contiguous(), None, weight, 1e-6, 0.0), gates.gated_activation(x, "silu")]
 tensors = [t for part in made for t in (part if isinstance(part, tuple) else (part,)) if t is not None]
 print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest())
 """

@@ -21,6 +21,9 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -80,6 +83,18 @@ GRANITE_4 = SMALL | {
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+GEMMA_4 = SMALL | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 40,
+    "sliding_window": 20, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+}
+GEMMA_4_E = GEMMA_4 | {
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 513, "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "use_double_wide_mlp": True,
+}
+GEMMA_4_LARGE = GEMMA_4 | {
+    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+}
 CASES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, bias, tied, group 1": LlamaConfig(
@@ -234,6 +249,17 @@ CASES: dict[str, Any] = {
         **{name: value for name, value in SMALL.items() if name != "head_dim"}, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=33, shared_expert_intermediate_size=41, mlp_only_layers=[0],
     ),
+    "gemma4, keys of other layers": Gemma4TextConfig(**GEMMA_4_E),
+    "gemma4, numbers a layer": Gemma4TextConfig(**GEMMA_4 | {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 513, "final_logit_softcapping": None,
+    }),
+    "gemma4, keys are values": Gemma4TextConfig(**GEMMA_4_LARGE),
+    "gemma4, one piece": Gemma4UnifiedTextConfig(**{
+        name: value for name, value in GEMMA_4_LARGE.items() if name != "hidden_size_per_layer_input"
+    }),
+    "gemma4, 2 of 5 beside": Gemma4TextConfig(
+        **GEMMA_4_LARGE, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=33,
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -304,6 +330,7 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
+    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside",
 ]  # fmt: skip
 
 
@@ -311,10 +338,12 @@ COUNTED = [
 def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
-    names = {"norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "attn": "attention", "mlp": "mlp",
-             "feed_forward": "mlp", "conv": "conv"}  # fmt: skip
+    names = {"norm": "norms", "per_layer": "per layer", "embed_tokens": "embedding", "lm_head": "head", "attn": "attention",
+             "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp", "conv": "conv",
+             "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for name, parameter in [*model.named_parameters(), *scalars]:
         counted[next(part for mark, part in names.items() if mark in name)] += parameter.numel()
     config = CASES[case].to_dict() | {"architectures": [type(model).__name__]}
     assert +Counter(parameters(spec_from_hf(config, hf_family(config)))) == counted
@@ -339,6 +368,16 @@ SEEING: dict[str, Any] = {
     "gemma3": Gemma3Config(
         text_config=CASES["gemma3, ropes of two bases"].to_dict(), vision_config=VISION, mm_tokens_per_image=4,
         image_token_index=512,
+    ),
+    "gemma4": Gemma4Config(
+        text_config=CASES["gemma4, keys of other layers"].to_dict(), audio_config=None, image_token_id=512, video_token_id=511,
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
+    "gemma4, 2 of 5 beside": Gemma4Config(
+        text_config=CASES["gemma4, 2 of 5 beside"].to_dict(), audio_config=None, image_token_id=512, video_token_id=511,
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
@@ -489,6 +528,29 @@ def test_what_a_config_leaves_out_is_what_transformers_has(architecture: str) ->
         with contextlib.suppress(CheckpointError, UnsupportedError):
             found = spec_from_hf(rest, hf_family(rest))
         assert found in (spec, None), key
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_keys_that_nobody_reads_are_left_aside(prefix: str, tmp_path: Path) -> None:
+    """Published folders of Gemma 4 have them in all layers; transformers leaves them aside, and saves none."""
+    config = CASES["gemma4, keys of other layers"]
+    folder = save(random_model(config), tmp_path)
+    expected = worker_for(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for part, rows in (("k_proj.weight", (48, 48)), ("v_proj.weight", (48, 48)), ("k_norm.weight", (24,))):
+        tensors |= {f"model.layers.{i}.self_attn.{part}": torch.full(rows, torch.nan) for i in (3, 4)}
+    written = config.to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    if prefix != "model.":
+        tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        written = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": written, "tie_word_embeddings": True}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(written))
+    with open_checkpoint(folder) as checkpoint:
+        numbers = sum(each.numbers for each in facts_of(checkpoint).classes)
+    assert numbers == sum(parameters(expected.spec).values())
+    tokens = [(ids, greedy(8)) for ids in prompts(513)[:3]]
+    wanted, found = (run(engine_for(worker), tokens) for worker in (expected, worker_for(folder)))
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in wanted]
 
 
 def test_caps_and_windows_of_none_are_none() -> None:

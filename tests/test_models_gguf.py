@@ -61,6 +61,34 @@ def gemma3(writer: Writer, config: Any) -> None:
     writer.add_rope_scaling_factor(everywhere["factor"])
 
 
+def gemma4(writer: Writer, config: Any) -> None:
+    window(writer, config)
+    kinds, head_dim = [kind == "sliding_attention" for kind in config.layer_types], config.to_dict()["head_dim"]
+    whole, local = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    sizes = [config.per_layer_config[i].head_dim for i in range(config.num_hidden_layers)]
+    writer.add_key_length(max(sizes))
+    writer.add_value_length(max(sizes))
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    heads = [config.per_layer_config[i].num_key_value_heads for i in range(config.num_hidden_layers)]
+    writer.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
+    readers = config.num_hidden_layers - config.num_kv_shared_layers
+    inner = [config.intermediate_size * (1 + (i >= readers)) for i in range(config.num_hidden_layers)]
+    writer.add_feed_forward_length(inner if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_rope_freq_base(whole["rope_theta"])
+    writer.add_rope_freq_base_swa(local["rope_theta"])
+    writer.add_rope_dimension_count(max(sizes))
+    writer.add_rope_dimension_count_swa(head_dim)
+    turning = int(max(sizes) * whole["partial_rotary_factor"] / 2)
+    divisors = np.ones(max(sizes) // 2, np.float32)
+    divisors[turning:] = 1e30
+    writer.add_tensor("rope_freqs.weight", divisors)
+
+
 def granite(writer: Writer, config: Any) -> None:
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
@@ -167,6 +195,8 @@ CASES: dict[str, tuple[str, Any, Add]] = {
         ),
         gemma3,
     ),
+    "gemma4, keys of other layers": ("gemma4", TEXTS["gemma4, keys of other layers"], gemma4),
+    "gemma4, keys are values": ("gemma4", TEXTS["gemma4, keys are values"], gemma4),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
     "lfm2": ("lfm2", Lfm2Config(**SMALL | {"head_dim": 8}, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
@@ -215,7 +245,8 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
     add(writer, config)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for key, parameter in model.named_parameters():
+    factors = [(f"{name}.weight", buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for key, parameter in [*model.named_parameters(), *factors]:
         numbers = parameter.detach().numpy()
         if "in_proj_qkvz" in key:
             for part, rows in taken_apart(numbers, config).items():
@@ -226,7 +257,7 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
         name = names.get_name(key, (".weight", ".bias"))
         if name is None:  # its files have experts, which is not what is looked at here
             name = f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-2].removesuffix('_proj')}.weight"
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             numbers = numbers + 1
         if "shortconv.conv." in name:
             numbers = numbers[:, 0]

@@ -95,6 +95,7 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "decode attention": (decode(BF16, 128, 4), 1.15, 1.1),
     "decode attention, group of 16": (decode(BF16, 128, 16), 1.25, 1.15),
     "decode attention, fp8": (decode(FP8, 128, 4), 1.1, 1.1),
+    "decode attention, 512 dims": (decode(BF16, 512, 8), 1.15, 1.1),
     "prefill attention": (prefill(None), 1.0, 1.2),  # a quarter of a warp writes half a sector of its row
     "prefill attention, fp8": (prefill(FP8), 1.12, 1.3),
     "gemv": (lambda machine: dense(machine, 1), 1.0, 1.05),

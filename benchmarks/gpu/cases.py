@@ -49,13 +49,37 @@ def randn(launcher: Launcher, *shape: int, dtype: torch.dtype = BF16, scale: flo
 # ---- attention ----
 
 
+class Heads(NamedTuple):
+    """A layer's. window: 0 for none. norms_values: v has gains, too. shared: another layer has written k and v."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int = 0
+    norms_values: bool = False
+    shared: bool = False
+
+    @classmethod
+    def of(cls, shape: Shape) -> Heads:
+        return cls(shape.heads, shape.kv_heads, shape.dim)
+
+
+GEMMA_4_E4B = {
+    "all": Heads(8, 2, 512, norms_values=True),
+    "all, shared": Heads(8, 2, 512, shared=True),
+    "window": Heads(8, 2, 256, 512, norms_values=True),
+    "window, shared": Heads(8, 2, 256, 512, shared=True),
+}
+"""By what a layer sees."""
+
+
 class Cache(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     scales: torch.Tensor | None
 
 
-def make_cache(launcher: Launcher, shape: Shape, blocks: int, dtype: torch.dtype) -> Cache:
+def make_cache(launcher: Launcher, shape: Shape | Heads, blocks: int, dtype: torch.dtype) -> Cache:
     sizes = (blocks, shape.kv_heads, BLOCK, shape.dim)
     scales = torch.ones(shape.kv_heads, device=launcher.device) if dtype == FP8 else None
     return Cache(randn(launcher, *sizes, dtype=dtype), randn(launcher, *sizes, dtype=dtype), scales)
@@ -68,29 +92,54 @@ def make_tables(launcher: Launcher, batch: int, tokens: int, blocks: int, salt: 
     return order.view(batch, width).to(torch.int32).to(launcher.device)
 
 
-def decode_case(launcher: Launcher, name: str, shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> Case:
+def decode_case(launcher: Launcher, name: str, shape: Shape | Heads, batch: int, tokens: int, dtype: torch.dtype) -> Case:
     """Attention of one layer in a decode step of `batch` sequences of `tokens` tokens, with what its kernel does beforehand: norm
     and rotation of heads, the write of the newest token."""
-    read = 2.0 * batch * tokens * shape.kv_heads * shape.dim * dtype.itemsize
+    heads, kv_heads, dim, window, norms_values, shared = shape if isinstance(shape, Heads) else Heads.of(shape)
+    seen = min(tokens, window or tokens)
+    read = 2.0 * batch * seen * kv_heads * dim * dtype.itemsize
     copies = copies_for(read)
     blocks = copies * batch * -(-tokens // BLOCK)
     cache = make_cache(launcher, shape, blocks, dtype)
     tables = make_tables(launcher, copies * batch, tokens, blocks, batch)
     lens = torch.full((batch,), tokens, dtype=torch.int32, device=launcher.device)
-    heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
-    qkv, gain = randn(launcher, batch, (heads + 2 * kv_heads) * dim), randn(launcher, dim)
-    angles = torch.rand(batch, dim // 2, device=launcher.device)
-    projected = rope_cache.Projected(qkv, heads, kv_heads, dim, gain, gain, 1e-6, 0.0, angles, angles, False)
+    qkv, gain = randn(launcher, batch, (heads + (0 if shared else 2 * kv_heads)) * dim), randn(launcher, dim)
+    angles, norms = torch.rand(batch, dim // 2, device=launcher.device), (gain, gain, gain if norms_values else None)
+    projected = rope_cache.Projected(qkv, heads, kv_heads, dim, *norms, 1e-6, 0.0, angles, angles, False, shared)
     scratch = DecodeScratch(launcher, batch, heads, kv_heads, dim, tokens + BLOCK)
 
     def call(table: torch.Tensor) -> Callable[[], object]:
         return lambda: decode_attention(
-            launcher, projected, cache.k, cache.v, table, lens, scratch, dim**-0.5, k_scale=cache.scales, v_scale=cache.scales
-        )
+            launcher, projected, cache.k, cache.v, table, lens, scratch, dim**-0.5, window,
+            k_scale=cache.scales, v_scale=cache.scales,
+        )  # fmt: skip
 
     title = f"{name}, {'fp8' if dtype == FP8 else 'bf16'}, {batch} x {tokens}"
-    flops = 4.0 * batch * tokens * heads * dim
+    flops = 4.0 * batch * seen * heads * dim
     return Case(title, read + 4.0 * batch * heads * dim, flops, [call(table) for table in tables.split(batch)])
+
+
+def rows_case(launcher: Launcher, name: str, shape: Heads, tokens: int, fixed: bool = False) -> Case:
+    """Attention of one layer over a prompt whose heads are too wide for `prefill_case`: each token is a row of its own. fixed:
+    splits as a deterministic GPU has them."""
+    heads, kv_heads, dim, window, *_ = shape
+    cache = make_cache(launcher, shape, -(-tokens // BLOCK), BF16)
+    tables = make_tables(launcher, 1, tokens, len(cache.k), 1)
+    lens = torch.arange(1, tokens + 1, dtype=torch.int32, device=launcher.device)
+    q, nothing = randn(launcher, tokens, heads * dim), torch.empty(tokens, 0, device=launcher.device)
+    projected = rope_cache.Projected(q, heads, kv_heads, dim, None, None, None, 0.0, 0.0, nothing, nothing, False, shared=True)
+    scratch = DecodeScratch(launcher, 128, heads, kv_heads, dim, tokens, fixed)
+
+    sequences = torch.zeros_like(lens)
+
+    def call() -> object:
+        return decode_attention(
+            launcher, projected, cache.k, cache.v, tables, lens, scratch, dim**-0.5, window, sequences=sequences
+        )
+
+    pairs = tokens * (tokens + 1) / 2
+    title = f"{name}, 1 x {tokens}{', fixed splits' if fixed else ''}"
+    return Case(title, 2.0 * q.nbytes + cache.k.nbytes + cache.v.nbytes, 4.0 * pairs * heads * dim, [call])
 
 
 def prefill_case(launcher: Launcher, name: str, shape: Shape, count: int, tokens: int, prefix: int, dtype: torch.dtype) -> Case:
@@ -187,7 +236,7 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
         return lambda: sampling.sample(launcher, logits, slots_table, buffers, only_greedy=greedy, has_logprobs=False)
 
     def rotated() -> object:
-        projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, 1e-6, 0.0, angles, angles, False)
+        projected = rope_cache.Projected(qkv, heads, kv, dim, head_gain, head_gain, None, 1e-6, 0.0, angles, angles, False)
         return rope_cache.rope_and_cache(launcher, projected, slots, cache.k, cache.v)
 
     gated = torch.zeros_like(x)  # which stay zeros

@@ -47,6 +47,27 @@ class Batch:
         mine: dict[str, torch.Tensor] = {each.name: getattr(self, each.name) for each in fields(self)[:-1]}
         return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in mine.items()})
 
+    def asked(self) -> Batch:
+        """The rows whose logits are wanted, alone: as runs of tokens that follow each other, each like a sequence."""
+        rows, starts = self.logit_rows, self.query_starts.long()
+        owner = torch.searchsorted(starts, rows, right=True) - 1
+        begins = torch.ones(len(rows), dtype=torch.bool)
+        begins[1:] = (rows.diff() != 1) | (owner.diff() != 0)
+        first = begins.nonzero()[:, 0]
+        ends = torch.cat([first[1:], torch.tensor([len(rows)])])
+        owners = owner[first]
+        return Batch(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            rope_lens=self.rope_lens[rows],
+            query_starts=torch.cat([first, ends[-1:]]).int(),
+            kv_lens=self.positions[rows[ends - 1]].int() + 1,
+            slots=self.slots[rows],
+            block_tables=self.block_tables[owners],
+            logit_rows=torch.arange(len(rows)),
+            states=self.states[owners],
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]

@@ -5,6 +5,7 @@ Frozen values without tensors: specs can be compared, hashed, printed and sent t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -52,8 +53,10 @@ class AttentionSpec:
 
     scale: None for head_dim ** -0.5. window: keys a query sees, itself included; None for all. softcap: cap on scores. sinks:
     a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm: RMS norm of every head of q and k.
-    fused_qkv: q, k and v are one tensor of the checkpoint, in this order. gated: what a head finds is multiplied with the
-    sigmoids of as many numbers, which the checkpoint's q has behind each head's query.
+    value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in
+    this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having
+    none of its own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has
+    behind each head's query.
     """
 
     num_heads: int
@@ -67,7 +70,10 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    value_norm: bool = False
     fused_qkv: bool = False
+    keys_are_values: bool = False
+    reads: int | None = None
     gated: bool = False
 
     @property
@@ -85,8 +91,9 @@ class AttentionSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        biases = (queries + 2 * keys) * self.qkv_bias + hidden_size * self.out_bias
-        return hidden_size * ((2 + self.gated) * queries + 2 * keys) + biases + self.num_heads * self.sinks
+        keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
+        biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
+        return hidden_size * ((2 + self.gated) * queries + keys) + biases + self.num_heads * self.sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +172,11 @@ class MoESpec:
 
     The router gives each token a logit for each of num_experts, plus a learned one with router_bias. The experts_per_token with
     the largest logits take part, the lower number first among equals; their weights are the softmax of all logits, or with
-    norm_topk of theirs alone. scoring, selection_bias, scale: see `mixture.Scoring`. shared: an expert that every token takes,
-    which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives the token.
+    norm_topk of theirs alone. scoring, selection_bias, scale, expert_scale: see `mixture.Scoring`. shared: an expert that every
+    token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives the token.
+
+    apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
+    residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.
     """
 
     num_experts: int
@@ -177,8 +187,10 @@ class MoESpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False
     scale: float = 1.0
+    expert_scale: bool = False
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    apart: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
@@ -192,7 +204,7 @@ class MoESpec:
         """What all tokens take."""
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
         gate = hidden_size * self.shared_gate
-        return shared + gate + self.num_experts * (hidden_size + self.router_bias + self.selection_bias)
+        return shared + gate + self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +224,21 @@ class BlockSpec:
     pre       x += mixer(norm(x)); x += mlp(norm(x))
     sandwich  x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))          (Gemma 2 and 3, GLM-4)
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
+
+    scaled: at its end x is multiplied with a number of the checkpoint's.
     """
 
     mixer: MixerSpec
     mlp: MLPSpec | MoESpec
     order: Literal["pre", "sandwich", "parallel"] = "pre"
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies embeddings,
-    residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them."""
+    residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
+    per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none."""
 
     architecture: str
     vocab_size: int
@@ -235,6 +251,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    per_layer_width: int = 0
     dtype: str = field(default="bfloat16", compare=False)
 
     def with_attention(self, **changes: Any) -> ModelSpec:
@@ -271,6 +288,12 @@ class ModelSpec:
         return any(isinstance(mixer, DeltaSpec) for mixer in self.mixers)
 
     @property
+    def first_reader(self) -> int:
+        """From this layer on all read what others keep, so that only tokens whose logits are wanted need them."""
+        readers = (isinstance(mixer, AttentionSpec) and mixer.reads is not None for mixer in reversed(self.mixers))
+        return self.num_layers - sum(1 for _ in itertools.takewhile(bool, readers))
+
+    @property
     def attention(self) -> AttentionSpec:
         """The first one: in most models, but for windows and positions, every one."""
         return self.attentions[0]
@@ -289,9 +312,15 @@ class ModelSpec:
         return min((b.mlp.experts_per_token / b.mlp.num_experts for b in self.blocks if isinstance(b.mlp, MoESpec)), default=1.0)
 
     @property
+    def num_by_token(self) -> int:
+        """Numbers of the embedding that has layers' own, of which a token takes a row."""
+        return self.vocab_size * self.num_layers * self.per_layer_width
+
+    @property
     def num_idle(self) -> int:
-        """Numbers of the experts that a token does not take."""
-        return sum(block.mlp.num_weights(self.hidden_size) - block.mlp.num_active(self.hidden_size) for block in self.blocks)
+        """Numbers that a token is not computed with: of experts that it does not take, and what layers have of other tokens."""
+        idle = sum(block.mlp.num_weights(self.hidden_size) - block.mlp.num_active(self.hidden_size) for block in self.blocks)
+        return idle + self.num_by_token
 
     def rope_regime(self, prompt_len: int) -> int:
         """0, or a number that tells apart prompts whose K/V can't be shared because their angles depend on the length."""

@@ -14,11 +14,12 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""
 
 
-class QKNorm(NamedTuple):
-    """Weights [D] of the norms over each head of q and k, where there are any; offset: see `NormSpec`."""
+class HeadNorms(NamedTuple):
+    """Weights [D] of the norms over each head of q, k and v, where there are any; offset: see `NormSpec`."""
 
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
     eps: float = 0.0
     offset: float = 0.0
 
@@ -35,11 +36,13 @@ class DeltaWeights(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it."""
+    """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. asked: the same of the rows
+    whose logits are wanted, for layers that no other token needs."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
     step: Any
+    asked: StepInputs | None = None
 
 
 class AttentionBackend(CacheLayout, Protocol):
@@ -53,14 +56,14 @@ class AttentionBackend(CacheLayout, Protocol):
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        norm: QKNorm,
+        norm: HeadNorms,
         angles: Angles,
         sinks: torch.Tensor | None,
         cache: LayerCache,
         step: Any,
     ) -> torch.Tensor:
         """qkv [T, (H + 2K) * D] -> [T, H * D]: norm and rotate q and k, write k and v to the cache, attend over each
-        token's sequence."""
+        token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's k and v already."""
 
     def convolve(
         self,

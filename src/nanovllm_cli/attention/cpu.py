@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, QKNorm
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms
 from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
@@ -88,7 +88,7 @@ class CpuAttention:
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        norm: QKNorm,
+        norm: HeadNorms,
         angles: Angles,
         sinks: torch.Tensor | None,
         cache: LayerCache,
@@ -96,8 +96,9 @@ class CpuAttention:
     ) -> torch.Tensor:
         k, v = cache
         q = cpu.rope_and_cache(
-            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v
-        )
+            qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
+            spec.reads is not None,
+        )  # fmt: skip
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
             q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks

@@ -3,7 +3,8 @@
 A step of decodes takes decode_attention: norm, rotation, cache and attention in one launch, which reads all lengths on the
 device. Every other step takes rope_and_cache and prefill_attention, whose work is divided on the host. A deterministic GPU takes
 the second for both: a token's K and V must have the same bits whether it was decoded or, after a preemption, computed again in a
-chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`).
+chunk. Its steps of decodes are recorded all the same, with room for their work (`engine/decode_work.py`). Heads that are too wide
+for prefill_attention have decode_attention there as well, behind rope_and_cache, with each token as a row of its own.
 
 On Hopper, whose tensor cores mma.sync does not fill, whole prompts go to torch's flash attention instead: nothing of theirs was
 cached before, so causal attention over what this step wrote is all there is. It is asked for by name: left to itself, torch takes
@@ -22,7 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, QKNorm
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms
 from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
@@ -31,20 +32,36 @@ from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attentio
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, prefill_attention, prefill_tiles
+from nanovllm_cli.kernels.prefill_attention import (
+    MAX_HEAD_DIM,
+    PrefillWork,
+    new_counters,
+    prefill_attention,
+    prefill_tiles,
+)
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
+WIDE_ROWS = 128
+"""Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
 GIB = 1 << 30
 Shape = tuple[int, int, int, int]
 """Query heads, kv heads, head dim, window (0 for none): layers that agree in these share what is prepared."""
 
 
+class TokenRows(NamedTuple):
+    """Of each token: how many tokens its sequence has up to it, 0 for padding, and which sequence that is. [T] int32."""
+
+    lens: torch.Tensor
+    sequences: torch.Tensor
+
+
 class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens [B], query starts [B + 1], states [B]; for a step that is not decodes
-    only the work by shape; where all sequences are whole prompts, the first row of each and the end."""
+    only the work by shape, and its tokens as rows if some heads are wide; where all sequences are whole prompts, the first row of
+    each and the end."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -52,6 +69,7 @@ class CudaStep(NamedTuple):
     query_starts: torch.Tensor
     states: torch.Tensor
     work: dict[Shape, PrefillWork] | None = None
+    rows: TokenRows | None = None
     prompts: list[int] | None = None
 
 
@@ -77,7 +95,7 @@ class CudaBlocks:
 class CudaAttention:
     """An AttentionBackend. max_batch sequences in a step of decodes, with tables of at most max_tokens (P * S) tokens.
 
-    long_prompt: tokens from which on prompts are worth a launch each.
+    long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the host divides.
     """
 
     long_prompt = 512
@@ -99,11 +117,13 @@ class CudaAttention:
         self.cache_dtypes = cache_dtype, cache_dtype
         self.block_size = block_size
         self.deterministic = deterministic
-        self.shapes = list(dict.fromkeys(map(_shape, specs)))
+        self.shapes = list(dict.fromkeys(_shape(spec) for spec in specs if not _is_wide(spec)))
+        self._has_wide = any(map(_is_wide, specs))
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
-        if not deterministic:
-            for shape in {shape[:3] for shape in self.shapes}:
-                self._scratch[shape] = DecodeScratch(launcher, max_batch, *shape, max_tokens)
+        for shape, is_wide in {(_shape(spec)[:3], _is_wide(spec)) for spec in specs}:
+            if is_wide or not deterministic:
+                rows = max(max_batch, WIDE_ROWS) if is_wide else max_batch
+                self._scratch[shape] = DecodeScratch(launcher, rows, *shape, max_tokens, fixed=deterministic)
         self._counters = new_counters(launcher)
         most_heads = max(spec.num_kv_heads for spec in specs)
         quantized = cache_dtype == torch.float8_e4m3fn
@@ -155,13 +175,14 @@ class CudaAttention:
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
         the host has divided."""
-        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, batch.states, work)
+        rows = None if work is None or not self._has_wide else self._token_rows(batch)
+        return CudaStep(batch.slots, batch.block_tables, batch.kv_lens, batch.query_starts, batch.states, work, rows)
 
     def attend(
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        norm: QKNorm,
+        norm: HeadNorms,
         angles: Angles,
         sinks: torch.Tensor | None,
         cache: LayerCache,
@@ -170,7 +191,7 @@ class CudaAttention:
         shape = _shape(spec)
         heads, kv_heads, dim, window = shape
         scales = None if self._scales is None else self._scales[:kv_heads]
-        projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved)
+        projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, spec.interleaved, spec.reads is not None)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
         k, v = cache
         if step.work is None and step.prompts is None:
@@ -181,6 +202,14 @@ class CudaAttention:
         q = rope_and_cache(self.launcher, projected, step.slots, k, v, scales, scales)
         if step.prompts is not None:
             return self._whole_prompts(q, cache, step.block_tables, step.prompts, scale)
+        if _is_wide(spec):
+            assert step.rows is not None
+            nothing = torch.empty(len(q), 0, device=q.device)
+            rows = Projected(q.view(len(q), -1), heads, kv_heads, dim, *HeadNorms(), nothing, nothing, False, shared=True)
+            return decode_attention(
+                self.launcher, rows, k, v, step.block_tables, step.rows.lens, self._scratch[shape[:3]], scale,
+                window, softcap, sinks, scales, scales, step.rows.sequences,
+            )  # fmt: skip
         assert step.work is not None
         return prefill_attention(
             self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
@@ -214,6 +243,20 @@ class CudaAttention:
             step.states[:, None], WHOLE_SEQUENCE,
         )  # fmt: skip
 
+    def _token_rows(self, batch: Batch) -> TokenRows:
+        """On the device, as a recorded step's lengths are known there."""
+        starts, lens = batch.query_starts, batch.kv_lens
+        lengths, numbers = (torch.empty(batch.num_tokens, dtype=torch.int32, device=starts.device) for _ in range(2))
+
+        def fill() -> None:
+            tokens = torch.arange(len(numbers), dtype=torch.int32, device=starts.device)
+            sequences = torch.searchsorted(starts[1:], tokens, right=True)
+            numbers.copy_(sequences)
+            lengths.copy_(lens[sequences] - starts[sequences + 1] + tokens + 1)
+
+        self.launcher.torch_op(fill)
+        return TokenRows(lengths, numbers)
+
     def _whole_prompts(
         self, q: torch.Tensor, cache: LayerCache, tables: torch.Tensor, starts: list[int], scale: float
     ) -> torch.Tensor:
@@ -228,6 +271,10 @@ class CudaAttention:
                 )
             out[start:end] = found[0].transpose(0, 1)
         return out.flatten(1)
+
+
+def _is_wide(spec: AttentionSpec) -> bool:
+    return spec.head_dim > MAX_HEAD_DIM
 
 
 def _shape(spec: AttentionSpec) -> Shape:

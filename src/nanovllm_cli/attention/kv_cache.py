@@ -90,7 +90,7 @@ class KVCache:
     def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec], layout: CacheLayout, num_states: int = 1) -> None:
         self.num_blocks = num_blocks
         counts = [num_states if isinstance(mixer, DeltaSpec) else num_blocks for mixer in mixers]
-        layers = [parts_of(mixer, layout) for mixer in mixers]
+        layers = [parts_of(mixer, layout) for mixer in mixers]  # none of those that read another's
         sizes = [count * _num_bytes(part) for count, parts in zip(counts, layers, strict=True) for part in parts]
         memory = iter(torch.split(layout.empty_cache(sum(sizes)), sizes))
         self.layers: list[LayerCache] = [
@@ -98,8 +98,11 @@ class KVCache:
             for count, parts in zip(counts, layers, strict=True)
         ]
         kept = [layer for layer, mixer in zip(self.layers, mixers, strict=True) if isinstance(mixer, DeltaSpec)]
-        self.blocks = layout.block_mover([layer for layer in self.layers if not any(layer is each for each in kept)])
+        self.blocks = layout.block_mover([each for each in self.layers if each and not any(each is state for state in kept)])
         self.states = layout.block_mover(kept) if kept else None
+        for i, mixer in enumerate(mixers):
+            if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
+                self.layers[i] = self.layers[mixer.reads]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in all layers: copy-on-write."""
@@ -115,6 +118,8 @@ class KVCache:
 
 def parts_of(mixer: MixerSpec, layout: CacheLayout) -> list[BlockPart]:
     """What a layer keeps in a block, or in a state."""
+    if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
+        return []
     return state_parts(mixer, layout.dtype) if isinstance(mixer, DeltaSpec) else layout.block_parts(mixer)
 
 

@@ -29,7 +29,7 @@ class DecodeWork:
         self._device = device
         self._backend = backend
         self._always = 2 * max_tokens  # items, for which there is room whatever their sums take
-        self._most = max(self._always, *(SCRATCH_BYTES // _scratch_bytes(shape, 1) for shape in backend.shapes))
+        self._most = max(LEAST_ITEMS, self._always, *(SCRATCH_BYTES // _scratch_bytes(shape, 1) for shape in backend.shapes))
         numel = len(backend.shapes) * self._most * ITEM_FIELDS
         self._items = torch.zeros(numel, dtype=torch.int32, device=device.launcher.device)
         self._uploads = Uploads(device, numel, torch.int32)
@@ -39,12 +39,12 @@ class DecodeWork:
         """Divides a step, query_starts [B + 1] and kv_lens [B], into `by_shape`. How many items a step of as many tokens has room
         for when it is recorded now; 0 where these are too many."""
         work = self._backend.divide(query_starts, kv_lens)
-        most = max(each.items.shape[0] for each in work.values())
+        most = max((each.items.shape[0] for each in work.values()), default=0)
         room = max(LEAST_ITEMS, 1 << max(0, most - 1).bit_length())
         num_tokens = int(query_starts[-1])
         # The most that one sequence has in a step of this graph: with guesses another one's may be shared out otherwise.
         together = 1 if num_tokens == len(kv_lens) else num_tokens
-        bytes_taken = max(room * _scratch_bytes(shape, together) for shape in work)
+        bytes_taken = max((room * _scratch_bytes(shape, together) for shape in work), default=0)
         if room > self._most or (room > self._always and bytes_taken > SCRATCH_BYTES):
             where = self._device.launcher.device
             self.by_shape = {shape: each._replace(items=each.items.to(where)) for shape, each in work.items()}

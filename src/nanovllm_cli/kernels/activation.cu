@@ -1,4 +1,5 @@
-// out [T, width] = gated(x[:, :width], x[:, width:]), x [T, 2 width] DTYPE; width a multiple of VECTOR.
+// out [T, width] = gated(gate, up) of DTYPE; width a multiple of VECTOR. Rows of gate, and of up, begin gate_stride and up_stride
+// elements apart.
 //
 // One load of VECTOR elements from each half a thread, 32 bytes in flight: at full occupancy 64 KB an SM, more than memory
 // needs. Grid (T, columns / (threads * VECTOR)). The kind is a runtime number, switched on once a thread.
@@ -15,14 +16,16 @@ DEVICE Elements gated_elements(const Elements& gate, const Elements& up) {
 }
 
 KERNEL __launch_bounds__(256)
-gated_activation(const DTYPE* x, DTYPE* out, int width, int kind) {
+gated_activation(const DTYPE* gate_rows, const DTYPE* up_rows, DTYPE* out, int64_t gate_stride, int64_t up_stride, int width,
+                 int kind) {
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * VECTOR;
 #ifndef BUG_UNMASKED_TAIL
   if (column >= width) return;
 #endif
-  const DTYPE* row = x + 2 * (int64_t)blockIdx.x * width + column;
+  const Index row = blockIdx.x;
   wait_for_previous_kernel();
-  const Elements gate = Elements::load(row), up = Elements::load(row + width);
+  const Elements gate = Elements::load(gate_rows + row * (Index)gate_stride + column);
+  const Elements up = Elements::load(up_rows + row * (Index)up_stride + column);
   let_next_kernel_start();
   Elements result;
   switch (kind) {
@@ -31,6 +34,6 @@ gated_activation(const DTYPE* x, DTYPE* out, int width, int kind) {
     case SWIGLU_OAI: result = gated_elements<SWIGLU_OAI>(gate, up); break;
     default: result = gated_elements<GELU>(gate, up);
   }
-  result.store(out + (int64_t)blockIdx.x * width + column);
+  result.store(out + row * width + column);
 }
 EXPORT(gated_activation)

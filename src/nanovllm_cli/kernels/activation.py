@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -17,13 +19,26 @@ def gated_activation(launcher: Launcher, x: torch.Tensor, activation: str) -> to
     tokens, columns = x.shape
     width = columns // 2
     check(x, launcher, x.dtype, tokens, 2 * width)
-    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    return gated(launcher, x[:, :width], x[:, width:], activation)
+
+
+def gated(launcher: Launcher, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of [T, width] each, either of which may be columns of a wider tensor."""
+    tokens, width = gate.shape
+    gate_stride, up_stride = gate.stride(0), up.stride(0)
+    assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
+    assert gate.shape == up.shape, (gate.shape, up.shape)
+    assert gate.device == up.device == launcher.device, (gate.device, up.device, launcher.device)
+    assert width <= 1 or gate.stride(1) == up.stride(1) == 1, (gate.stride(), up.stride())
+    out = torch.empty((tokens, width), dtype=gate.dtype, device=gate.device)
     if out.numel():
-        vector = widest(width, x.dtype)
+        # Loads begin on a boundary of theirs.
+        vector = widest(math.gcd(width, gate_stride, up_stride, gate.storage_offset(), up.storage_offset()), gate.dtype)
         threads = min(THREADS, -(-width // (vector * WARP)) * WARP)
         grid = (tokens, -(-width // (vector * threads)), 1)
-        args = (x, out, np.int32(width), np.int32(ACTIVATIONS[activation]))
-        launcher.launch(variant(x.dtype, vector), grid, (threads, 1, 1), args)
+        kind = np.int32(ACTIVATIONS[activation])
+        args = (gate, up, out, np.int64(gate_stride), np.int64(up_stride), np.int32(width), kind)
+        launcher.launch(variant(gate.dtype, vector), grid, (threads, 1, 1), args)
     return out
 
 

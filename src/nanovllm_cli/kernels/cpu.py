@@ -44,9 +44,6 @@ from nanovllm_cli.kernels.simd_ir import LANES  # noqa: E402
 CacheDTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.bfloat16, torch.float32)
 BLOCK = cpu_cache.BLOCK
-ACTIVATIONS = {
-    "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
-}  # fmt: skip
 _TAGS = {torch.bfloat16: "H", torch.float32: "f", torch.int8: "b", torch.float8_e4m3fn: "B"}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 
@@ -322,15 +319,6 @@ def add(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, dtype: torc
     return out
 
 
-def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `reference.gated_activation`."""
-    tokens, width = x.shape[0], x.shape[1] // 2
-    out = new_tensor((tokens, width), x.dtype)
-    ints = (address_of(x, x.dtype, tokens, 2 * width), out.data_ptr(), tokens, width, ACTIVATIONS[activation])
-    launch(cpu_fused.gated_activation, 16 * tokens * width, tags_of(x.dtype), ints)
-    return out
-
-
 # ---- the paged cache ----
 
 
@@ -369,6 +357,7 @@ def rope_and_cache(
     dim: int,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
+    v_norm: torch.Tensor | None,
     eps: float,
     norm_offset: float,
     cos: torch.Tensor,
@@ -378,15 +367,16 @@ def rope_and_cache(
     run: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    reads: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. See `cpu_fused.rope_and_cache`."""
-    tokens, dtype = qkv.shape[0], qkv.dtype
-    half = cos.shape[1]
+    tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
     out = new_tensor((tokens, heads, dim), dtype)
+    norms = (0 if norm is None else address_of(norm, dtype, dim) for norm in (q_norm, k_norm, v_norm))
+    columns = (heads if reads else heads + 2 * kv_heads) * dim
     ints = (
-        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, (heads + 2 * kv_heads) * dim), tokens, heads, kv_heads, dim, _padded(dim),
-        0 if q_norm is None else address_of(q_norm, dtype, dim), 0 if k_norm is None else address_of(k_norm, dtype, dim),
+        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, _padded(dim), int(reads), *norms,
         address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(),

@@ -49,14 +49,18 @@ def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
 def route(arguments, thread, team):
     """chosen, weights [num_rows, num_chosen]: of each row of logits [num_rows, num_experts] fp32 the places of the largest, the
     lower one first among equals, in ascending order, and exp(logit) over the sum of it: of all, or with norm_topk of the chosen.
-    Where ranks is not 0, [num_rows, num_experts] fp32 for scratch: as mixture.Scoring has it, bias [num_experts] fp32.
+    Where ranks is not 0, [num_rows, num_experts] fp32 for scratch: as mixture.Scoring has it, bias [num_experts] fp32 and,
+    where it is not 0, expert_scale alike.
 
     A NaN is larger than any number, so that it comes out in the weights. Sums go up in order: a row's bits are its own.
     """
-    logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, by_sigmoid, scale = fields(arguments)
+    (
+        logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, expert_scale, by_sigmoid, scale,
+    ) = fields(arguments)  # fmt: skip
     all_logits = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
     rows = carray(typed_pointer(ranks if ranks != 0 else logits, np.float32(0)), (num_rows, num_experts))
     added = carray(typed_pointer(bias if ranks != 0 else logits, np.float32(0)), (num_experts,))
+    own = carray(typed_pointer(expert_scale if expert_scale != 0 else logits, np.float32(0)), (num_experts,))
     places = carray(typed_pointer(chosen, np.int64(0)), (num_rows, num_chosen))
     shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
     for r in share(num_rows, thread, team):
@@ -82,6 +86,9 @@ def route(arguments, thread, team):
             largest = row[best] if c == 0 and ranks == 0 else largest
         if ranks != 0:
             _weigh(all_logits[r], place, largest, total, by_sigmoid, norm_topk, np.float32(scale), part)
+            if expert_scale != 0:
+                for c in range(num_chosen):
+                    part[c] *= own[place[c]]
             continue
         total = np.float32(0.0)
         if norm_topk == 0:
@@ -171,10 +178,10 @@ def add_weighted_rows(arguments, thread, team):
 
 @kernel()
 def add_onto(arguments, thread, team):
-    """x [num_rows, width] += y."""
-    tag, x, y, num_rows, width = fields(arguments)
+    """x [num_rows, width] = (x + y) * factor."""
+    tag, x, y, num_rows, width, factor = fields(arguments)
     one, other = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(y, tag), (num_rows, width))
     for r in share(num_rows, thread, team):
         target, added = one[r], other[r]
         for i in range(width):
-            store(target, i, load(target, i) + load(added, i))
+            store(target, i, (load(target, i) + load(added, i)) * np.float32(factor))

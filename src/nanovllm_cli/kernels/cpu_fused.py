@@ -43,6 +43,35 @@ def add_rms_norm(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
+def join_and_norm(arguments, thread, team):
+    """residual = (residual + rms_norm(x) * (offset + gains)) * factor, the norm rounded to the element type as the sum is; then,
+    where weight is not 0, out = rms_norm(residual) * (out_offset + weight), row by row."""
+    tag, x, residual, gains, weight, out, num_rows, width, eps, offset, factor, out_eps, out_offset = fields(arguments)
+    shape = (num_rows, width)
+    added, stream = carray(typed_pointer(x, tag), shape), carray(typed_pointer(residual, tag), shape)
+    result = carray(typed_pointer(out if out != 0 else x, tag), shape)
+    first = carray(typed_pointer(gains, tag), (width,))
+    second = carray(typed_pointer(weight if weight != 0 else gains, tag), (width,))
+    memory = scratch(4 * width)
+    row = carray(typed_pointer(memory.ctypes.data, tag), (width,))
+    for r in share(num_rows, thread, team):
+        plus, line, target = added[r], stream[r], result[r]
+        total = sum_of_squares(tag, plus.ctypes.data, width)
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            store(row, i, load(plus, i) * inverse * (np.float32(offset) + load(first, i)))
+        for i in range(width):
+            store(line, i, (load(line, i) + load(row, i)) * np.float32(factor))
+        if weight == 0:
+            continue
+        total = sum_of_squares(tag, line.ctypes.data, width)
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(out_eps))
+        for i in range(width):
+            store(target, i, load(line, i) * inverse * (np.float32(out_offset) + load(second, i)))
+    keep(memory)
+
+
+@kernel(fastmath=FAST)
 def scale(arguments, thread, team):
     """x [size] *= factor; with a cap above 0, cap * tanh(x * factor / cap)."""
     tag, x, size, factor, cap = fields(arguments)
@@ -83,13 +112,14 @@ def add(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
-    """out [num_rows, width] = act(x[:, :width]) * x[:, width:]. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI (see
-    reference.gated_activation)."""
-    tag, x, out, num_rows, width, kind = fields(arguments)
-    both = carray(typed_pointer(x, tag), (num_rows, 2 * width))
+    """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf) or SWIGLU_OAI
+    (see reference.gated_activation)."""
+    tag, gate_rows, gate_stride, up_rows, up_stride, out, num_rows, width, kind = fields(arguments)
+    gates = carray(typed_pointer(gate_rows, tag), (num_rows, gate_stride))
+    ups = carray(typed_pointer(up_rows, tag), (num_rows, up_stride))
     result = carray(typed_pointer(out, tag), (num_rows, width))
     for r in share(num_rows, thread, team):
-        gate, up, target = both[r, :width], both[r, width:], result[r]
+        gate, up, target = gates[r, :width], ups[r, :width], result[r]
         if kind == SILU or kind == GELU_TANH:
             for i in range(width):
                 g = load(gate, i)
@@ -149,23 +179,24 @@ def _norm_and_rotate(tag, source, buffer, weight, has_norm, eps, norm_offset, co
 
 @kernel()
 def rope_and_cache(arguments, thread, team):
-    """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and v go to their slots of the cache (layout: cpu_attention; kinds:
-    cpu_cache).
+    """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and norm(v) go to their slots of the cache (layout: cpu_attention;
+    kinds: cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. q_norm, k_norm: addresses of [dim], or 0. cos,
-    sin: [T, rotary / 2] fp32.
+    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart; with reads not 0 it has q alone, and nothing is
+    written. q_norm, k_norm, v_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
     k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end of its sequence in
     this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
     and stale memory may hold a NaN.
     """
     (
-        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, q_norm, k_norm, cos, sin, rotary,
-        interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
+        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, reads, q_norm, k_norm, v_norm,
+        cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
     q_weight = carray(typed_pointer(q_norm, tag), (dim,))
     k_weight = carray(typed_pointer(k_norm, tag), (dim,))
+    v_weight = carray(typed_pointer(v_norm, tag), (dim,))
     angle_cos = carray(typed_pointer(cos, np.float32(0)), (num_tokens, rotary // 2))
     angle_sin = carray(typed_pointer(sin, np.float32(0)), (num_tokens, rotary // 2))
     slot_of = carray(typed_pointer(slots, np.int64(0)), (num_tokens,))
@@ -177,13 +208,16 @@ def rope_and_cache(arguments, thread, team):
     v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
     for task in share(num_tokens * kv_heads, thread, team):
         t, h = task // kv_heads, task % kv_heads
-        source = rows[t, : (heads + 2 * kv_heads) * dim].reshape((heads + 2 * kv_heads, dim))
+        parts = heads if reads != 0 else heads + 2 * kv_heads
+        source = rows[t, : parts * dim].reshape((parts, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
             _norm_and_rotate(tag, source[i], buffer, q_weight, q_norm != 0, eps, norm_offset, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
+        if reads != 0:
+            continue
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
         key = carray(typed_pointer(record, k_kind), (dim // pair, BLOCK, pair))
@@ -194,8 +228,7 @@ def rope_and_cache(arguments, thread, team):
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
         row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
-        for d in range(dim):
-            buffer[d] = load(row, d)
+        _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, c, s, 0, interleaved)
         put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
         for d in range(dim):
             column[d] = v_codes[d]

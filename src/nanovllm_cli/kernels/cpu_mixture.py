@@ -142,11 +142,13 @@ def route(
         address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
         chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
-    how: tuple[int, ...] = (0, 0, 0)
+    how: tuple[int, ...] = (0, 0, 0, 0)
     if scoring is not None:
         assert scoring.bias is not None, "zeros where there is none"
         ranks = cpu.new_tensor((tokens, num_experts), torch.float32)
-        how = (ranks.data_ptr(), address_of(scoring.bias, torch.float32, num_experts), int(scoring.sigmoid))
+        tables = (scoring.bias, scoring.expert_scale)
+        bias, own = (0 if table is None else address_of(table, torch.float32, num_experts) for table in tables)
+        how = (ranks.data_ptr(), bias, own, int(scoring.sigmoid))
     scale = 1.0 if scoring is None else scoring.scale
     cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints + how, (scale,))
     return chosen, weights
@@ -162,8 +164,8 @@ def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, we
     cpu.launch(cpu_experts.add_weighted_rows, 4 * n * width, tags_of(y.dtype), ints)
 
 
-def add_onto(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x [T, width] itself, += y in place."""
+def add_onto(x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """x [T, width] itself, changed in place to (x + y) * factor."""
     ints = (address_of(x, x.dtype, *x.shape), address_of(y, x.dtype, *x.shape), *x.shape)
-    cpu.launch(cpu_experts.add_onto, x.numel(), tags_of(x.dtype), ints)
+    cpu.launch(cpu_experts.add_onto, x.numel(), tags_of(x.dtype), ints, (factor,))
     return x

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import cpu, gates, reference
+from nanovllm_cli.kernels import cpu, gates, norms, reference
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
+from nanovllm_cli.kernels.ops import Addend, Normed
 
 
 class CpuOps:
@@ -15,13 +16,23 @@ class CpuOps:
     rope_tables = staticmethod(reference.rope_tables)
     mixture = CpuMixture
     add = staticmethod(add_onto)
+    gated = staticmethod(gates.gated)
 
     def add_rms_norm(
-        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
     ) -> torch.Tensor:
         if x is None:
             return cpu.add_rms_norm(residual, None, weight, eps, offset)
-        return cpu.add_rms_norm(x, residual, weight, eps, offset)
+        if isinstance(x.rows, Normed):
+            return norms.join_and_norm(x.rows, residual, x.factor, weight, eps, offset)
+        assert x.factor == 1.0, "no model has a factor without a norm"
+        return cpu.add_rms_norm(x.rows, residual, weight, eps, offset)
+
+    def join(self, x: Addend, residual: torch.Tensor) -> None:
+        if isinstance(x.rows, Normed):
+            norms.join(x.rows, residual, x.factor)
+        else:
+            add_onto(residual, x.rows, x.factor)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return cpu.add_rms_norm(x, None, weight, eps, offset)

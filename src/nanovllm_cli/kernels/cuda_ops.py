@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.kernels import gemv, norm, rope_tables, scale, sigmoid_gate
+from nanovllm_cli.kernels import activation as activations
+from nanovllm_cli.kernels import gemv, join_norm, norm, rope_tables, scale, sigmoid_gate
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.ops import Hidden, Normed
+from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
 
 
 class CudaOps:
@@ -23,13 +24,22 @@ class CudaOps:
         self.mixture = partial(CudaMixture, launcher, deterministic)
 
     def add_rms_norm(
-        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
     ) -> Hidden:
         if x is not None:
-            return norm.add_rms_norm(self.launcher, x, residual, weight, eps, offset)
+            if isinstance(x.rows, Normed):
+                return join_norm.join_and_norm(self.launcher, x.rows, residual, x.factor, weight, eps, offset)
+            assert x.factor == 1.0, "no model has a factor without a norm"
+            return norm.add_rms_norm(self.launcher, x.rows, residual, weight, eps, offset)
         if residual.shape[0] <= gemv.MAX_ROWS and not self.deterministic:
             return Normed(residual, weight, eps, offset)
         return norm.add_rms_norm(self.launcher, residual, None, weight, eps, offset)
+
+    def join(self, x: Addend, residual: torch.Tensor) -> None:
+        if isinstance(x.rows, Normed):
+            join_norm.join(self.launcher, x.rows, residual, x.factor)
+        else:
+            scale.add(self.launcher, residual, x.rows, x.factor)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         return norm.add_rms_norm(self.launcher, x, None, weight, eps, offset)
@@ -37,8 +47,11 @@ class CudaOps:
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return sigmoid_gate.sigmoid_gate(self.launcher, x, gate)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.add_(y)
+    def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return scale.add(self.launcher, x, y, factor)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        return activations.gated(self.launcher, gate, up, activation)
 
     def scale(self, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
         return scale.scale(self.launcher, x, factor, cap)

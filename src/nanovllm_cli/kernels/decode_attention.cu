@@ -142,7 +142,11 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
                  KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
                  const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                  int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
-                 float eps, float norm_offset, float scale, float softcap) {
+                 float eps, float norm_offset, float scale, float softcap
+#if VALUE_NORM
+                 , const DTYPE* v_norm
+#endif
+) {
   typedef Vector<uint32_t, 2 * HALVES> Fragment;
   __shared__ Result<Registers> result;
   __shared__ Heads heads;
@@ -201,8 +205,10 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
     load_keys(blocks, tile, 0);
     load_values(blocks, tile, 0);
   }
-  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps, norm_offset};
+  const Projected projected = {qkv, q_norm, SHARED ? nullptr : k_norm, v_norm, cos, sin, num_angles, interleaved != 0, eps,
+                               norm_offset};
   take_heads(heads, projected, split, kv_heads, group, table, k_cache, v_cache, k_scale, v_scale);
+#if !SHARED
   if (split.has_newest) {  // its place was read before it was there
     each_key(tile, [&](uint32_t* words, int, int token) {
       if (token == split.end - 1) load_key<FromShared>(words, heads.newest[0] + quarter * K_VECTOR);
@@ -211,6 +217,7 @@ decode_attention(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, con
       if (token == split.end - 1) load_value<FromShared>(words, heads.newest[1] + row * V_VECTOR);
     });
   }
+#endif
   if (BYTES == 1) {
     find_powers(powers, heads, split.rows);
     __syncthreads();

@@ -6,7 +6,9 @@
 #include "decode_split.cuh"
 
 constexpr int VECTOR = largest_power(HEAD_DIM, 8), LOADS = HEAD_DIM / VECTOR, LANES = lanes_for(LOADS);
-constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES, AHEAD = 4, TILE = AT_ONCE * AHEAD;
+constexpr int STEPS = (LOADS + LANES - 1) / LANES, AT_ONCE = WARP_SIZE / LANES;
+// Where queries and sums fill the registers, fewer loads fit in, which are the longer.
+constexpr int AHEAD = ROWS * STEPS * VECTOR > 32 ? 2 : 4, TILE = AT_ONCE * AHEAD;
 
 // The result in the order of registers: [step][j] of all lanes.
 struct Registers {
@@ -21,7 +23,14 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
                      KV_DTYPE* k_cache, KV_DTYPE* v_cache, const int* block_tables, const int* kv_lens, const float* sinks,
                      const float* k_scale, const float* v_scale, float* partials, float* sums, int* counters, DTYPE* out,
                      int kv_heads, int group, int num_angles, int interleaved, int table_width, int window, int least_split,
-                     float eps, float norm_offset, float scale, float softcap) {
+                     float eps, float norm_offset, float scale, float softcap
+#if VALUE_NORM
+                     , const DTYPE* v_norm
+#endif
+#if SHARED
+                     , const int* sequences
+#endif
+) {
   typedef Vector<KV_DTYPE, VECTOR> Elements;
   __shared__ Result<Registers> result;
   __shared__ Heads heads;
@@ -30,8 +39,14 @@ decode_attention_any(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm,
   find_heads(split, kv_heads, group);
   if (!find_tokens(split, kv_lens, window, least_split)) return write_zeros(split, kv_heads, group, out);
   if (blockIdx.x >= split.splits) return;
-  const int* table = block_tables + (int64_t)blockIdx.z * table_width;
-  const Projected projected = {qkv, q_norm, k_norm, cos, sin, num_angles, interleaved != 0, eps, norm_offset};
+#if SHARED
+  const int64_t sequence = sequences ? __ldcg(sequences + blockIdx.z) : blockIdx.z;
+#else
+  const int64_t sequence = blockIdx.z;
+#endif
+  const int* table = block_tables + sequence * table_width;
+  const Projected projected = {qkv, q_norm, SHARED ? nullptr : k_norm, v_norm, cos, sin, num_angles, interleaved != 0, eps,
+                               norm_offset};
   take_heads(heads, projected, split, kv_heads, group, table, k_cache, v_cache, k_scale, v_scale);
 
   float query[ROWS][STEPS][VECTOR] = {}, out_sums[ROWS][STEPS][VECTOR] = {}, tops[ROWS], weight_sums[ROWS] = {};

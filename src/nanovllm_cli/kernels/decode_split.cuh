@@ -10,17 +10,34 @@
 // block that finishes last, by `counters` [B, grid y], which it sets back to zero, adds them up in the order of the splits. A
 // row's bits depend on its own tokens and on how they are split.
 //
-// Lengths and block tables are copied to the GPU before a step's first kernel, and no kernel writes them. Nor does the kernel
-// ahead, the projection or what belongs to it, write to the cache: all of that may be read while it still runs. But past the
-// L1: until a kernel has waited, nothing promises that an L1 no longer holds the lengths and tables of the step before.
+// Lengths and block tables are there before a step's first layer, and no kernel writes them then. Nor does the kernel ahead, the
+// projection or what belongs to it, write to the cache: all of that may be read while it still runs. The kernels further back
+// have ended: this one starts when all blocks of the one ahead have called let_next_kernel_start or ended, at least one of them
+// behind wait_for_previous_kernel, which returns when the kernel before, and so each before that, has ended. But past the L1:
+// until a kernel has waited, nothing promises that an L1 no longer holds the lengths and tables of the step before.
 //
 // GATED: each row of qkv has as many numbers before q as in q, which are not read here. Not an argument: one more costs the
-// largest of these kernels registers that they lack.
+// largest of these kernels registers that they lack. VALUE_NORM: v has gains, v_norm, and is normed as k is.
+//
+// SHARED: rows of qkv are q alone, and k and v of the newest token are in the cache, where another layer's kernel wrote them. It
+// has ended, unless it is the one ahead: behind rope_and_cache comes decode_attention_any alone, which reads no cache before it has
+// waited. There `sequences` [B] says which of the block tables each row of q has, null for its own: so the tokens of a prompt can
+// be rows with lengths of their own.
 #pragma once
 #include "heads.cuh"
 
 #ifndef GATED
 #define GATED 0
+#endif
+#ifndef VALUE_NORM
+#define VALUE_NORM 0
+#endif
+#ifndef SHARED
+#define SHARED 0
+#endif
+
+#if !VALUE_NORM
+constexpr const DTYPE* v_norm = nullptr;  // an argument where there is one
 #endif
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
@@ -37,7 +54,7 @@ struct Split {
   int kv_head, head, rows;  // query heads [head, head + rows), all of kv_head
   int begin, end;           // its tokens
   int splits;               // how many the sequence has
-  bool has_newest;          // its tokens end with the sequence's last
+  bool has_newest;          // its tokens end with the sequence's last, which is not in the cache yet
 };
 
 // Which query heads the block has.
@@ -60,7 +77,7 @@ DEVICE bool find_tokens(Split& split, const int* kv_lens, int window, int least_
   split.splits = (kv_len - origin + size - 1) / size;
   split.begin = max(first, origin + (int)blockIdx.x * size);
   split.end = min(kv_len, origin + ((int)blockIdx.x + 1) * size);
-  split.has_newest = split.end == kv_len;
+  split.has_newest = !SHARED && split.end == kv_len;
   return true;
 }
 
@@ -138,17 +155,20 @@ constexpr int lanes_for(int loads) {
 
 constexpr int HEAD_UNITS = (HEAD_DIM + 2 * ROPE_LOAD - 1) / (2 * ROPE_LOAD), HEAD_LANES = lanes_for(HEAD_UNITS);
 constexpr int HEADS_AT_ONCE = THREADS / HEAD_LANES, UNITS_OF_LANE = (HEAD_UNITS + HEAD_LANES - 1) / HEAD_LANES;
-constexpr int PASSES = (ROWS + 2 + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;  // over the queries, k and v
-constexpr int QUERY_STRIDE = (HEAD_DIM + 7) / 8 * 8 + 8;                // neighbouring rows begin in other banks
+constexpr int NEWEST = SHARED ? 0 : 2;                                       // heads of k and v
+constexpr int PASSES = (ROWS + NEWEST + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;  // over the queries, k and v
+constexpr int QUERY_STRIDE = (HEAD_DIM + 7) / 8 * 8 + 8;                     // neighbouring rows begin in other banks
 
 struct Heads {
   alignas(16) DTYPE queries[ROWS][QUERY_STRIDE];
+#if !SHARED
   alignas(16) KV_DTYPE newest[2][HEAD_DIM];  // k and v; only where the split has the newest token
+#endif
 };
 
 // The kernels' arguments for it; as heads.cuh has them, norms null for none.
 struct Projected {
-  const DTYPE *qkv, *q_norm, *k_norm;
+  const DTYPE *qkv, *q_norm, *k_norm, *v_norm;
   const float *cos, *sin;
   int num_angles;
   bool interleaved;
@@ -169,7 +189,9 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     head[pass] = pass * HEADS_AT_ONCE + threadIdx.x / HEAD_LANES;
-    gains[pass] = head[pass] < key ? projected.q_norm : head[pass] == key ? projected.k_norm : nullptr;
+    gains[pass] = head[pass] < key ? projected.q_norm : nullptr;
+    if (head[pass] == key) gains[pass] = projected.k_norm;
+    if (head[pass] == value) gains[pass] = projected.v_norm;
     if (gains[pass]) mine[pass].load_gains(place, gains[pass]);
   }
   const int newest_block = split.has_newest ? block_of(table, split.end - 1) : 0;
@@ -182,25 +204,27 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
   for (int pass = 0; pass < PASSES; ++pass) {
     const int there = min(head[pass], last);
     const int row = there < key ? split.head + there : query_heads + (there - key) * kv_heads + split.kv_head;
-    mine[pass].load(place, projected.qkv + (token * ((1 + GATED) * query_heads + 2 * kv_heads) + row) * HEAD_DIM);
+    mine[pass].load(place, projected.qkv + (token * ((1 + GATED) * query_heads + NEWEST * kv_heads) + row) * HEAD_DIM);
   }
   Angles<ROPE_LOAD, UNITS_OF_LANE> angles;
   angles.load(place, projected.cos + token * projected.num_angles, projected.sin + token * projected.num_angles);
 
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    mine[pass].norm(place, projected.q_norm || projected.k_norm, gains[pass], projected.eps,
+    mine[pass].norm(place, projected.q_norm || projected.k_norm || projected.v_norm, gains[pass], projected.eps,
                     projected.norm_offset);
     if (head[pass] != value) mine[pass].rotate(place, angles);
     if (head[pass] > last) continue;
     if (head[pass] < key) {
       mine[pass].store(place, 1.0f, heads.queries[head[pass]]);
+#if !SHARED
     } else {
       const bool is_value = head[pass] == value;
       const float* scales = is_value ? v_scale : k_scale;
       const float scale = scales ? scales[split.kv_head] : 1.0f;
       const int64_t offset = block_offset(newest_block, split.kv_head, kv_heads) + (split.end - 1) % BLOCK_SIZE * HEAD_DIM;
       mine[pass].store(place, scale, heads.newest[is_value], (is_value ? v_cache : k_cache) + offset);
+#endif
     }
   }
   __syncthreads();

@@ -1,10 +1,14 @@
-"""Sigmoid gates on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_fused.py)."""
+"""Gates on the CPU, sigmoids and gated activations: tensors in, checks, addresses to the compiled kernels (cpu_fused.py)."""
 
 from __future__ import annotations
 
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_fused
+
+ACTIVATIONS = {
+    "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
+}  # fmt: skip
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -17,3 +21,19 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, int(columns != width))
     cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
     return x
+
+
+def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `reference.gated_activation`."""
+    width = x.shape[1] // 2
+    return gated(x[:, :width], x[:, width:], activation)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The same of [T, n] each, which may be columns of a wider tensor."""
+    tokens, width = gate.shape
+    out = cpu.new_tensor((tokens, width), gate.dtype)
+    sides = (each for side in (gate, up) for each in cpu.rows_of(side, gate.dtype, tokens, width))
+    ints = (*sides, out.data_ptr(), tokens, width, ACTIVATIONS[activation])
+    cpu.launch(cpu_fused.gated_activation, 16 * tokens * width, cpu.tags_of(gate.dtype), ints)
+    return out

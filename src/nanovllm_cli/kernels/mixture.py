@@ -39,11 +39,12 @@ class Expert(Protocol):
 class Scoring(NamedTuple):
     """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all. Taken
     are the experts with the largest score + bias, bias [E] fp32; their scores, or with norm_topk their shares of the sum of
-    these, times `scale` are the weights."""
+    these, times `scale`, and times what expert_scale [E] fp32 has for each expert, are the weights."""
 
     sigmoid: bool = False
     bias: torch.Tensor | None = None
     scale: float = 1.0
+    expert_scale: torch.Tensor | None = None
 
 
 OfRows = Callable[[torch.Tensor], torch.Tensor]

@@ -20,7 +20,7 @@ class Normed(NamedTuple):
 
 
 Hidden = torch.Tensor | Normed
-"""What goes into a matmul. Only a device whose matmuls take `Normed` makes one."""
+"""What goes into a matmul. Only a device whose matmuls take `Normed` makes one of it."""
 
 
 def take_rows(hidden: Hidden, index: slice | list[int]) -> Hidden:
@@ -33,6 +33,18 @@ def take_rows(hidden: Hidden, index: slice | list[int]) -> Hidden:
     return hidden[index]
 
 
+class Addend(NamedTuple):
+    """What has still to join the residual stream, which becomes (residual + rows) * factor; rows may have to be normalised."""
+
+    rows: Hidden
+    factor: float = 1.0
+
+    def taken(self, index: torch.Tensor) -> Addend:
+        """Some of the rows."""
+        rows = self.rows._replace(rows=self.rows.rows[index]) if isinstance(self.rows, Normed) else self.rows[index]
+        return Addend(rows, self.factor)
+
+
 class Ops(Protocol):
     """One device's ops. `device` is where their tensors are."""
 
@@ -40,9 +52,12 @@ class Ops(Protocol):
     def device(self) -> torch.device: ...
 
     def add_rms_norm(
-        self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+        self, x: Addend | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
     ) -> Hidden:
-        """residual += x in place where there is an x; then the norm of residual (see `reference.add_rms_norm`)."""
+        """x joins residual in place where there is one; then the norm of residual (see `reference.add_rms_norm`)."""
+
+    def join(self, x: Addend, residual: torch.Tensor) -> None:
+        """The same without a norm behind it."""
 
     def rope_tables(
         self,
@@ -65,8 +80,11 @@ class Ops(Protocol):
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x [T, n] itself, times the sigmoids of gate: [T, n], which may be columns of a wider tensor, or [T, 1] fp32."""
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x itself, += y in place."""
+    def add(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """x itself, changed in place to (x + y) * factor, rounded once."""
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(gate) * up of [T, n] each, either of which may be columns of a wider tensor; see `reference.gated_activation`."""
 
     def mixture(
         self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, scoring: Scoring | None = None

@@ -35,6 +35,21 @@ def add_rms_norm(
     return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.float())).to(x.dtype)
 
 
+def join_and_norm(
+    x: torch.Tensor,
+    gains: torch.Tensor,
+    residual: torch.Tensor,
+    factor: float,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> torch.Tensor | None:
+    """residual = (residual + norm of x, with gains) * factor, in place; then the norm of it, where there is a weight."""
+    added = add_rms_norm(x, None, gains, eps, offset)
+    residual.copy_((wide(residual) + wide(added)) * factor)
+    return None if weight is None else add_rms_norm(residual, None, weight, eps, offset)
+
+
 def scale(x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     """x * factor; with a cap above 0, cap * tanh(x * factor / cap), which stays within it (Gemma 2, Riviere et al. 2024)."""
     scaled = wide(x) * factor
@@ -134,7 +149,8 @@ def route(
     chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
     if scoring is not None:
         taken = scores.gather(-1, chosen)
-        return chosen, (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale
+        weights = (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale
+        return chosen, weights if scoring.expert_scale is None else weights * scoring.expert_scale[chosen]
     if norm_topk:
         return chosen, torch.softmax(logits.gather(-1, chosen), dim=-1)
     return chosen, torch.softmax(logits, dim=-1).gather(-1, chosen)
@@ -181,17 +197,18 @@ def qk_norm_rope(
     kv_heads: int,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
+    v_norm: torch.Tensor | None,
     eps: float,
     norm_offset: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: heads of q and k normed, where there is a
-    norm [D], then rotated. Not rounded yet."""
+    """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: their heads normed, where there is a norm
+    [D], then those of q and k rotated. Not rounded yet."""
     head_rows = wide(qkv).reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
-    q, k, v = torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1)
-    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps, norm_offset) for x, norm in ((q, q_norm), (k, k_norm)))
+    parts = zip(torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1), (q_norm, k_norm, v_norm), strict=True)
+    q, k, v = (x if norm is None else add_rms_norm(x, None, norm, eps, norm_offset) for x, norm in parts)
     return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
 
 

@@ -1,8 +1,8 @@
-// What happens to q, k and v between their projection and attention: norm of each head of q and k, rotation by position, and the
-// write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a head.
-// In steps of decodes attention does it itself (decode_split.cuh).
+// What happens to q, k and v between their projection and attention: norm of each head, rotation of those of q and k by position,
+// and the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a
+// head. In steps of decodes attention does it itself (decode_split.cuh). With no kv_heads there is q alone, and no write.
 //
-//   q_norm, k_norm: gains, or null
+//   q_norm, k_norm, v_norm: gains, or null
 //   slots [T] int64 = block * BLOCK_SIZE + offset; -1 is padding: nothing is written to the cache
 //   q [T, heads, dim] DTYPE;  k_cache, v_cache [blocks, kv_heads, BLOCK_SIZE, dim] KV_DTYPE, divided by k_scale, v_scale
 //   [kv_heads] fp32 where those are not null
@@ -12,8 +12,8 @@
 #include "heads.cuh"
 
 KERNEL __launch_bounds__(128)
-rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const float* cos, const float* sin,
-               const int64_t* slots, const float* k_scale, const float* v_scale, DTYPE* q, KV_DTYPE* k_cache,
+rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const DTYPE* v_norm, const float* cos,
+               const float* sin, const int64_t* slots, const float* k_scale, const float* v_scale, DTYPE* q, KV_DTYPE* k_cache,
                KV_DTYPE* v_cache, int row_heads, int heads, int kv_heads, int dim, int num_angles, int interleaved,
                int lane_bits, float eps, float norm_offset) {
   const int64_t token = blockIdx.x;
@@ -23,7 +23,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   const bool is_query = head < heads, is_value = head >= heads + kv_heads;
 
   // Gains are weights: their way from memory is spent waiting for the projection.
-  const DTYPE* gains = is_query ? q_norm : is_value ? nullptr : k_norm;
+  const DTYPE* gains = is_query ? q_norm : is_value ? v_norm : k_norm;
   Head<VECTOR, UNITS> mine;
   if (gains) mine.load_gains(place, gains);
 
@@ -35,7 +35,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
   if (!is_value) angles.load(place, cos + token * num_angles, sin + token * num_angles);
   const int64_t slot = is_query ? -1 : slots[token];
 
-  mine.norm(place, q_norm || k_norm, gains, eps, norm_offset);
+  mine.norm(place, q_norm || k_norm || v_norm, gains, eps, norm_offset);
   if (!is_value) mine.rotate(place, angles);
 
   if (is_query) return mine.store(place, 1.0f, q + (token * heads + head) * dim);

@@ -1,5 +1,5 @@
-"""QK norm, RoPE and the write of K and V to the cache, in one launch a layer (rope_cache.cu). In steps of decodes that launch is
-`decode_attention`'s.
+"""Norms of heads, RoPE and the write of K and V to the cache, in one launch a layer (rope_cache.cu). In steps of decodes that
+launch is `decode_attention`'s.
 
 cos and sin come from `rope_tables`, once a step.
 """
@@ -23,8 +23,9 @@ MAX_DIM = 512
 class Projected(NamedTuple):
     """q, k and v as their projection leaves them, and what becomes of their heads before attention (heads.cuh).
 
-    qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm [dim]
-    or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`.
+    qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm, v_norm
+    [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`. shared: k and v of
+    these tokens, another layer's, are in the cache; qkv is [T, heads * dim].
     """
 
     qkv: torch.Tensor
@@ -33,11 +34,13 @@ class Projected(NamedTuple):
     dim: int
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    v_norm: torch.Tensor | None
     eps: float
     norm_offset: float
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
+    shared: bool = False
 
     def check(self, launcher: Launcher) -> None:
         """Raises UnsupportedError for heads past the limit."""
@@ -47,11 +50,11 @@ class Projected(NamedTuple):
         tokens, half = self.cos.shape
         assert min(self.heads, self.kv_heads) > 0
         assert self.dim >= 2 * half
-        assert self.qkv.shape == (tokens, (self.heads + 2 * self.kv_heads) * self.dim), self.qkv.shape
+        assert self.qkv.shape == (tokens, self.own_heads * self.dim), self.qkv.shape
         assert self.qkv.device == launcher.device
         assert self.qkv.stride(1) == 1
         assert self.qkv.storage_offset() % self.dim == self.qkv.stride(0) % self.dim == 0, "loads begin on a boundary of theirs"
-        for norm in (self.q_norm, self.k_norm):
+        for norm in (self.q_norm, self.k_norm, self.v_norm):
             if norm is not None:
                 check(norm, launcher, self.qkv.dtype, self.dim)
         check(self.cos, launcher, torch.float32, tokens, half)
@@ -60,6 +63,11 @@ class Projected(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.qkv)
+
+    @property
+    def own_heads(self) -> int:
+        """Of a token."""
+        return self.heads + (0 if self.shared else 2 * self.kv_heads)
 
     @property
     def row_heads(self) -> int:
@@ -85,13 +93,14 @@ def rope_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns q [T, heads, dim], normed and rotated; writes k, normed and rotated, and v to their slots.
+    """Returns q [T, heads, dim], normed and rotated; writes k, normed and rotated, and v, normed, to their slots, if they are not
+    shared.
 
     slots [T] int64, -1 for padding. k_cache, v_cache [N, kv_heads, S, dim] of qkv's type, or fp8 (e4m3) with k_scale and
     v_scale [kv_heads] fp32: what is stored is round(value / scale), saturated.
     """
     projected.check(launcher)
-    qkv, heads, kv_heads, dim, q_norm, k_norm, eps, norm_offset, cos, sin, interleaved = projected
+    qkv, heads, kv_heads, dim, *norms, eps, norm_offset, cos, sin, interleaved, shared = projected
     tokens, half = projected.num_tokens, projected.num_angles
     blocks, _, block_size, _ = k_cache.shape
     assert block_size in BLOCK_SIZES, block_size
@@ -110,9 +119,10 @@ def rope_and_cache(
         units = -(-dim // (2 * projected.load))
         lane_bits = min(WARP.bit_length() - 1, (units - 1).bit_length())
         kernel = variant(qkv.dtype, k_cache.dtype, projected.load, -(-units // WARP), block_size)
-        grid = (tokens, -(-((heads + 2 * kv_heads) << lane_bits) // THREADS), 1)
-        sizes = (np.int32(size) for size in (projected.row_heads, heads, kv_heads, dim, half, interleaved, lane_bits))
-        tensors = (qkv, q_norm, k_norm, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
+        grid = (tokens, -(-(projected.own_heads << lane_bits) // THREADS), 1)
+        numbers = (projected.row_heads, heads, 0 if shared else kv_heads, dim, half, interleaved, lane_bits)
+        sizes = (np.int32(size) for size in numbers)
+        tensors = (qkv, *norms, cos, sin, slots, k_scale, v_scale, q, k_cache, v_cache)
         launcher.launch(kernel, grid, (THREADS, 1, 1), (*tensors, *sizes, np.float32(eps), np.float32(norm_offset)))
     return q
 

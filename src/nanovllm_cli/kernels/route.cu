@@ -5,7 +5,8 @@
 //   weights [tokens, taken] fp32: softmax of all the token's logits, or, where `normalises`, of the chosen ones alone. NaN among
 //   what a softmax is of makes all its weights NaN.
 //   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
-//   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale.
+//   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
+//   null for ones.
 //   tasks [num_tasks] Task: up to ROWS pairs of one expert with what `matrices` [experts, 8] int64 has of it, experts ascending
 //   and pairs ascending; a task's unused places repeat its last pair. Those behind the last one are zeros.
 //   A pair is a token and a place among its experts, with the number token * taken + place. slots [tokens] int64, or null: a token
@@ -119,7 +120,7 @@ KERNEL __launch_bounds__(WARPS* WARP_SIZE, 1)
 route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_t* chosen, float* weights, Task* tasks, int tokens, int experts,
       int taken, int normalises, int num_tasks
 #if SCORED
-      , const float* bias, int by_sigmoid, float scale
+      , const float* bias, int by_sigmoid, float scale, const float* expert_scale
 #endif
 ) {
   __shared__ int counts[WARPS][ROOM];  // of each warp's pairs; then which of its expert's pairs is the next
@@ -172,7 +173,11 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
       if (!choice.has(i)) continue;
       const int64_t pair = (int64_t)token * taken + place++;
       chosen[pair] = lane * VALUES + i;
-      weights[pair] = __fdividef(parts[i], sum);
+      float weight = __fdividef(parts[i], sum);
+#if SCORED
+      if (expert_scale) weight *= expert_scale[lane * VALUES + i];
+#endif
+      weights[pair] = weight;
       ++counts[warp][lane * VALUES + i];
     }
   }

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks, most_tasks, words_of
-from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check
+from nanovllm_cli.kernels.kernel import WARP, Arg, Kernel, Launcher, check
 from nanovllm_cli.kernels.mixture import Scoring
 
 VALUES = (1, 2, 4, 8, 16)
@@ -52,9 +52,12 @@ def route(
             logits, slots, matrices, chosen, weights, tasks,
             np.int32(tokens), np.int32(experts), np.int32(taken), np.int32(norm_topk), np.int32(num_tasks),
         )  # fmt: skip
-        if scoring is not None and scoring.bias is not None:
-            check(scoring.bias, launcher, torch.float32, experts)
-        how = () if scoring is None else (scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale))
+        how: tuple[Arg, ...] = ()
+        if scoring is not None:
+            for of_experts in (scoring.bias, scoring.expert_scale):
+                if of_experts is not None:
+                    check(of_experts, launcher, torch.float32, experts)
+            how = (scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale), scoring.expert_scale)
         kernel, room = variant(values, rows, scoring is not None), 4 * tokens * taken if is_small else 0
         launcher.launch(kernel, (1, 1, 1), (warps * WARP, 1, 1), (*args, *how), room)
     return Tasks(tasks, tokens, taken, experts, rows), weights

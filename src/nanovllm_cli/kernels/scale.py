@@ -1,4 +1,4 @@
-"""Factors of embeddings, of what joins the residual stream and of logits, and the cap on these, on a GPU (scale.cu)."""
+"""Factors of embeddings, of sums, of what joins the residual stream and of logits, and the cap on these, on a GPU (scale.cu)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,36 @@ THREADS = 256
 def scale(launcher: Launcher, x: torch.Tensor, factor: float, cap: float = 0.0) -> torch.Tensor:
     """See `reference.scale`; x is changed in place."""
     check(x, launcher, x.dtype, *x.shape)
-    if x.numel():
-        vector = widest(x.numel(), x.dtype)
-        grid = (-(-x.numel() // (vector * THREADS)), 1, 1)
-        args = (x, np.int64(x.numel()), np.float32(factor), np.float32(cap))
-        launcher.launch(variant(x.dtype, vector), grid, (THREADS, 1, 1), args)
+    _launch(launcher, x, factor, cap, None)
     return x
 
 
-def variant(dtype: torch.dtype, vector: int) -> Kernel:
-    return Kernel("scale", "scale", (("NUMBER", type_name(dtype)), ("VECTOR", vector)))
+def add(launcher: Launcher, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+    """(x + y) * factor, rounded once; x is changed in place."""
+    check(x, launcher, x.dtype, *x.shape)
+    check(y, launcher, x.dtype, *x.shape)
+    _launch(launcher, x, factor, 0.0, y)
+    return x
+
+
+def _launch(launcher: Launcher, x: torch.Tensor, factor: float, cap: float, y: torch.Tensor | None) -> None:
+    if x.numel():
+        vector = widest(x.numel(), x.dtype)
+        grid = (-(-x.numel() // (vector * THREADS)), 1, 1)
+        args = (x, np.int64(x.numel()), np.float32(factor), np.float32(cap), *(() if y is None else (y,)))
+        launcher.launch(variant(x.dtype, vector, y is not None), grid, (THREADS, 1, 1), args)
+
+
+def variant(dtype: torch.dtype, vector: int, adds: bool = False) -> Kernel:
+    constants = (("NUMBER", type_name(dtype)), ("VECTOR", vector))
+    return Kernel("scale", "scale", (*constants, ("ADDS", 1)) if adds else constants)
 
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
     return [
-        variant(dtype, vector)
+        variant(dtype, vector, adds)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for vector in (16 // dtype.itemsize, 1)
+        for adds in (False, True)
     ]

@@ -14,9 +14,21 @@ import numba
 import numpy as np
 import torch
 
-from nanovllm_cli.kernels import conv, cpu, cpu_sampling, cpu_sampling_random, delta, dense, entry, gates, integer
+from nanovllm_cli.kernels import (
+    conv,
+    cpu,
+    cpu_sampling,
+    cpu_sampling_random,
+    delta,
+    dense,
+    entry,
+    gates,
+    integer,
+    norms,
+)
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -40,11 +52,12 @@ def warm_up(dtype: torch.dtype, kept: cpu.CacheDTypes) -> None:
 
     def step() -> torch.Tensor:
         x = cpu.add_rms_norm(weight.rows(ids), None, zeros[0], 1e-6, 0.0)
+        x = norms.join_and_norm(Normed(x, zeros[0], 1e-6, 0.0), weight.rows(ids), 1.0, zeros[0], 1e-6, 0.0)
         qkv = weight.matmul(x, None, dtype)[:, :48].contiguous()
-        q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
+        q = cpu.rope_and_cache(qkv, 1, 1, 16, None, None, None, 1e-6, 0.0, angles, angles, False, ids, run, k_cache, v_cache)
         cpu.paged_attention(q, k_cache, v_cache, tiles, tables, 1.0, 0, 0.0, None)
-        cpu.scale(cpu.gated_activation(x, "silu"), 1.0)
-        logits = weight.matmul(x, None, torch.float32)
+        cpu.scale(gates.gated_activation(add_onto(x, x), "silu"), 1.0)
+        logits = cpu.scale(weight.matmul(x, None, torch.float32), 1.0)
         cpu.add(logits, logits, None, dtype)
         return logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.attention.backend import QKNorm, StepInputs
+from nanovllm_cli.attention.backend import HeadNorms, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
@@ -31,11 +31,16 @@ class Attention(Mixer):
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._gate_rows = q if spec.gated else 0
         assert not (spec.gated and (spec.fused_qkv or spec.qkv_bias)), "no model has gates there"
-        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + self._gate_rows, "k": kv, "v": kv}
+        assert not (spec.keys_are_values and (spec.fused_qkv or spec.qkv_bias)), "nor are keys values there"
+        parts = {"qkv": q + 2 * kv} if spec.fused_qkv else {"q": q + self._gate_rows}
+        if spec.reads is None and not spec.fused_qkv:
+            parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": kv}
         self.qkv = Linear(hidden_size, parts, kit, spec.qkv_bias)
         self.out = Linear(q, {"o": hidden_size}, kit, spec.out_bias)
-        q_gains, k_gains = kit.zeros(2, spec.head_dim).fill_(1 - norm.offset)
-        self.norm = QKNorm(q_gains, k_gains, norm.eps, norm.offset) if spec.qk_norm else QKNorm()
+        q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
+        assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
+        values = v_gains if spec.value_norm else None
+        self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm else HeadNorms()
         self.stored_offset = norm.stored_offset
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
@@ -48,13 +53,24 @@ class Attention(Mixer):
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots()
+        if self.spec.keys_are_values:
+            rows, width = slots["k.weight"].shape
+            slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)
         if self.spec.gated:
             slots["q.weight"] = WeightSlot(slots["q.weight"].shape, self._load_gated)
-        norms = {"q_norm.weight": self.norm.q, "k_norm.weight": self.norm.k}
+        norms = {"q_norm.weight": self.norm.q}
+        if self.spec.reads is None:
+            norms["k_norm.weight"] = self.norm.k
         slots |= {name: table_slot(weight, self.stored_offset) for name, weight in norms.items() if weight is not None}
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots
+
+    def _load_twice(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        """Rows of k that are those of v as well: so kernels need not know, and the layers that have it are few."""
+        queries, keys = (count * self.spec.head_dim for count in (self.spec.num_heads, self.spec.num_kv_heads))
+        for place in (queries, queries + keys):
+            self.qkv.weight.load_rows(place + first, rows)
 
     def _load_gated(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         """Rows of q, where each head's query is followed by its gate. All gates come to lie before all queries, which have keys

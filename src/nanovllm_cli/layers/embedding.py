@@ -21,7 +21,7 @@ class Embedding:
         return self.weight.rows(ids, table)
 
     def slots(self) -> Slots:
-        return {"weight": _storage_slot(self.weight)}
+        return {"weight": storage_slot(self.weight)}
 
 
 class Head:
@@ -35,8 +35,9 @@ class Head:
         return self.weight.matmul(x, None, torch.float32)
 
     def slots(self) -> Slots:
-        return {} if self.tied else {"weight": _storage_slot(self.weight)}
+        return {} if self.tied else {"weight": storage_slot(self.weight)}
 
 
-def _storage_slot(weight: WeightStorage) -> WeightSlot:
+def storage_slot(weight: WeightStorage) -> WeightSlot:
+    """A slot for all rows of a weight."""
     return WeightSlot((weight.num_rows, weight.width), lambda rows, first: weight.load_rows(first, rows))

@@ -12,14 +12,15 @@ from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
+from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.model_spec import MoESpec, NormSpec
 
 
 class MoE:
     """sum over a token's experts of weight * expert(x), and the shared expert's."""
 
-    def __init__(self, spec: MoESpec, hidden_size: int, kit: Kit) -> None:
+    def __init__(self, spec: MoESpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.ops = kit.ops
         self.router = kit.weight({"router": spec.num_experts}, hidden_size)
@@ -28,9 +29,10 @@ class MoE:
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, kit.at("shared"))
         self.shared_gate = kit.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
-        if spec.scoring != "softmax" or spec.selection_bias or spec.scale != 1.0:
-            bias = kit.zeros(spec.num_experts, dtype=torch.float32)
-            self.scoring = Scoring(spec.scoring == "sigmoid", bias, spec.scale)
+        if spec.scoring != "softmax" or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
+            bias, scales = kit.zeros(2, spec.num_experts, dtype=torch.float32)
+            self.scoring = Scoring(spec.scoring == "sigmoid", bias, spec.scale, scales if spec.expert_scale else None)
+        self.apart = _Apart(norm, hidden_size, kit) if spec.apart else None
         self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)
 
     def __call__(self, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,6 +51,17 @@ class MoE:
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
+
+    def beside(self, x: Hidden, residual: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        """Of a mixture that goes beside an MLP: the sum of both, normed each. x: what the MLP reads."""
+        assert self.apart is not None
+        assert self.shared is not None
+        norms = self.apart
+        found = norms.after_shared.alone(self.shared(x))
+        logits = self.router.matmul(norms.router(None, residual), None, torch.float32)
+        self.ops.scale(logits, residual.shape[1] ** -0.5)
+        own = self.mixture(plain(norms.experts(None, residual), self.ops), logits, slots)
+        return self.ops.add(found, norms.after_experts.alone(own))
 
     def _shared(self, shared: MLP, x: torch.Tensor) -> torch.Tensor:
         if self.shared_gate is None:
@@ -72,6 +85,10 @@ class MoE:
             slots["router.bias"] = table_slot(self.router_bias)
         if self.spec.selection_bias and self.scoring is not None and self.scoring.bias is not None:
             slots["router.selection_bias"] = table_slot(self.scoring.bias)
+        if self.scoring is not None and self.scoring.expert_scale is not None:
+            slots["router.expert_scale"] = table_slot(self.scoring.expert_scale)
+        if self.apart is not None:
+            slots |= self.apart.slots()
         if self.shared is not None:
             slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if (gate := self.shared_gate) is not None:
@@ -80,3 +97,19 @@ class MoE:
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots
 
+
+
+class _Apart:
+    """The norms of a mixture that goes beside an MLP."""
+
+    def __init__(self, norm: NormSpec, width: int, kit: Kit) -> None:
+        self.router, self.experts, self.after_shared, self.after_experts = (RMSNorm(norm, width, kit) for _ in range(4))
+
+    def slots(self) -> Slots:
+        norms = {
+            "router.norm": self.router,
+            "experts_norm": self.experts,
+            "after_shared_norm": self.after_shared,
+            "after_experts_norm": self.after_experts,
+        }
+        return {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items()}

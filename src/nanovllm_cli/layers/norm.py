@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import NormSpec
@@ -18,8 +18,12 @@ class RMSNorm:
         self.ops = kit.ops
         self.weight = kit.zeros(width).fill_(1 - spec.offset)
 
-    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor) -> Hidden:
+    def __call__(self, x: Addend | None, residual: torch.Tensor) -> Hidden:
         return self.ops.add_rms_norm(x, residual, self.weight, self.spec.eps, self.spec.offset)
+
+    def before_joining(self, x: torch.Tensor, factor: float = 1.0) -> Addend:
+        """The norm of x, which whoever reads the residual stream next has to take and to add."""
+        return Addend(Normed(x, self.weight, self.spec.eps, self.spec.offset), factor)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, which joins no residual stream yet."""

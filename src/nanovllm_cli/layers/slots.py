@@ -21,6 +21,16 @@ class WeightSlot(NamedTuple):
 Slots = dict[str, WeightSlot]
 
 
+def number_slot(take: Callable[[float], None]) -> WeightSlot:
+    """A slot for a tensor of one number, which `take` gets."""
+
+    def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+        take(float(rows))
+
+    return WeightSlot((1,), load)
+
+
 def table_slot(table: torch.Tensor, taken_off: float = 0.0) -> WeightSlot:
     """A slot for a plain tensor, less taken_off, converted to its type."""
 

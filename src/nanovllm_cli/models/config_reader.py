@@ -65,6 +65,20 @@ class ConfigReader:
             raise self._bad(key, f"a list of {length if length is not None else 'positive'} numbers", value)
         return tuple(float(v) for v in value)
 
+    def integers(self, key: str, length: int) -> list[int]:
+        """One for each of so many layers: a list, or a number for all of them."""
+        value = self._get(key, _MISSING)
+        if not isinstance(value, (list, tuple)):
+            return [self.integer(key)] * length
+        if len(value) != length:
+            raise self._bad(key, f"a list of {length} numbers", value)
+        return [ConfigReader({key: each}, self.where).integer(key) for each in value]
+
+    def with_firsts(self, *keys: str) -> ConfigReader:
+        """The same with the first entry of those of these that are lists."""
+        lists = {key: value for key in keys if isinstance(value := self.values.get(key), (list, tuple)) and value}
+        return ConfigReader({**self.values, **{key: value[0] for key, value in lists.items()}}, self.where)
+
     def section(self, key: str) -> ConfigReader:
         value = self._get(key, {})
         if not isinstance(value, Mapping):

@@ -9,7 +9,7 @@ import torch
 from nanovllm_cli.attention.backend import Angles, StepInputs
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.ops import Hidden, plain
+from nanovllm_cli.kernels.ops import Addend, Hidden, plain
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta
@@ -19,13 +19,14 @@ from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
-from nanovllm_cli.layers.slots import Slots
+from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
 
 
 class Block:
-    """One layer. `x` is what the layer before has still to add to the residual stream, or None."""
+    """One layer. `x` is what of the layer before has still to join the residual stream, or None."""
 
     def __init__(self, spec: BlockSpec, model: ModelSpec, kit: Kit) -> None:
         width = model.hidden_size
@@ -37,27 +38,44 @@ class Block:
         self.ops = kit.ops
         self.scale = model.residual_scale
         self.mixer = _mixer(spec.mixer, model.norm, width, kit)
-        self.mlp = MoE(spec.mlp, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
+        self.mlp = MoE(spec.mlp, model.norm, width, kit) if isinstance(spec.mlp, MoESpec) else MLP(spec.mlp, width, kit)
         self.attention_norm = norm()
         self.mlp_norm = norm() if spec.order != "parallel" else None
         self.after_attention = norm() if spec.order == "sandwich" else None
         self.after_mlp = norm() if spec.order == "sandwich" else None
+        self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
+        self.is_scaled, self.factor = spec.scaled, 1.0
+        assert spec.order == "sandwich" or not (self.per_layer or spec.scaled), "no model has these elsewhere"
 
     def __call__(
-        self, x: torch.Tensor | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache
-    ) -> torch.Tensor | None:
+        self,
+        x: Addend | None,
+        residual: torch.Tensor,
+        inputs: StepInputs,
+        cache: LayerCache,
+        own: torch.Tensor | None = None,
+    ) -> Addend | None:
+        """own: see `PerLayer`."""
         h, slots = self.attention_norm(x, residual), inputs.batch.slots
         if self.mlp_norm is None:
-            return self.mixer(h, inputs, cache) + self._mlp(h, slots)
+            return Addend(self.mixer(h, inputs, cache) + self._mlp(h, slots))
         if self.after_attention is not None and self.after_mlp is not None:
-            x = self.after_attention.alone(self.mixer(h, inputs, cache))
-            return self.after_mlp.alone(self._mlp(self.mlp_norm(x, residual), slots))
+            h = self.mlp_norm(self.after_attention.before_joining(self.mixer(h, inputs, cache)), residual)
+            if isinstance(self.mlp, MoE) and self.mlp.apart is not None:
+                found = self.mlp.beside(h, residual, slots)
+            else:
+                found = self._mlp(h, slots)
+            if self.per_layer is None or own is None:
+                return self.after_mlp.before_joining(found, self.factor)
+            self.ops.join(self.after_mlp.before_joining(found), residual)
+            return self.per_layer(residual, own, self.factor)
         if self.scale != 1.0:
-            x = self.ops.scale(self.mixer(h, inputs, cache), self.scale)
-            return self.ops.scale(self._mlp(self.mlp_norm(x, residual), slots), self.scale)
-        x = self.mixer.onto(residual, h, inputs, cache)
-        h = self.mlp_norm(x, residual)
-        return self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
+            found = self.ops.scale(self.mixer(h, inputs, cache), self.scale)
+            return Addend(self.ops.scale(self._mlp(self.mlp_norm(Addend(found), residual), slots), self.scale))
+        added = self.mixer.onto(residual, h, inputs, cache)
+        h = self.mlp_norm(None if added is None else Addend(added), residual)
+        added = self.mlp.onto(residual, h, slots) if isinstance(self.mlp, MoE) else self.mlp.onto(residual, h)
+        return None if added is None else Addend(added)
 
     def _mlp(self, h: Hidden, slots: torch.Tensor) -> torch.Tensor:
         return self.mlp(h, slots) if isinstance(self.mlp, MoE) else self.mlp(h)
@@ -70,7 +88,13 @@ class Block:
             "after_mlp_norm": self.after_mlp,
         }
         named = {f"{name}.weight": norm.slots()["weight"] for name, norm in norms.items() if norm is not None}
-        return self.mixer.slots() | self.mlp.slots() | named
+        slots = self.mixer.slots() | self.mlp.slots() | named
+        if self.per_layer is not None:
+            slots |= self.per_layer.slots()
+        return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
+
+    def _take_factor(self, factor: float) -> None:
+        self.factor = factor
 
 
 def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
@@ -95,6 +119,7 @@ class Decoder:
         self.embedding = Embedding(
             self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
         )
+        self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
@@ -103,6 +128,8 @@ class Decoder:
     def slots(self) -> Slots:
         """Every tensor that a checkpoint must bring, by our names."""
         slots = {f"embedding.{name}": slot for name, slot in self.embedding.slots().items()}
+        if self.per_layer is not None:
+            slots |= self.per_layer.slots()
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
         slots |= {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
@@ -133,7 +160,10 @@ class Decoder:
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there = batch.to(self.device)
-        return StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
+        inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
+        if self.spec.first_reader == self.spec.num_layers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
+            return inputs
+        return inputs._replace(asked=self.prepare(batch.asked()))
 
     def angles(self, batch: Batch) -> dict[RopeSpec | None, Angles]:
         """cos and sin of the batch's positions, by rope."""
@@ -147,13 +177,22 @@ class Decoder:
         residual = self.embedding(batch.token_ids, batch.token_table)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
-        x: torch.Tensor | None = None
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block(x, residual, inputs, layer)
-        rows = batch.logit_rows
-        if rows.shape[0] == batch.num_tokens:
+        every = None if self.per_layer is None else self.per_layer(batch.token_ids, batch.token_table, residual)
+        rows, width = batch.logit_rows, self.spec.per_layer_width
+        all_asked = rows.shape[0] == batch.num_tokens
+        x: Addend | None = None
+        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            if i == self.spec.first_reader and not all_asked:
+                if inputs.asked is None:
+                    break  # nothing is asked, and what is to be kept is
+                inputs, all_asked = inputs.asked, True
+                x, residual = None if x is None else x.taken(rows), residual[rows]
+                every = None if every is None else every[rows]
+            own = None if every is None else every[:, i * width : (i + 1) * width]
+            x = block(x, residual, inputs, layer, own)
+        if all_asked:
             return self.norm(x, residual)
-        return self.norm(None if x is None else x[rows], residual[rows])
+        return self.norm(None if x is None else x.taken(rows), residual[rows])
 
     def normed(self, hidden: Hidden) -> torch.Tensor:
         """What `run` gave, as plain numbers also where the next matmul was to normalise it."""

@@ -192,12 +192,14 @@ def spec_from_gguf(
     vocab_size: rows of the embedding. names: the file's tensors, which tell what metadata doesn't (biases, a tied head, what is
     one tensor).
     """
-    read = ConfigReader(metadata, "GGUF metadata")
+    read = whole = ConfigReader(metadata, "GGUF metadata")
     arch = read.text("general.architecture")
 
     def key(name: str) -> str:
         return f"{arch}.{name}"
 
+    if family.varied:
+        read = read.with_firsts(key("attention.head_count_kv"), key("feed_forward_length"))
     heads = read.integer(key("attention.head_count"))
     kv_heads = _kv_heads(read, key("attention.head_count_kv"), heads, family)
     hidden = read.integer(key("embedding_length"))
@@ -239,6 +241,7 @@ def spec_from_gguf(
     mlps = mlps_from_gguf(read, key, family.experts, mlp, layers, names)  # Mixtral's are of the architecture llama
     for i, kind in enumerate(_windows_from_gguf(read, key, family, layers)):
         own = replace(attention, rope=local, window=window) if kind == SLIDING and window is not None else sees_all
+        own = replace(own, keys_are_values=family.varied and f"blk.{i}.attn_v.weight" not in names)
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every
         blocks.append(BlockSpec(own if rotates else replace(own, rope=None), mlps[i]))
     spec = ModelSpec(
@@ -250,7 +253,7 @@ def spec_from_gguf(
         max_position=max_position,
         tied_head="output.weight" not in names,
     )
-    return family.gguf(spec, read, key)
+    return family.gguf(spec, whole, key)
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:

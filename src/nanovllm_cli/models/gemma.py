@@ -15,7 +15,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
-_SANDWICH_HF_NAMES = {
+SANDWICH_HF_NAMES = {
     "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
     "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
     "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
@@ -119,7 +119,7 @@ GEMMA2 = Family(
         "sliding_window": 4096, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "head_dim": 256, "num_key_value_heads": 4,
     },
-    hf_names=_SANDWICH_HF_NAMES,
+    hf_names=SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=_sandwich_from_hf,
     gguf=_gemma2_from_gguf,
@@ -137,7 +137,7 @@ GEMMA3 = Family(
         "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rope_theta": 1e6,
         "sliding_window": 4096, "max_position_embeddings": 131072,
     },
-    hf_names=_SANDWICH_HF_NAMES,
+    hf_names=SANDWICH_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
     hf=_sandwich_from_hf,
     gguf=_gemma3_from_gguf,

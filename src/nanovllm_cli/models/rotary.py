@@ -11,6 +11,8 @@ from nanovllm_cli.model_spec import RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 
+STANDS_STILL = 1e30
+"""What divides a frequency that is to be 0, as GGUF files have it."""
 ReadValues = Callable[[str], tuple[float, ...] | None]
 """Name of a small tensor of the checkpoint -> its values, or None where there is none."""
 
@@ -29,7 +31,8 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
     original = rope.integer(
         "original_max_position_embeddings", read.integer("original_max_position_embeddings", max_position), least=2
     )
-    base = RopeSpec(dim=int(head_dim * share), theta=theta, original_len=original)
+    whole = kind == "proportional"  # its frequencies are those of the whole head, and 0 beyond the share
+    base = RopeSpec(dim=head_dim if whole else int(head_dim * share), theta=theta, original_len=original)
     _check_rope(base, head_dim, read)
     if rope.has("attention_factor"):
         base = replace(base, attention_factor=rope.number("attention_factor"))
@@ -38,6 +41,10 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             return base
         case "linear":
             return replace(base, scaling="linear", factor=rope.number("factor"))
+        case "proportional":
+            turning = min(int(share * head_dim / 2), head_dim // 2)
+            divisors = (rope.number("factor", 1.0),) * turning + (STANDS_STILL,) * (head_dim // 2 - turning)
+            return replace(base, scaling="divisors", short_divisors=divisors)
         case "dynamic":
             if base.dim < 4:  # the exponent of its base is dim / (dim - 2)
                 raise UnsupportedError(f"{rope.where}: dynamic scaling of {base.dim} rotary dims", ANOTHER)
@@ -62,7 +69,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
                 long_divisors=rope.numbers("long_factor", base.dim // 2),
             )  # fmt: skip
     raise UnsupportedError(
-        f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope"
+        f"rope scaling {kind!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,7 @@ def plan_weights(
         kept = {each.name: each.count * outer if _is_plain(each) else each.num_bytes for each in facts.classes}
         total = sum(kept.values())
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
+        skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, parameters(facts.spec)["per layer"])
         numbers = sum(b.mlp.num_experts * b.mlp.expert.num_weights(facts.spec.hidden_size)
                       for b in facts.spec.blocks if isinstance(b.mlp, MoESpec))  # fmt: skip
         share = numbers / max(1, parameters(facts.spec)["mlp"])
@@ -87,7 +88,7 @@ def plan_weights(
     rows, width = facts.spec.vocab_size, facts.spec.hidden_size
     embedding = dense_bytes(rows, width, dtype) if form is None else math.ceil(rows * form.row_bytes(width))
     total = formats.num_bytes(dtype, dense_bytes)
-    read = total - (0 if facts.spec.tied_head else embedding)
+    read = total - (0 if facts.spec.tied_head else embedding) - _by_token_bytes(facts.spec, formats, dtype, dense_bytes)
     experts = _expert_bytes(facts.spec, formats, dtype, dense_bytes)
     return WeightPlan(name, total, read, _multiplies(layer, dtype, activations), experts)
 
@@ -105,13 +106,21 @@ def _expert_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, d
     return total
 
 
+def _by_token_bytes(spec: ModelSpec, formats: WeightFormats, dtype: torch.dtype, dense_bytes: DenseBytes) -> int:
+    """Of what layers have of each token, where a model has that."""
+    if not spec.per_layer_width:
+        return 0
+    width, form = spec.num_layers * spec.per_layer_width, formats.of("per_layer_embedding.weight")
+    return dense_bytes(spec.vocab_size, width, dtype) if form is None else math.ceil(spec.vocab_size * form.row_bytes(width))
+
+
 def _is_plain(outer: TensorClass) -> bool:
     """An embedding or a head that others left as it was."""
     return outer.name in ("embedding", "head") and set(outer.types) <= {"BF16", "F16", "F32"}
 
 
 def _widths(spec: ModelSpec) -> set[int]:
-    found = set()
+    found = {spec.per_layer_width, spec.num_layers * spec.per_layer_width} - {0}
     for block in spec.blocks:
         found |= {spec.hidden_size, _mixed(block.mixer)}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
@@ -185,7 +194,8 @@ def prefill_rate(
     """Most tokens a second of a prompt of `length` tokens, read in steps of step_tokens."""
     steps = -(-length // step_tokens)
     read = steps * _step_bytes(facts.spec, weights, min(step_tokens, length)) / (speed.read_gb_s * 1e9)
-    work = length * (_matmul(facts.spec, with_head=False) + _attention(facts.spec, length / 2))
+    needed = replace(facts.spec, blocks=facts.spec.blocks[: facts.spec.first_reader])
+    work = length * (_matmul(needed, with_head=False) + _attention(needed, length / 2))
     return length / max(read, work / _operations(speed, weights))
 
 
@@ -201,7 +211,7 @@ def _operations(speed: Speed, weights: WeightPlan) -> float:
 def _matmul(spec: ModelSpec, *, with_head: bool) -> float:
     """Operations of a token; the head is multiplied for those that are drawn from."""
     numbers = parameters(spec)
-    layers = numbers["attention"] + numbers["conv"] + numbers["mlp"] - spec.num_idle
+    layers = sum(numbers[part] for part in ("per layer", "attention", "conv", "mlp")) - spec.num_idle
     return 2.0 * (layers + with_head * spec.vocab_size * spec.hidden_size)
 
 

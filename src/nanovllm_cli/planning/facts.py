@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec
+from nanovllm_cli.model_spec import ConvSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -100,7 +100,16 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
         found["norms"] += block.mixer.value_dim if isinstance(block.mixer, DeltaSpec) else 0
         found["mlp"] += block.mlp.num_weights(hidden)
         found["norms"] += (4 if block.order == "sandwich" else 2) * hidden
-    found["norms"] += sum(2 * attention.head_dim for attention in spec.attentions if attention.qk_norm)
+        if isinstance(block.mlp, MoESpec) and block.mlp.apart:
+            found["norms"] += 3 * hidden
+            found["mlp"] += hidden  # the router's norm, which has a name of its own
+        found["other"] += block.scaled
+    normed = [(1 if attention.reads is not None else 2, attention) for attention in spec.attentions if attention.qk_norm]
+    found["norms"] += sum(count * attention.head_dim for count, attention in normed)
+    if spec.per_layer_width:
+        layers, width = spec.num_layers, spec.per_layer_width
+        found["per layer"] = spec.num_by_token + layers * width * 3 * hidden
+        found["norms"] += width + layers * hidden
     return found
 
 

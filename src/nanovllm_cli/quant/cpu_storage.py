@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from nanovllm_cli.kernels import cpu
+from nanovllm_cli.kernels import gates
 from nanovllm_cli.kernels.ops import Hidden
 
 
@@ -22,7 +22,7 @@ class CpuStorage(ABC):
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor: ...
 
     def gated_matmul(self, x: Hidden, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        return cpu.gated_activation(self.matmul(x, bias, self._dtype), activation)
+        return gates.gated_activation(self.matmul(x, bias, self._dtype), activation)
 
     def add_matmul(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         return self.matmul(x, bias, self._dtype)

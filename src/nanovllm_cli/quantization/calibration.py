@@ -145,7 +145,9 @@ class _Block:
         """The residual stream [T, hidden] behind the layer; the one before it is overwritten."""
         inputs = self.model.prepare(batch)
         x = self.model.blocks[0](None, residual, inputs, self.cache.layers[0])
-        return residual if x is None else residual.add_(x)
+        if x is not None:
+            self.model.ops.join(x, residual)
+        return residual
 
     def storages(self) -> dict[str, _Watched]:
         """By the inputs that they read."""

@@ -15,7 +15,7 @@ from nanovllm_cli.config import DTypeName, EngineConfig
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.ops import Addend, Hidden
 from nanovllm_cli.models.decoder import Block, Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -85,7 +85,9 @@ class _Watched:
         self._block = block
         self._found = found
 
-    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-        stream = residual.float()
-        self._found.append((stream.clone() if x is None else stream + x.float()).cpu())
+    def __call__(self, x: Addend | None, residual: torch.Tensor, *rest: Any) -> Addend | None:
+        stream = residual.clone()
+        if x is not None:
+            self._block.ops.join(x, stream)
+        self._found.append(stream.float().cpu())
         return self._block(x, residual, *rest)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.weights.convert_tensors import NARROW
@@ -47,7 +47,7 @@ def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
     type has rows of such a width."""
     wanted = _BASES[mix]
     part = ours.split(".")[-2]
-    if part == "head" or (part == "embedding" and spec.tied_head):
+    if part == "head" or (part in ("embedding", "per_layer_embedding") and spec.tied_head):
         wanted = "Q8_0" if wanted == "Q8_0" else "Q6_K"
     elif ours.startswith("blocks."):
         wanted = _in_block(mix, part, int(ours.split(".")[1]), spec) or wanted
@@ -62,9 +62,13 @@ def _fits(name: str, width: int) -> bool:
 
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     """The type that differs from the mix's own, for a part of a layer: see `plan.LINEARS`."""
-    layers = spec.num_layers
-    many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     part = "v" if part in ("qkv", "delta_qkv") else part
+    if part == "v":  # those without are not counted
+        having = [i for i, mixer in enumerate(spec.mixers) if _has_values(mixer)]
+        layer, layers = having.index(layer), len(having)
+    else:
+        layers = spec.num_layers
+    many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     match mix, part:
         case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
             return "Q6_K"
@@ -85,3 +89,10 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
         case "q2_k_m", "v":
             return "Q4_K" if spec.attention.queries_a_key >= 4 else "Q3_K"
     return None
+
+
+def _has_values(mixer: MixerSpec) -> bool:
+    """Whether a layer has a weight that makes values of its own."""
+    if isinstance(mixer, AttentionSpec):
+        return mixer.reads is None and not mixer.keys_are_values
+    return isinstance(mixer, DeltaSpec)

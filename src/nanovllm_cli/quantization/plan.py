@@ -250,8 +250,10 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
     there = names_of(checkpoint)
     output = there if checkpoint.format == kind else family_of(checkpoint).names(kind)
-    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in _parts(block)]
-    for ours in ("embedding.weight", *names, "head.weight"):
+    more = ("per_layer_gate", "per_layer_out") if spec.per_layer_width else ()
+    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block), *more)]
+    outer = ["embedding.weight", *(["per_layer_embedding.weight"] if spec.per_layer_width and kind == "gguf" else [])]
+    for ours in (*outer, *names, "head.weight"):
         source = checkpoint_name(ours, there)
         if ours == "head.weight" and spec.tied_head:
             if choices.head in (None, KEEP):
@@ -279,7 +281,8 @@ def _parts(block: BlockSpec) -> Iterator[str]:
         case DeltaSpec():
             mixer = DELTA
         case _:
-            mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", "k", "v", "o")
+            kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
+            mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")
     present = (*mixer, *(("gate_up",) if mlp.fused else ("gate", "up")), "down")
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):

@@ -17,12 +17,17 @@ from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 
 
 class Walk:
-    """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for models with experts."""
+    """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for models with experts and Gemma 4."""
 
     def __init__(self, original: Original, sequences: Sequence[Sequence[int]], progress: LoadProgress) -> None:
         if any(isinstance(block.mlp, MoESpec) for block in original.spec.blocks):
             raise UnsupportedError(
                 "a model with experts is not calibrated yet: many of them would see few of the texts", "use --algorithm rtn"
+            )
+        if any(attention.value_norm for attention in original.spec.attentions):
+            name = original.spec.architecture
+            raise UnsupportedError(
+                f"a {name} model is not calibrated yet: its layers read what others have", "use --algorithm rtn"
             )
         self._original = original
         self._names = names_of(original.checkpoint)

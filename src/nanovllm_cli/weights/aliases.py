@@ -85,6 +85,13 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     },
     "smollm3": {"3b": "HuggingFaceTB/SmolLM3-3B"},
+    "gemma4": {
+        "e2b": "google/gemma-4-E2B-it",
+        "e4b": "google/gemma-4-E4B-it",
+        "12b": "google/gemma-4-12B-it",
+        "26b-a4b": "google/gemma-4-26B-A4B-it",
+        "31b": "google/gemma-4-31B-it",
+    },
     "gemma3": {
         "270m": "google/gemma-3-270m-it",
         "1b": "google/gemma-3-1b-it",

@@ -39,7 +39,10 @@ _CARRIED = {
     "final_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
     "no_rope_layer_interval", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "full_attention_interval", "attn_output_gate", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_key_head_dim",
-    "linear_num_value_heads", "linear_value_head_dim",
+    "linear_num_value_heads", "linear_value_head_dim", "global_head_dim", "num_global_key_value_heads", "per_layer_config",
+    "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp",
+    "attention_k_eq_v", "use_bidirectional_attention", "enable_moe_block", "moe_intermediate_size", "num_experts",
+    "top_k_experts",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
@@ -113,7 +116,6 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
     builder.add_block_count(spec.num_layers)
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
-    builder.add_feed_forward_length(mlp.intermediate_size)
     builder.add_head_count(attention.num_heads)
     builder.add_key_length(attention.head_dim)
     builder.add_value_length(attention.head_dim)
@@ -122,10 +124,9 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
         builder.add_sliding_window(window)
     assert family.gguf_keys is not None
     keys = family.gguf_keys(spec)
-    if "attention.head_count_kv" not in keys:
-        builder.add_head_count_kv(attention.num_kv_heads)
+    usual = {"attention.head_count_kv": attention.num_kv_heads, "feed_forward_length": mlp.intermediate_size}
     add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
-    for key, value in keys.items():
+    for key, value in {**usual, **keys}.items():
         add[type(value)](f"{builder.arch}.{key}", value)
 
 

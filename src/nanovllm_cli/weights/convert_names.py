@@ -131,9 +131,16 @@ def tensor_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
     if not spec.tied_head:
         shapes["head.weight"] = (spec.vocab_size, hidden)
+    if spec.per_layer_width:
+        every = spec.per_layer_width * spec.num_layers
+        shapes |= {"per_layer_embedding.weight": (spec.vocab_size, every), "per_layer_projection.weight": (every, hidden)}
+        shapes["per_layer_norm.weight"] = (spec.per_layer_width,)
     named = {names[name]: shape for name, shape in shapes.items()}
     for i, block in enumerate(spec.blocks):
         own = _block_shapes(block, hidden)
+        if (width := spec.per_layer_width) > 0:
+            own |= {"per_layer_gate.weight": (width, hidden), "per_layer_out.weight": (hidden, width)}
+            own["after_per_layer_norm.weight"] = (hidden,)
         named |= {checkpoint_name(f"blocks.{i}.{name}", names): shape for name, shape in own.items()}
     return named
 
@@ -147,6 +154,11 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _linear("router", mlp.num_experts, hidden, mlp.router_bias)
         if mlp.selection_bias:
             shapes["router.selection_bias"] = (mlp.num_experts,)
+        if mlp.expert_scale:
+            shapes["router.expert_scale"] = (mlp.num_experts,)
+        if mlp.apart:
+            norms = ("router.norm", "experts_norm", "after_shared_norm", "after_experts_norm")
+            shapes |= {f"{norm}.weight": (hidden,) for norm in norms}
         if mlp.shared is not None:
             shapes |= _mlp_shapes("shared.", mlp.shared, hidden)
         if mlp.shared_gate:
@@ -156,6 +168,8 @@ def _block_shapes(block: BlockSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
     if block.order == "sandwich":
         shapes |= {"after_attention_norm.weight": (hidden,), "after_mlp_norm.weight": (hidden,)}
+    if block.scaled:
+        shapes["scale"] = (1,)
     return shapes
 
 
@@ -171,13 +185,15 @@ def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = _linear("o", hidden, q, attention.out_bias)
-    apart = {"q": q * (1 + attention.gated), "k": kv, "v": kv}
+    apart = {"q": q * (1 + attention.gated)}
+    if attention.reads is None:
+        apart |= {"k": kv} if attention.keys_are_values else {"k": kv, "v": kv}
     for name, rows in ({"qkv": q + 2 * kv} if attention.fused_qkv else apart).items():
         shapes |= _linear(name, rows, hidden, attention.qkv_bias)
     if attention.sinks:
         shapes["sinks"] = (attention.num_heads,)
     if attention.qk_norm:
-        shapes |= {"q_norm.weight": (attention.head_dim,), "k_norm.weight": (attention.head_dim,)}
+        shapes |= {f"{part}_norm.weight": (attention.head_dim,) for part in ("q" if attention.reads is not None else "qk")}
     return shapes
 
 

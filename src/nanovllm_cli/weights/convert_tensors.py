@@ -33,7 +33,7 @@ NARROW = {
 }  # fmt: skip
 
 _TERNARY = ("tq1_0", "tq2_0")
-_VOCABULARY = ("token_embd.weight", "output.weight")
+_VOCABULARY = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 
 _IN_FLOAT32 = (
     "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight",

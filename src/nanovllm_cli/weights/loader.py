@@ -88,11 +88,15 @@ PLAIN = ("router", "shared.gate_row", "delta_b", "delta_a")
 """Weights that decide what becomes of others."""
 
 
+OUTER = ("embedding", "head", "per_layer_embedding", "per_layer_projection")
+"""Weights that all layers share."""
+
+
 class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
-    Below eight bits, embedding and head get int8: they are a small part of most models, and much depends on them. So it does on
-    what is in PLAIN, which is smaller still: it stays as it is.
+    Below eight bits, what is in OUTER gets int8: it is a small part of most models, and much depends on it. So it does on what is
+    in PLAIN, which is smaller still: it stays as it is.
     """
 
     def __init__(self, checkpoint: Checkpoint, reader: WeightReader, wanted: Format | None) -> None:
@@ -102,6 +106,7 @@ class WeightFormats:
         plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")).replace(r"\{i\}", r"\d+") for name in PLAIN)
         self._plain = re.compile("|".join(plain))
         self._wanted = wanted
+        self._outer = {self._names.get(f"{name}.weight") for name in OUTER}
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
 
     def of(self, ours: str) -> Format | None:
@@ -119,7 +124,7 @@ class WeightFormats:
             return stored
         return (
             self._outer_wanted
-            if name in (self._names["embedding.weight"], self._names["head.weight"])
+            if name in self._outer
             else self._wanted
         )
 

@@ -2,7 +2,7 @@
 
 Every tensor is a stretch of one pool of normal numbers, so that a model of any size takes the memory of the pool besides its own,
 and a slice of a tensor is the same however the rest is cut. Matrices and biases have a standard deviation of 0.02, as
-transformers initialises them; norms lie around 1. The same seed gives the same model on every machine.
+transformers initialises them; norms and other factors lie around 1. The same seed gives the same model on every machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.convert_names import tensor_shapes
 
 STD = 0.02
+AROUND_ONE = ("norm", "layer_scalar", "router.scale", "expert_scale")
 POOL = (1 << 24) + 127
 """Numbers in the pool; a tensor begins anywhere among them."""
 BF16_BYTES = 2
@@ -56,7 +57,7 @@ class RandomCheckpoint(Checkpoint):
         shape = self._shapes[name]
         first, last = rows or (0, shape[0])
         count = math.prod((last - first, *shape[1:]))
-        source = self._norms if "norm" in name else self._matrices
+        source = self._norms if any(mark in name for mark in AROUND_ONE) else self._matrices
         begin = (zlib.crc32(name.encode()) + first * math.prod(shape[1:])) % len(source)
         parts = []
         while count > 0:  # around the end of the pool, where the slice passes it

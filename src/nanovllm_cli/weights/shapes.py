@@ -59,6 +59,25 @@ def _llama(factor: float) -> dict[str, Any]:
     return {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": scaling, "rms_norm_eps": 1e-5}
 
 
+def _gemma4(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, every: int, **more: Any) -> dict[str, Any]:
+    """every: each so many-th layer sees everything."""
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    own = {
+        "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "layer_types": types,
+        "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    return _config("Gemma4", layers, hidden, inner, heads, kv_heads, 262144, tied=True, **own | more)
+
+
+_GEMMA4_SMALL: dict[str, Any] = {
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512,
+    "max_position_embeddings": 131072,
+}
+_GEMMA4_LARGE: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262144, "attention_k_eq_v": True,
+}
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _config("Qwen3", 28, 1024, 3072, 16, 8, 151936, tied=True, **_QWEN3),
     "qwen3-1.7b": _config("Qwen3", 28, 2048, 6144, 16, 8, 151936, tied=True, **_QWEN3),
@@ -90,6 +109,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "Lfm2Moe", 24, 2048, 7168, 32, 8, 65536, tied=True, full_attn_idxs=[2, 6, 10, 14, 18, 21], num_experts=32,
         num_experts_per_tok=4, moe_intermediate_size=1792, num_dense_layers=2, max_position_embeddings=128000,
     ),
+    "gemma-4-e2b": _gemma4(35, 1536, 6144, 8, 1, 5, **_GEMMA4_SMALL, num_kv_shared_layers=20, use_double_wide_mlp=True),
+    "gemma-4-e4b": _gemma4(42, 2560, 10240, 8, 2, 6, **_GEMMA4_SMALL, num_kv_shared_layers=18),
+    "gemma-4-26b-a4b": _gemma4(
+        30, 2816, 2112, 16, 8, 6, **_GEMMA4_LARGE, num_global_key_value_heads=2, enable_moe_block=True, num_experts=128,
+        top_k_experts=8, moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4(60, 5376, 21504, 32, 16, 6, **_GEMMA4_LARGE, num_global_key_value_heads=4),
     "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),

@@ -7,6 +7,8 @@
     Qwen3-VL    mlp.experts.gate_up_proj [E, K, 2 N]            mlp.experts.5.gate_proj.weight [N, K], turned over, its first
                                                                 half, and up_proj.weight, the other
     Qwen3.5     mlp.experts.gate_up_proj [E, 2 N, K]            the same, not turned over
+    Gemma 4     experts.gate_up_proj [E, 2 N, K]                experts.5.gate_proj.weight [N, K], halves as well; GGUF's
+                                                                ffn_gate_up_exps too
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
@@ -91,6 +93,18 @@ def _is_qwen_next(config: _Config) -> bool:
     return str(config.get("model_type")).startswith(("qwen3_5", "qwen3_next"))
 
 
+def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    half = shape[1] // 2
+    for e in range(shape[0]):
+        for part, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
+            yield f"{found[1]}.ffn_{part}_exps.{e}.weight", _Part(stack, e, rows)
+
+
+def _gemma4(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, which = found.groups()
+    return _halves(f"{place}.{{e}}", stack, shape[0], None if which == "down" else shape[1])
+
+
 def _granite(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     place, which = found.groups()
     return _halves(f"{place}.experts.{{e}}", stack, shape[0], None if which == "output" else shape[1])
@@ -156,6 +170,7 @@ _Layout = tuple[re.Pattern[str], dict[str, int] | int, Callable[[re.Match[str], 
 _LAYOUTS: dict[str, list[_Layout]] = {
     "gguf": [
         (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
+        (re.compile(r"(blk\.\d+)\.ffn_gate_up_exps\.weight"), 3, _gguf_halves),
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
     ],
@@ -165,6 +180,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
         (re.compile(r"(model\.language_model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj"), 3, _qwen_vl),
+        (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.experts)\.(gate_up|down)_proj"), 3, _gemma4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|linear_attn\.conv1d)\.weight"), 3, _of_one_column),

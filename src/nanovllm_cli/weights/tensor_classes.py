@@ -4,13 +4,15 @@ from __future__ import annotations
 
 _MARKS = (
     ("norms", ("norm",)),
+    ("per layer", ("per_layer", "inp_gate")),
     ("embedding", ("embed", "token_embd")),
     ("head", ("lm_head", "output.weight")),
     ("attention", ("attn", "ssm")),
     ("conv", ("conv",)),
-    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe")),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts")),
+    ("per layer", (".proj.weight",)),
 )
-CLASSES = ("embedding", "attention", "conv", "mlp", "norms", "head", "other")
+CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
 def class_of(name: str) -> str:

@@ -17,6 +17,7 @@ _OUTER, _INNER = "model.", ("language_model.model.", "model.language_model.")
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
 _ALWAYS_APART = ("mtp.", "model.mtp.")  # in Qwen3.5, whose configs need not speak of them
 _LAYER, _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\."), re.compile(r"blk\.(\d{1,6})\.")
+_KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _SEES = "visual."  # where the part that writes has no prefix, in the first Qwen2-VL
 
 
@@ -51,8 +52,13 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
 
 
 def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
-    """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens."""
+    """Those of `names` that belong to other parts than the one that writes text, or to what guesses further tokens, or that no
+    layer reads."""
     names = set(names)
+    return _other_parts(checkpoint, names) | _unread(checkpoint, names)
+
+
+def _other_parts(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     prefix = _prefix(checkpoint)
     if prefix is None:
         flat = checkpoint.format == "hf" and checkpoint.config.get("vision_config") is not None
@@ -73,6 +79,20 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     places = {name: pattern.match(name) for name in names}
     behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
     return apart | behind | {name for name in names if name.startswith(_GUESSES)}
+
+
+def _unread(checkpoint: Checkpoint, names: set[str]) -> set[str]:
+    """Keys and values of layers that read those of others, which published Gemmas have all the same."""
+    config, is_folder = checkpoint.config, checkpoint.format == "hf"
+    inner = config.get("text_config") if is_folder else None
+    config = inner if isinstance(inner, Mapping) else config
+    arch = "" if is_folder else f"{config.get('general.architecture')}."
+    count = config.get("num_kv_shared_layers" if is_folder else arch + "attention.shared_kv_layers")
+    layers = config.get("num_hidden_layers" if is_folder else arch + "block_count")
+    if type(count) is not int or type(layers) is not int or count < 1:
+        return set()
+    found = {name: _KEY_OR_VALUE.search(name) for name in names}
+    return {name for name, place in found.items() if place is not None and int(place[1]) >= layers - count}
 
 
 def _prefix(checkpoint: Checkpoint) -> str | None:
