@@ -92,7 +92,7 @@ def add_shape(writer: Any, config: Any) -> None:
     heads, kinds = values.get("num_key_value_heads"), getattr(config, "layer_types", None) or []
     heads = config.num_key_value_heads if heads is None else heads
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds] if config.model_type[:4] == "lfm2" else heads)
-    head_dim = values["head_dim"] if "head_dim" in values else config.head_dim
+    head_dim = values.get("head_dim") or config.head_dim
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps)

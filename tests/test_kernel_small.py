@@ -114,7 +114,11 @@ def test_columns_past_four_billion_elements(bugs: tuple[str, ...]) -> None:
     assert torch.allclose(got.float(), expected.float(), rtol=0.01) == (not bugs)
 
 
-@pytest.mark.parametrize("bad", [lambda x: x.half(), lambda x: x[:2], lambda x: x[:, :7], lambda x: x.T.contiguous().T], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [lambda x: x.half(), lambda x: x[:2], lambda x: x[:, :7], lambda x: x.T.contiguous().T],
+    ids=["type", "rows", "columns", "strides"],
+)
 def test_activation_of_columns_refuses_what_it_would_misread(bad: Any) -> None:
     x = random(3, 8, dtype=BF16)
     for gate, up in ((bad(x), x), (x, bad(x))):
