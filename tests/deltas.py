@@ -1,10 +1,10 @@
-"""Steps of the gated delta rule over a paged cache, for the kernels' tests on either device."""
+"""Steps of the gated delta rule, and of Mamba-2's, over a paged cache, for the kernels' tests on either device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ Chunks = list[list[int]]
 
 
 class Case(NamedTuple):
-    """Heads and dims of keys, then of values; taps; see Chunks."""
+    """Heads and dims of keys, then of values; taps; see Chunks. mamba: the rule of Mamba-2, with a bias of its taps or none."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -24,6 +24,12 @@ class Case(NamedTuple):
     steps: Chunks
     tiled: bool = False
     block_size: int = 32
+    mamba: bool = False
+    bias: bool = False
+
+
+def space(keys: tuple[int, int], values: tuple[int, int], width: int, steps: Chunks, bias: bool, block_size: int = 32) -> Case:
+    return Case(keys, values, width, steps, False, block_size, True, bias)
 
 
 CASES = [
@@ -38,6 +44,19 @@ CASES = [
     Case((1, 2), (1, 3), 1, [[3], [1], [40]]),
     Case((1, 40), (1, 72), 5, [[70], [64], [1]], block_size=64),
 ]
+SPACES = [
+    space((1, 16), (1, 16), 4, [[1], *[[1]] * 20], bias=True),
+    space((1, 16), (4, 16), 4, [[5, 37, 1], *[[1, 1, 1]] * 30], bias=True),
+    space((3, 24), (6, 24), 4, [[32, 31, 33], [1, 1, 1], [2, 70, 1], [33, 1, 40]], bias=True),
+    space((2, 32), (2, 16), 3, [[64], [3], [1], [1], [30]], bias=False, block_size=16),
+    space((1, 17), (3, 31), 2, [[3, 2, 31, 1], [1, 1, 1, 1], [2, 1, 1, 1]], bias=True),
+    space((1, 128), (3, 64), 4, [[9, 1], [1, 50], [1, 1], [6, 1]], bias=True),
+    space((2, 64), (4, 128), 4, [[0, 20], [3, 1], [1, 1]], bias=False),
+    space((1, 2), (1, 3), 1, [[3], [1], [40]], bias=True),
+    space((1, 37), (2, 3), 3, [[2, 40], [1, 1], [33, 1]], bias=True),
+    space((1, 40), (2, 72), 2, [[70], [64], [1]], bias=False, block_size=64),
+]
+"""Of Mamba-2's rule."""
 
 
 class Paged:
@@ -62,27 +81,28 @@ class Paged:
         self.taps = random(case.width, self.channels, dtype=dtype)
         self.decay = -random(num_values, dtype=torch.float32).abs()
         self.decay_bias = random(num_values, dtype=torch.float32)
-        self.norm = random(value_dim, dtype=torch.float32)
+        self.norm = random(0 if case.mamba else value_dim, dtype=torch.float32)
+        self.skip = random(num_values, dtype=torch.float32) if case.mamba else None
+        self.taps_bias = random(self.channels, dtype=dtype) if case.bias else None
         self.before = [torch.zeros(case.width - 1, self.channels, dtype=dtype) for _ in self.lens]
         self.own = [torch.zeros(num_values, key_dim, value_dim, dtype=torch.float64) for _ in self.lens]
 
     @property
-    def weights(self) -> dict[str, torch.Tensor | float | bool]:
+    def weights(self) -> dict[str, Any]:
         return {"taps": self.taps, "decay": self.decay, "decay_bias": self.decay_bias, "norm": self.norm, "eps": 1e-6,
-                "tiled": self.case.tiled}  # fmt: skip
+                "skip": self.skip, "taps_bias": self.taps_bias, "tiled": self.case.tiled}  # fmt: skip
 
-    def step(self, counts: list[int]) -> tuple[dict[str, torch.Tensor | float | bool], torch.Tensor]:
+    def step(self, counts: list[int]) -> tuple[dict[str, Any], torch.Tensor]:
         """Arguments of a step, by what both wrappers call them, and what it has to give, in float64."""
         there = [i for i, count in enumerate(counts) if count]
         num_values, value_dim = self.case.values
         projected = random(sum(counts), self.channels + num_values * value_dim, dtype=self.taps.dtype)
-        gates = random(sum(counts), 2 * num_values, dtype=torch.float32)
+        gates = random(sum(counts), num_values if self.case.mamba else 2 * num_values, dtype=torch.float32)
         expected, first = [], 0
         for i in there:
             own = slice(first, first + counts[i])
             first += counts[i]
-            wide = [x.double() for x in (projected[own], gates[own], self.taps, self.decay, self.decay_bias, self.norm)]
-            out, self.own[i] = reference.gated_delta(*wide, 1e-6, self.own[i], self.before[i].double(), self.case.tiled)
+            out, self.own[i] = self._expected(projected[own], gates[own], i)
             known = torch.cat([self.before[i], projected[own, : self.channels]])
             self.before[i] = known[len(known) - self.case.width + 1 :]
             expected.append(out)
@@ -93,6 +113,16 @@ class Paged:
             "query_starts": starts.int(), "kv_lens": torch.tensor([self.lens[i] for i in there]).int(),
             "block_tables": self.tables[there], "block_size": self.case.block_size,
         }, torch.cat(expected)  # fmt: skip
+
+    def _expected(self, projected: torch.Tensor, gates: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows for a sequence, and its state then."""
+        x, gates, taps, decay, decay_bias = (x.double() for x in (projected, gates, self.taps, self.decay, self.decay_bias))
+        state, before = self.own[sequence], self.before[sequence].double()
+        if self.skip is None:
+            norm = self.norm.double()
+            return reference.gated_delta(x, gates, taps, decay, decay_bias, norm, 1e-6, state, before, self.case.tiled)
+        bias = None if self.taps_bias is None else self.taps_bias.double()
+        return reference.state_space(x, gates, taps, bias, decay, decay_bias, self.skip.double(), state, before)
 
     def check_cache(self) -> None:
         """The last block of each sequence has its state and inputs, in one place for all heads, and no other that says so."""

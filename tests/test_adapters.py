@@ -53,7 +53,9 @@ from test_cli_real import nanovllm as real
 from test_cuda_engine import engine_on, kernels_not_rehearsed
 from test_cuda_quantized import SHAPE, worker_on
 from test_experts import write_gguf as write_experts
+from test_models import CASES as TEXTS
 from test_models import prompts
+from test_models_gguf import CASES as FILES
 from test_models_gguf import nothing, write
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
 from tiny_adapter import write_adapter
@@ -65,6 +67,8 @@ pytestmark = [
 EVEN = SMALL | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 """Widths that GGUF's blocks divide."""
 QUERY_AND_VALUE = ("q_proj", "v_proj")
+MIXED = ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+"""Those of attention and of state spaces."""
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig(**SMALL), {}),
     "llama, queries and values": (LlamaConfig(**SMALL), {"target_modules": list(QUERY_AND_VALUE)}),
@@ -78,6 +82,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "phi3": (Phi3Config(**SMALL | {"head_dim": 8, "pad_token_id": 0}), {}),
     "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]), {}),
+    "gemma4": (TEXTS["gemma4, keys of other layers"], {}),
+    "granite 4 h": (TEXTS["granite 4 h"], {"target_modules": MIXED}),
     "gemma3": (Gemma3TextConfig(**SMALL | {"sliding_window": 20, "query_pre_attn_scalar": 17}), {}),
     "qwen3, the head": (Qwen3Config(**SMALL), {"target_modules": ["lm_head", "down_proj"]}),
     "qwen3-moe, attention": (
@@ -148,6 +154,25 @@ def test_beside_the_blocks_of_a_gguf_file(kind: str, targets: Any, blocks: Calla
     model = trained(LlamaConfig(**EVEN), tmp_path, base=base, target_modules=targets)
     actual = logits_with(blocks(kind), str(tmp_path), dtype="float32")
     assert difference(actual, expected_logits(model, prompts(EVEN["vocab_size"]))) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["gemma4, keys are values", "granite 4 h"])
+def test_beside_blocks_whose_rows_lie_otherwise_in_a_layer(case: str, tmp_path: Path) -> None:
+    even = {"hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 96, "mamba_n_heads": 4, "head_dim": 16}
+    even |= {"global_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values = {name: value for name, value in FILES[case][1].to_dict().items() if name not in ("per_layer_config", "mamba_d_head")}
+    config = type(FILES[case][1])(**values | {name: value for name, value in even.items() if name in values or "dim" in name})
+    plain = write(tmp_path / "f32.gguf", FILES[case][0], random_model(config), FILES[case][2])
+    with open_checkpoint(plain) as source:
+        convert.write(source, convert.plan(source, "gguf", "q8_0"), tmp_path / "m.gguf")
+    base = random_model(config)
+    form = Blocks("Q8_0")
+    for parameter in base.parameters():
+        if parameter.dim() == 2:
+            parameter.data = form.dequantize(form.quantize(parameter.data))
+    model = trained(config, tmp_path / "adapter", base=base, target_modules=MIXED)
+    actual = logits_with(tmp_path / "m.gguf", str(tmp_path / "adapter"), dtype="float32", activations="exact")
+    assert difference(actual, expected_logits(model, prompts(config.vocab_size))) < 1e-4
 
 
 def adapter_writer(path: Path, arch: str, alpha: float) -> Any:

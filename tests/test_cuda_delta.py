@@ -1,5 +1,5 @@
-"""The gated delta rule in the GPU's engine on emulated kernels: states survive chunks, forks, pressure, found prefixes and steps
-that ran ahead."""
+"""The gated delta rule, and Mamba-2's, in the GPU's engine on emulated kernels: states survive chunks, forks, pressure, found
+prefixes and steps that ran ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import GraniteMoeHybridConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -17,16 +17,25 @@ from nanovllm_cli.engine import states
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import PROMPTS, SHAPE, engine_on, kernels_not_rehearsed, launches_of_a_decode_step, tokens
-from test_models import DELTA
+from test_models import DELTA, GRANITE_4_H
 
 pytestmark = needs_emulation
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 3}, **DELTA, layer_types=LAYERS)
-    return save(random_model(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
+MODELS = {
+    "delta rule": Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 3}, **DELTA, layer_types=LAYERS),
+    "state space": GraniteMoeHybridConfig(
+        **GRANITE_4_H | SHAPE | {"num_hidden_layers": 3, "mamba_n_heads": 4, "layer_types": ["mamba", "attention", "mamba"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With seeds whose answers have no near ties: a random model of bfloat16 is soon somewhere else."""
+    seed = list(MODELS).index(request.param)
+    return save(random_model(MODELS[request.param], seed=seed, dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

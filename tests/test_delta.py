@@ -1,4 +1,4 @@
-"""The gated delta rule on a CPU: the kernel against the formula in float64, and engines whose past is a state."""
+"""The gated delta rule, and Mamba-2's, on a CPU: the kernel against the formula in float64, and engines whose past is a state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3_5TextConfig
+from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3_5TextConfig
 
-from deltas import CASES, Case, Paged, check, check_same_bits
-from emulation.compare import close_to_rounding, random
+from deltas import CASES, SPACES, Case, Paged, check, check_same_bits
+from emulation.compare import GENERATOR, close_to_rounding, random
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.plan import Plan, StepOutput
@@ -30,7 +30,7 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 from quantizing import TINY, quantize
 from test_convert import SETTINGS as SETTINGS_OF_TINY
-from test_models import DELTA, DELTA_LAYERS, prompts
+from test_models import DELTA, DELTA_LAYERS, GRANITE, GRANITE_4_H, prompts
 from test_quant_engine import difference, logits_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -38,15 +38,29 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("index", range(len(CASES)))
-def test_equal_to_the_formula(index: int, dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize("case", [*CASES, *SPACES])
+def test_equal_to_the_formula(case: Case, dtype: torch.dtype, threads: int) -> None:
     cpu.set_num_threads(threads)
-    check(CASES[index], dtype, delta.gated_delta)
+    check(case, dtype, delta.gated_delta)
 
 
-@pytest.mark.parametrize("values", [(2, 40), (2, 64)])
-def test_a_token_has_the_same_bits_whatever_it_is_computed_with(values: tuple[int, int]) -> None:
-    check_same_bits(delta.gated_delta, Case((1, 24), values, 4, [[83]]))
+@pytest.mark.parametrize("mamba", [False, True])
+@pytest.mark.parametrize("values", [(2, 40), (2, 64), (8, 64)])
+def test_a_token_has_the_same_bits_whatever_it_is_computed_with(values: tuple[int, int], mamba: bool) -> None:
+    check_same_bits(delta.gated_delta, Case((1, 24), values, 4, [[83]], mamba=mamba, bias=mamba))
+
+
+@pytest.mark.parametrize("case", [CASES[3], SPACES[1], SPACES[5]])
+def test_heads_that_share_keys_have_the_same_bits_together(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (1, 8):
+        monkeypatch.setattr(delta, "MOST_TOGETHER", most)
+        monkeypatch.setattr(delta, "TASKS_A_THREAD", 0.1)
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(0)
+        paged = Paged(case, BF16)
+        found.append([delta.gated_delta(**paged.step(counts)[0]).clone() for counts in case.steps])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_state_that_is_not_there_gives_no_numbers() -> None:
@@ -71,11 +85,16 @@ def test_gates_are_sigmoids_of_columns_or_of_a_number_a_row(rows: int, width: in
 # ---- engines ----
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = SMALL | {"num_hidden_layers": 4, "max_position_embeddings": 2048}
-    config = Qwen3_5TextConfig(**shape, **DELTA, layer_types=DELTA_LAYERS)
-    return save(random_model(config, dtype=BF16), tmp_path_factory.mktemp("delta"))
+SHAPE = SMALL | {"num_hidden_layers": 4, "max_position_embeddings": 2048}
+MODELS = {
+    "delta rule": Qwen3_5TextConfig(**SHAPE, **DELTA, layer_types=DELTA_LAYERS),
+    "state space": GraniteMoeHybridConfig(**GRANITE_4_H | SHAPE, **GRANITE),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model(MODELS[request.param], dtype=BF16), tmp_path_factory.mktemp("states"))
 
 
 LONG = [(7 * i + i * i) % 500 for i in range(600)]
@@ -214,7 +233,7 @@ def test_guesses_are_refused_by_name(guesser: str, folder: Path, tmp_path: Path)
     large, settings = folder, {"num_speculative_tokens": 4} if guesser == "lookup" else {"draft_model": str(folder)}
     if guesser == "for another":
         large = save(random_model(LlamaConfig(**SMALL), dtype=BF16), tmp_path)
-    with pytest.raises(UnsupportedError, match="a qwen3_5 model can't take back a guess"):
+    with pytest.raises(UnsupportedError, match="model can't take back a guess"):
         worker_for(large, **settings)
 
 

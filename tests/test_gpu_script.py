@@ -772,6 +772,7 @@ def test_cases_call_the_kernels_as_they_are(kind: str) -> None:
     elif kind == "delta":
         made = [cases.delta_case(launcher, 2, 3, keys=1, values=2, dim=16)]
         assert made[0].num_bytes > 2 * 2 * 2 * 16 * 16 * 4
+        made.append(cases.state_space_case(launcher, 2, 3, keys=1, values=2, dim=16))
     else:
         made = cases.small_cases(launcher, "tiny", TINY, 3)
     for case in made:

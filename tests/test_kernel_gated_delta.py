@@ -1,4 +1,5 @@
-"""gated_delta.cu, emulated: outputs, states and what is kept against the formula in float64, step after step, each done twice."""
+"""gated_delta.cu, emulated: outputs, states and what is kept against the formula in float64, step after step, each done twice; by
+the delta rule and by Mamba-2's."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltas import CASES, Case, Paged, check, check_same_bits
+from deltas import CASES, SPACES, Case, Paged, check, check_same_bits, space
 from emulation.compare import close_to_rounding
 from emulation.emulator import ORDERS, Emulator, KernelFailed, needs_emulation
 from nanovllm_cli.errors import UnsupportedError
@@ -19,6 +20,7 @@ from nanovllm_cli.kernels.gated_delta import gated_delta
 
 pytestmark = needs_emulation
 BF16, HALF = torch.bfloat16, torch.float16
+BOTH = pytest.mark.parametrize("mamba", [False, True])
 
 
 def on(emulator: Emulator) -> Callable[..., torch.Tensor]:
@@ -29,6 +31,12 @@ def on(emulator: Emulator) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_equal_to_the_formula(index: int, order: int) -> None:
     check(CASES[index], HALF if index % 3 == 2 else BF16, on(Emulator(order)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("index", range(len(SPACES)))
+def test_equal_to_the_formula_of_a_state_space(index: int, order: int) -> None:
+    check(SPACES[index], HALF if index % 3 == 2 else BF16, on(Emulator(order)))
 
 
 def padded(args: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -46,12 +54,13 @@ def cache_of(paged: Paged) -> list[torch.Tensor]:
     return [tensor.nan_to_num(7.0).clone() for tensor in (paged.states, paged.inputs, paged.stamps)]
 
 
-def test_rows_of_padding_write_nothing_and_are_zeros() -> None:
-    paged = Paged(CASES[1], BF16)
+@pytest.mark.parametrize("case", [CASES[1], SPACES[1]], ids=["delta", "mamba"])
+def test_rows_of_padding_write_nothing_and_are_zeros(case: Case) -> None:
+    paged = Paged(case, BF16)
     free = next(block for block in range(len(paged.states)) if not (paged.tables == block).any())
     paged.tables[paged.tables == 0] = free  # block 0, which padding's tables name, is nobody's
     untouched = [tensor[0] for tensor in cache_of(paged)]
-    for counts in CASES[1].steps[:4]:
+    for counts in case.steps[:4]:
         args, expected = paged.step(counts)
         if counts == [1, 1, 1]:
             args = padded(args, 8)
@@ -62,10 +71,11 @@ def test_rows_of_padding_write_nothing_and_are_zeros() -> None:
     assert all(torch.equal(tensor[0], before) for tensor, before in zip(cache_of(paged), untouched, strict=True))
 
 
-def test_sequences_of_guesses_are_told_apart_by_their_starts() -> None:
+@pytest.mark.parametrize("case", [CASES[3], SPACES[2]], ids=["delta", "mamba"])
+def test_sequences_of_guesses_are_told_apart_by_their_starts(case: Case) -> None:
     """As a recorded step with guesses has them: as many starts as rows, those behind the last sequence at the end."""
-    paged = Paged(CASES[3], BF16)
-    for counts in CASES[3].steps:
+    paged = Paged(case, BF16)
+    for counts in case.steps:
         args, expected = paged.step(counts)
         rows, own = len(args["projected"]), len(args["kv_lens"])
         args["query_starts"] = torch.cat([args["query_starts"], torch.full((rows - own,), rows, dtype=torch.int32)])
@@ -76,14 +86,18 @@ def test_sequences_of_guesses_are_told_apart_by_their_starts() -> None:
     paged.check_cache()
 
 
+@BOTH
 @pytest.mark.parametrize(("keys", "values"), [((1, 16), (2, 16)), ((1, 24), (1, 128))])
-def test_a_token_has_the_same_bits_whatever_it_is_computed_with(keys: tuple[int, int], values: tuple[int, int]) -> None:
-    check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]]))
+def test_a_token_has_the_same_bits_whatever_it_is_computed_with(
+    keys: tuple[int, int], values: tuple[int, int], mamba: bool
+) -> None:
+    check_same_bits(on(Emulator()), Case(keys, values, 4, [[53]], mamba=mamba, bias=mamba))
 
 
-def test_each_block_that_a_step_ends_is_as_if_the_step_had_ended_there() -> None:
+@BOTH
+def test_each_block_that_a_step_ends_is_as_if_the_step_had_ended_there(mamba: bool) -> None:
     """So that others may begin behind it."""
-    paged = Paged(Case((1, 24), (2, 24), 4, [[100]]), BF16)
+    paged = Paged(Case((1, 24), (2, 24), 4, [[100]], mamba=mamba, bias=mamba), BF16)
     args, _ = paged.step([100])
     gated_delta(Emulator(), **args)
     for i, end in enumerate((32, 64, 96, 100)):
@@ -97,9 +111,11 @@ def test_each_block_that_a_step_ends_is_as_if_the_step_had_ended_there() -> None
             assert torch.equal(args[name][block, 0], cache[name][block, 0])
 
 
-def test_a_step_of_which_a_part_was_done_is_done_again() -> None:
+@BOTH
+def test_a_step_of_which_a_part_was_done_is_done_again(mamba: bool) -> None:
     """Of two sequences and four heads one block of threads; among them the one that writes a key head's inputs."""
-    paged = Paged(Case((2, 16), (4, 16), 4, [[30, 31], [1, 1], [9, 1], [1, 40]]), BF16)
+    num_keys = 1 if mamba else 2
+    paged = Paged(Case((num_keys, 16), (4, 16), 4, [[30, 31], [1, 1], [9, 1], [1, 40]], mamba=mamba, bias=mamba), BF16)
     for i, counts in enumerate(paged.case.steps):
         args, expected = paged.step(counts)
         gated_delta(Emulator(only_block=2 * i + 1), **args)
@@ -107,10 +123,11 @@ def test_a_step_of_which_a_part_was_done_is_done_again() -> None:
     paged.check_cache()
 
 
+@BOTH
 @pytest.mark.parametrize("second", [1, 5])
-def test_a_sequence_whose_place_is_gone_is_nan(second: int) -> None:
+def test_a_sequence_whose_place_is_gone_is_nan(second: int, mamba: bool) -> None:
     """And no other, and no other head."""
-    case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]])
+    case = Case((2, 16), (4, 16), 4, [[20, 21], [second, 1]], mamba=mamba, bias=mamba)
     paged = Paged(case, BF16)
     gated_delta(Emulator(), **paged.step(case.steps[0])[0])
     args, expected = paged.step(case.steps[1])
@@ -152,9 +169,12 @@ def fails(run: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("bug", ["NO_BARRIER", "UNMASKED_TAIL", "PAGE", "SAME_PLACE", "INT32"])
-def test_planted_bugs_are_found(bug: str) -> None:
-    case = {"NO_BARRIER": CASES[6], "SAME_PLACE": CASES[0]}.get(bug, CASES[3])
+@pytest.mark.parametrize(
+    ("bug", "case"),
+    [("NO_BARRIER", CASES[6]), ("UNMASKED_TAIL", CASES[3]), ("PAGE", CASES[3]), ("SAME_PLACE", CASES[0]), ("INT32", CASES[3]),
+     ("NO_BARRIER", SPACES[5]), ("UNMASKED_TAIL", SPACES[2]), ("PAGE", SPACES[2]), ("SAME_PLACE", SPACES[0])],
+)  # fmt: skip
+def test_planted_bugs_are_found(bug: str, case: Case) -> None:
 
     def check_with(order: int, bugs: tuple[str, ...]) -> None:
         emulator = Emulator(order, bugs=bugs)
@@ -182,7 +202,8 @@ def test_no_tokens_is_no_launch() -> None:
         (Case((1, 16), (1, 16), 9, [[3]]), "a convolution over 9 tokens on a GPU"),
         (Case((1, 136), (1, 16), 4, [[3]]), "heads of 136 by 16 on a GPU"),
         (Case((1, 128), (1, 260), 4, [[3]]), "heads of 128 by 260 on a GPU"),
-        (Case((1, 2), (1, 65), 4, [[3]]), "heads of 2 by 65 on a GPU"),
+        (Case((1, 2), (1, 65), 4, [[3]]), "a delta rule's heads of 2 by 65 on a GPU"),
+        (space((1, 256), (1, 64), 4, [[3]], True), "a state space's heads of 256 by 64 on a GPU"),
     ],
 )
 def test_what_registers_do_not_hold_is_refused(case: Case, message: str) -> None:
@@ -192,8 +213,11 @@ def test_what_registers_do_not_hold_is_refused(case: Case, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    "case", [Case((1, 128), (1, 256), 8, [[13], [1]]), Case((1, 128), (1, 62), 8, [[13], [1]])], ids=["256", "62"]
-)
+    "case",
+    [Case((1, 128), (1, 256), 8, [[13], [1]]), Case((1, 128), (1, 62), 8, [[13], [1]]),
+     space((1, 128), (1, 256), 8, [[13], [1]], True)],
+    ids=["256", "62", "mamba"],
+)  # fmt: skip
 def test_the_largest_heads_and_the_most_taps(case: Case) -> None:
     check(case, BF16, on(Emulator()))
 
@@ -204,3 +228,13 @@ def test_what_would_be_misread_is_refused(name: str) -> None:
     for bad in (args[name].double(), args[name][..., :-1].clone()):
         with pytest.raises(AssertionError):
             gated_delta(Emulator(), **(args | {name: bad}))
+
+
+@pytest.mark.parametrize("name", ["gates", "skip", "taps_bias"])
+def test_what_would_be_misread_in_a_state_space_is_refused(name: str) -> None:
+    args, _ = Paged(SPACES[1], BF16).step([5, 37, 1])
+    for bad in (args[name].double(), args[name][..., :-1].clone()):
+        with pytest.raises(AssertionError):
+            gated_delta(Emulator(), **(args | {name: bad}))
+    with pytest.raises(AssertionError):  # the delta rule has no bias, and two gates a head
+        gated_delta(Emulator(), **(args | {"skip": None}))

@@ -121,18 +121,23 @@ def product_of_blocks() -> tuple[Call, tuple[torch.Tensor, ...]]:
     return call, (weight.data,)
 
 
-def delta() -> tuple[Call, tuple[torch.Tensor, ...]]:
+def delta(mamba: bool = False) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """The second step of two sequences: of their cache it reads nothing at once, either."""
-    paged = Paged(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]]), BF16)
+    paged = Paged(Case((2, 32), (4, 32), 4, [[30, 8], [5, 1]], mamba=mamba, bias=mamba), BF16)
     gated_delta(Emulator(), **paged.step([30, 8])[0])
     args, _ = paged.step([5, 1])
-    known = ("taps", "decay", "decay_bias", "norm", "query_starts", "kv_lens", "block_tables")
+    norm = ("skip", "taps_bias") if mamba else ("norm",)
+    known = ("taps", "decay", "decay_bias", *norm, "query_starts", "kv_lens", "block_tables")
 
     def call(launcher: Launcher) -> torch.Tensor:
         out = gated_delta(launcher, **args)  # written elsewhere than it reads: once more is no other step
         return torch.cat([out.flatten(), paged.states.nan_to_num(7.0).flatten(), paged.stamps.flatten()])
 
     return call, tuple(args[name] for name in known)
+
+
+def state_space() -> tuple[Call, tuple[torch.Tensor, ...]]:
+    return delta(mamba=True)
 
 
 LARGE_TASKS = expert_tests.KINDS["bf16"]._replace(
@@ -176,7 +181,7 @@ def sum_of_experts() -> tuple[Call, tuple[torch.Tensor, ...]]:
 
 CASES = (
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, routing, sum_of_experts,
+    product_of_blocks, delta, state_space, routing, sum_of_experts,
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),
 )  # fmt: skip
 

@@ -80,6 +80,9 @@ GRANITE_4 = SMALL | {
     "head_dim": 8, "num_local_experts": 0, "shared_intermediate_size": 74, "layer_types": ["full_attention"] * 3,
     "mamba_n_heads": 6,
 }  # fmt: skip
+GRANITE_4_H = GRANITE_4 | {
+    "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
+}
 LFM2_LAYERS = ["conv", "full_attention", "conv"]
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 20}
 DELTA_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -260,6 +263,14 @@ CASES: dict[str, Any] = {
     "gemma4, 2 of 5 beside": Gemma4TextConfig(
         **GEMMA_4_LARGE, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=33,
     ),
+    "granite 4 h": GraniteMoeHybridConfig(**GRANITE_4_H, **GRANITE),
+    "granite 4 h, no bias, positions, three taps": GraniteMoeHybridConfig(
+        **GRANITE_4_H | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_d_state": 24}, **GRANITE,
+        position_embedding_type="rope",
+    ),
+    "granite 4 h, 2 of 5 and shared": GraniteMoeHybridConfig(
+        **GRANITE_4_H | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 33}, **GRANITE,
+    ),
     "mixtral, 2 of 4, window": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }  # fmt: skip
 
@@ -330,7 +341,8 @@ COUNTED = [
     "gpt-oss, 2 of 5", "ernie 4.5, 2 of 5 and shared", "lfm2", "lfm2, four taps, biases, tied",
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
-    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside",
+    "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h",
+    "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
 
@@ -339,7 +351,8 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CASES[case])
     names = {"norm": "norms", "per_layer": "per layer", "embed_tokens": "embedding", "lm_head": "head", "attn": "attention",
-             "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp", "conv": "conv",
+             "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",
+             "block_sparse_moe": "mlp", "conv": "conv",
              "layer_scalar": "other"}  # fmt: skip
     counted: Counter[str] = Counter()
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
@@ -509,7 +522,7 @@ DEFAULTS = {
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeConfig, "Glm4MoeForCausalLM": lambda: Glm4MoeConfig(head_dim=128),
     "SeedOssForCausalLM": SeedOssConfig, "Lfm2ForCausalLM": Lfm2Config, "Lfm2MoeForCausalLM": Lfm2MoeConfig,
     "GraniteMoeHybridForCausalLM":
-        lambda: GraniteMoeHybridConfig(layer_types=["full_attention"] * 32, num_local_experts=0),
+        lambda: GraniteMoeHybridConfig(layer_types=["full_attention", *["mamba"] * 31]),
     "Qwen2VLForConditionalGeneration": lambda: Qwen2VLConfig().text_config,
     "Qwen2_5_VLForConditionalGeneration": lambda: Qwen2_5_VLConfig().text_config,
     "Qwen3VLForConditionalGeneration": lambda: Qwen3VLConfig().text_config,
@@ -617,11 +630,13 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
         "ernie 4.5, 2 of 5 and shared", {"moe_layer_end_index": 1}, UnsupportedError, "last layers have no experts",
     ),
     "biases of experts": ("ernie 4.5, 2 of 5 and shared", {"use_bias": True}, UnsupportedError, "biases of experts"),
-    "states": (
-        "granite 4, no positions", {"layer_types": ["mamba", "attention", "mamba"]}, UnsupportedError, "with state space layers",
-    ),
-    "layers of no kind": ("granite 4, no positions", {"layer_types": [[], {}, 1]}, UnsupportedError, "with state space layers"),
-    "shared experts of a hybrid": ("granite 4, no positions", {"num_local_experts": 4}, UnsupportedError, "with shared experts"),
+    "state spaces alone": ("granite 4, no positions", {"layer_types": ["mamba"] * 3}, UnsupportedError, "no layer has attention"),
+    "layers of no kind": ("granite 4, no positions", {"layer_types": [[], {}, 1]}, CheckpointError, "must be a list of 3 kinds"),
+    "states of several groups": ("granite 4 h", {"mamba_n_groups": 2}, UnsupportedError, "a state space of 2 groups"),
+    "states of another size": ("granite 4 h", {"mamba_d_head": 15}, CheckpointError, "a state space can't have 6 heads of 15"),
+    "states over too many tokens": ("granite 4 h", {"mamba_d_conv": 65}, CheckpointError, "and 65 taps"),
+    "biases of states": ("granite 4 h", {"mamba_proj_bias": True}, UnsupportedError, "biases of its state spaces"),
+    "bounded steps": ("granite 4 h", {"time_step_limit": [0.0, 0.1]}, UnsupportedError, "time steps of a state space"),
     "convolutions over nothing": ("lfm2", {"conv_L_cache": 0}, CheckpointError, "'conv_L_cache' must be"),
     "convolutions over too much": ("lfm2", {"conv_L_cache": 65}, CheckpointError, "at most 64 are believed"),
     "layers of a third kind": ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, UnsupportedError, "layer type 'mamba'"),

@@ -122,6 +122,28 @@ def ministral(writer: Writer, config: Any) -> None:
     writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def granite_h(writer: Writer, config: Any) -> None:
+    granite(writer, config)
+    heads = [0 if kind in ("mamba", "linear_attention") else config.num_key_value_heads for kind in config.layer_types]
+    writer.add_head_count_kv(heads)
+    writer.add_feed_forward_length(config.shared_intermediate_size)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+
+
+def of_mamba(key: str, numbers: np.ndarray, flat: bool) -> np.ndarray:
+    """As llama.cpp's converter has them, or with flat its quantizer, which leaves no 1 at a shape's end."""
+    if "conv1d.weight" in key:
+        return numbers[:, 0]
+    if key.endswith(("A_log", ".D")):
+        return (-np.exp(numbers) if key.endswith("A_log") else numbers)[:, None]
+    return numbers[None] if key.endswith("mamba.norm.weight") and not flat else numbers
+
+
 def taps(writer: Writer, config: Any) -> None:
     theta(writer, config)
     writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -199,6 +221,7 @@ CASES: dict[str, tuple[str, Any, Add]] = {
     "gemma4, keys are values": ("gemma4", TEXTS["gemma4, keys are values"], gemma4),
     "glm4": ("glm4", Glm4Config(**SMALL), half_rotated),
     "granite": ("granite", TEXTS["granite"], granite),
+    "granite 4 h": ("granitehybrid", TEXTS["granite 4 h"], granite_h),
     "lfm2": ("lfm2", Lfm2Config(**SMALL | {"head_dim": 8}, layer_types=LFM2_LAYERS, block_auto_adjust_ff_dim=False), taps),
     "lfm2, four taps": (
         "lfm2",
@@ -238,7 +261,8 @@ PAIRS = ("llama", "granite", "mistral3", "smollm3")
 """Architectures whose files have the rows of a rotary pair side by side, where Hugging Face has halves of a head."""
 
 
-def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> Path:
+def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "", flat: bool = False) -> Path:
+    """flat: see `of_mamba`."""
     config = model.config
     writer = Writer(path, arch)
     add_shape(writer, config)
@@ -254,6 +278,13 @@ def write(path: Path, arch: str, model: Any, add: Add, leave_out: str = "") -> P
             continue
         if arch.startswith(("qwen35", "qwen3next")):
             numbers, key = of_delta(key, numbers, config), key.replace(".dt_bias", ".dt_proj.bias")
+        if "mamba" in key:
+            numbers, key = of_mamba(key, numbers, flat), key.replace(".dt_bias", ".dt_proj.bias")
+        if "shared_mlp.input_linear" in key:
+            for part, rows in zip(("gate", "up"), np.split(numbers, 2), strict=True):
+                writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}.weight", rows)
+            continue
+        key = key.replace("shared_mlp.output_linear", "mlp.down_proj")  # an MLP of its own there
         name = names.get_name(key, (".weight", ".bias"))
         if name is None:  # its files have experts, which is not what is looked at here
             name = f"blk.{key.split('.')[2]}.ffn_{key.split('.')[-2].removesuffix('_proj')}.weight"
@@ -382,6 +413,12 @@ def test_a_missing_tensor_is_named(case: str, name: str, tmp_path: Path) -> None
     arch, config, add = CASES[case]
     with pytest.raises(CheckpointError, match=f"1 missing: {name}"):
         worker_for(write(tmp_path / "m.gguf", arch, random_model(config), add, leave_out=name))
+
+
+def test_norms_of_state_spaces_may_be_vectors(tmp_path: Path) -> None:
+    arch, config, add = CASES["granite 4 h"]
+    files = [write(tmp_path / f"{flat}.gguf", arch, random_model(config), add, flat=flat) for flat in (False, True)]
+    assert torch.equal(*(logits_of(worker_for(file), prompts(513)) for file in files))
 
 
 def test_a_granite_file_may_have_no_positions(tmp_path: Path) -> None:

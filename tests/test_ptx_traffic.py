@@ -13,7 +13,7 @@ import test_kernel_decode_attention as decode_tests
 import test_kernel_gemv as gemv_tests
 import test_kernel_prefill_attention as prefill_tests
 import test_kernel_scaled as scaled_tests
-from deltas import Case, Paged
+from deltas import Case, Paged, space
 from emulation.compare import random
 from emulation.emulator import missing_ptx
 from emulation.quantized import quantized
@@ -81,9 +81,9 @@ def routing(machine: PtxMachine) -> None:
     route(machine, random(64, 128), torch.zeros(128, 8, dtype=torch.int64), 8, True)
 
 
-def delta() -> Callable[[PtxMachine], object]:
-    """Qwen3.5's heads, and a token behind others."""
-    paged = Paged(Case((16, 128), (32, 128), 4, [[1]]), BF16)
+def delta(case: Case) -> Callable[[PtxMachine], object]:
+    """A token behind others."""
+    paged = Paged(case, BF16)
     args, _ = paged.step([1])
     cache = {"states": torch.zeros_like(paged.states), "inputs": torch.zeros_like(paged.inputs)}
     args |= cache | {"kv_lens": torch.tensor([10]).int(), "stamps": torch.full_like(paged.stamps, 9)}
@@ -107,7 +107,8 @@ KERNELS: dict[str, tuple[Callable[[PtxMachine], object], float, float]] = {
     "int8 by int8": (scaled, 1.0, 1.1),
     "Q4_K, a row": (lambda machine: blocks(machine, 1), 1.02, 1.05),
     "Q4_K, eight rows": (lambda machine: blocks(machine, 8), 1.0, 1.15),
-    "gated delta rule": (delta(), 1.0, 1.01),
+    "gated delta rule, Qwen3.5": (delta(Case((16, 128), (32, 128), 4, [[1]])), 1.0, 1.01),
+    "state space, Granite 4 H": (delta(space((1, 128), (48, 64), 4, [[1]], bias=True)), 1.0, 1.0),
     "routing": (routing, 1.15, 2.0),  # each task is written by one thread, and its pairs by others
 }
 

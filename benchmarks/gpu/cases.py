@@ -260,35 +260,52 @@ def small_cases(launcher: Launcher, name: str, shape: Shape, rows: int) -> list[
     return [Case(f"{name} {kind}, {rows}", num_bytes, 0.0, [call]) for kind, num_bytes, call in made]
 
 
-# ---- the gated delta rule ----
+# ---- the gated delta rule, and Mamba-2's ----
 
 PLACES = 2  # of a block of the cache
 DELTA_BLOCK, DELTA_TAPS = 256, 4
 
 
-def delta_case(launcher: Launcher, count: int, tokens: int, keys: int = 16, values: int = 32, dim: int = 128) -> Case:
+def delta_case(
+    launcher: Launcher,
+    count: int,
+    tokens: int,
+    keys: int = 16,
+    values: int = 32,
+    dim: int = 128,
+    key_dim: int = 128,
+    mamba: bool = False,
+) -> Case:
     """Of one layer, with Qwen3.5's heads: `count` sequences of `tokens` new tokens each, from the middle of a block on. A
     state is read once, and written at the end of each block and of the step."""
-    device, channels = launcher.device, (2 * keys + values) * dim
+    device, channels = launcher.device, 2 * keys * key_dim + values * dim
     before, blocks = DELTA_BLOCK // 2, -(-(DELTA_BLOCK // 2 + tokens) // DELTA_BLOCK)
-    num_bytes = 4.0 * count * (1 + blocks) * values * dim * dim + 2.0 * count * tokens * (channels + 2 * values * dim)
-    flops = 8.0 * count * tokens * values * dim * dim
+    num_bytes = 4.0 * count * (1 + blocks) * values * key_dim * dim + 2.0 * count * tokens * (channels + 2 * values * dim)
+    flops = (5.0 if mamba else 8.0) * count * tokens * values * key_dim * dim
     projected = randn(launcher, count * tokens, channels + values * dim)
-    gates, taps = randn(launcher, count * tokens, 2 * values, dtype=torch.float32), randn(launcher, DELTA_TAPS, channels)
-    bias, gain = (randn(launcher, size, dtype=torch.float32) for size in (values, dim))
+    num_gates = values if mamba else 2 * values
+    gates, taps = randn(launcher, count * tokens, num_gates, dtype=torch.float32), randn(launcher, DELTA_TAPS, channels)
+    bias, gain = (randn(launcher, size, dtype=torch.float32) for size in (values, 0 if mamba else dim))
+    skip, taps_bias = (randn(launcher, values, dtype=torch.float32), randn(launcher, channels)) if mamba else (None, None)
     decay = -torch.rand(values, device=device)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
     lens = torch.full((count,), before + tokens, dtype=torch.int32, device=device)
     tables = torch.arange(count * blocks, dtype=torch.int32, device=device).view(count, blocks)
 
     def call() -> Callable[[], object]:
-        states = randn(launcher, count * blocks, PLACES, values, dim, dim, dtype=torch.float32)
+        states = randn(launcher, count * blocks, PLACES, values, key_dim, dim, dtype=torch.float32)
         inputs = randn(launcher, count * blocks, PLACES, DELTA_TAPS - 1, channels)
         stamps = torch.zeros(count * blocks, PLACES, values, dtype=torch.int32, device=device)
         stamps[:, 0] = before
         return lambda: gated_delta(
-            launcher, projected, gates, taps, decay, bias, gain, 1e-6, False, states, inputs, stamps, starts, lens, tables,
-            DELTA_BLOCK,
+            launcher, projected, gates, taps, decay, bias, gain, 1e-6, skip, taps_bias, False, states, inputs, stamps, starts,
+            lens, tables, DELTA_BLOCK,
         )  # fmt: skip
 
-    return Case(f"delta rule, {count} x {tokens}", num_bytes, flops, [call() for _ in range(copies_for(num_bytes))])
+    rule = "state space" if mamba else "delta rule"
+    return Case(f"{rule}, {count} x {tokens}", num_bytes, flops, [call() for _ in range(copies_for(num_bytes))])
+
+
+def state_space_case(launcher: Launcher, count: int, tokens: int, keys: int = 1, values: int = 48, dim: int = 64) -> Case:
+    """The same of Mamba-2's rule, with Granite 4 H Tiny's heads."""
+    return delta_case(launcher, count, tokens, keys, values, dim, mamba=True)

@@ -81,8 +81,9 @@ def matmuls(output: Output) -> None:
     for rows in (1, 256):
         for case in cases.small_cases(CudaLauncher(), "qwen3-0.6b", SHAPES["qwen3-0.6b"], rows):
             put(output, "small", case)
-    for count, tokens in DELTAS:
-        put(output, "delta", cases.delta_case(CudaLauncher(), count, tokens))
+    for make in (cases.delta_case, cases.state_space_case):
+        for count, tokens in DELTAS:
+            put(output, "delta", make(CudaLauncher(), count, tokens))
 
 
 def _gemvs(launcher: Launcher, rows: tuple[int, ...]) -> Iterator[Case]:

@@ -116,7 +116,8 @@ class ConvSpec:
 class DeltaSpec:
     """The gated delta rule in place of attention (Qwen3-Next): see `kernels.reference.gated_delta`. Value heads of value_dim have
     a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the checkpoint
-    has the logarithm of the decay, without its sign.
+    has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see `kernels.reference.state_space`.
+    conv_bias: of its convolution.
     """
 
     num_keys: int
@@ -126,6 +127,8 @@ class DeltaSpec:
     width: int
     tiled: bool = False
     log_decay: bool = True
+    mamba: bool = False
+    conv_bias: bool = False
 
     @property
     def values(self) -> int:
@@ -139,8 +142,10 @@ class DeltaSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        matrices = hidden_size * (self.channels + 2 * self.values + 2 * self.num_values)
-        return matrices + self.channels * self.width + 2 * self.num_values
+        gates = 1 if self.mamba else 2
+        matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
+        tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias
+        return matrices + self.channels * self.width + tables
 
 
 MixerSpec = AttentionSpec | ConvSpec | DeltaSpec

@@ -26,13 +26,16 @@ class HeadNorms(NamedTuple):
 
 class DeltaWeights(NamedTuple):
     """Of the gated delta rule, beside its projections: taps [width, channels], decay and decay_bias [V], norm [D]; see
-    `reference.gated_delta`."""
+    `reference.gated_delta`. With skip [V] it is Mamba-2's rule, which has no norm (an empty tensor); taps_bias [channels] or
+    None: see `reference.state_space`."""
 
     taps: torch.Tensor
     decay: torch.Tensor
     decay_bias: torch.Tensor
     norm: torch.Tensor
     eps: float
+    skip: torch.Tensor | None = None
+    taps_bias: torch.Tensor | None = None
 
 
 class StepInputs(NamedTuple):
@@ -87,4 +90,4 @@ class AttentionBackend(CacheLayout, Protocol):
         step: Any,
     ) -> torch.Tensor:
         """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `reference.gated_delta`, of each token's
-        sequence."""
+        sequence. With spec.mamba gates are [T, V]: see `reference.state_space`."""

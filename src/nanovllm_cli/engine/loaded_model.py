@@ -13,9 +13,10 @@ from nanovllm_cli.engine.memory import check_weights_fit
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.layers.attention import gates_first
+from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import AttentionSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_integer import CpuInteger
@@ -131,8 +132,8 @@ class LoadedModel:
 
     def _with_adapters(self, weight: WeightStorage, parts: dict[str, int]) -> WeightStorage:
         """With the products of adapters beside those of a weight that is stored quantized."""
-        added = [[Beside(each.down, self._rows_of(name, each.up.float()) * each.scale) for each in self._beside.get(name, ())]
-                 for name in parts]  # fmt: skip
+        added = [[Beside(each.down, self._rows_of(name, each.up.float(), count) * each.scale)
+                  for each in self._beside.get(name, ())] for name, count in parts.items()]  # fmt: skip
         sides = side_by_side(list(parts.values()), added, weight.width)
         largest = sides.up.to(self.dtype).abs().float() @ sides.down.to(self.dtype).abs().float().sum(1)
         if not bool(largest.isfinite().all()):
@@ -145,11 +146,17 @@ class LoadedModel:
 
         return self.platform.with_product(weight, kept(sides.down), kept(sides.up), self.dtype)
 
-    def _rows_of(self, name: str, up: torch.Tensor) -> torch.Tensor:
-        """In the order in which the layer has the weight's."""
+    def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
+        """In the order in which the layer has the weight's, of which this one has so many."""
         place, _, part = name.removesuffix(".weight").rpartition(".")
-        mixer = self.spec.blocks[int(place.split(".")[1])].mixer if part == "q" else None
-        return gates_first(up, mixer.head_dim) if isinstance(mixer, AttentionSpec) and mixer.gated else up
+        match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "mamba_in") else None:
+            case "q", AttentionSpec(gated=True) as mixer:
+                return gates_first(up, mixer.head_dim)
+            case "k", AttentionSpec(keys_are_values=True):
+                return torch.cat([up, up])
+            case "mamba_in", DeltaSpec() as mixer:
+                return next(rows for rows in mamba_rows(up, mixer) if len(rows) == count)
+        return up
 
 
 def _stays_apart(form: Format | None) -> bool:

@@ -71,6 +71,11 @@ def most_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
+def num_threads() -> int:
+    """That the calling thread's kernels may use."""
+    return int(_thread.most or numba.config.NUMBA_NUM_THREADS)
+
+
 def set_num_threads(threads: int) -> None:
     """For kernels of the calling thread. Torch is left one thread: two pools that wait by spinning rob each other."""
     _thread.most = _thread.current = max(1, min(threads, most_threads()))
@@ -87,7 +92,7 @@ def processor_name() -> str:
 
 def use_threads_for(work: float) -> None:
     """Choose the threads for kernels of so many multiply-adds. It changes who computes, never what: every bit is the same."""
-    threads = 1 if work < SERIAL_WORK else _thread.most or numba.config.NUMBA_NUM_THREADS
+    threads = 1 if work < SERIAL_WORK else num_threads()
     if threads != _thread.current:
         numba.set_num_threads(threads)
         _thread.current = threads
@@ -400,7 +405,7 @@ def attention_tiles(query_starts: torch.Tensor, kv_lens: torch.Tensor, group: in
 def _num_splits(tasks: int, table_width: int) -> int:
     """Into how many parts of `cpu_attention.SPLIT` keys sequences are cut, so that no thread is without work: all that there may
     be, or 1. Like the number of threads it changes who computes, never what."""
-    enough = TASKS_A_THREAD * (_thread.most or numba.config.NUMBA_NUM_THREADS)
+    enough = TASKS_A_THREAD * num_threads()
     return 1 if tasks >= enough else -(-table_width * BLOCK // cpu_attention.SPLIT)
 
 

@@ -1,7 +1,8 @@
-"""The gated delta rule on the CPU. See `delta.gated_delta` for what it does, and for the names.
+"""The gated delta rule, and Mamba-2's, on the CPU. See `delta.gated_delta` for what they do, and for the names.
 
-A task is a sequence and one of its value heads: it goes through the step's tokens in their order, CHUNK of them at a time. Each
-column of a state is a recurrence of its own: a chunk's tokens run over a few, which the L1 cache holds, then over the next.
+A task is a sequence and some of its value heads, side by side, that share a key head: it goes through the step's tokens in their
+order, CHUNK of them at a time. Each column of a state is a recurrence of its own: a chunk's tokens run over a few, which the L1
+cache holds, then over the next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store, whole_lines
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_delta import COLUMNS, delta_step
+from nanovllm_cli.kernels.simd_delta import COLUMNS, TOKENS, delta_step, mamba_step, mamba_steps
 from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
 CHUNK = 16
@@ -26,7 +27,7 @@ def _silu(x):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _convolve(taps, rows, first, count, channel, offset, out):
+def _convolve(taps, bias, has_bias, rows, first, count, channel, offset, out):
     """out [count] = silu of the convolution of these channels; rows [width, …]: their inputs, those of the token before the last
     `width - 1` first, as a ring that begins at `first`."""
     width = len(taps)
@@ -36,10 +37,10 @@ def _convolve(taps, rows, first, count, channel, offset, out):
         for i in range(count):
             total = load(a, channel + i) * e[offset + i] + load(b, channel + i) * f[offset + i]
             total = total + load(c, channel + i) * g[offset + i] + load(d, channel + i) * h[offset + i]
-            out[i] = _silu(total)
+            out[i] = _silu(total + load(bias, channel + i) if has_bias else total)
         return
     for i in range(count):
-        out[i] = np.float32(0.0)
+        out[i] = load(bias, channel + i) if has_bias else np.float32(0.0)
     for k in range(width):
         tap, row = taps[k], rows[(first + k) % width]
         for i in range(count):
@@ -77,13 +78,14 @@ def _divide_by_length(x, factor):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _mix(taps, ring, oldest, firsts, sizes, q, k, v, product):
+def _mix(taps, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product):
     """q, k and v of a token, by the inputs of it and those before it. Returns k . q. product [key_dim]: scratch."""
-    _convolve(taps, ring, oldest, sizes[0], firsts[0], 0, q)
-    _convolve(taps, ring, oldest, sizes[1], firsts[1], sizes[0], k)
-    _convolve(taps, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
-    _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(q.size)))
-    _divide_by_length(k, np.float32(1.0))
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[0], firsts[0], 0, q)
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[1], firsts[1], sizes[0], k)
+    _convolve(taps, bias, has_bias, ring, oldest, sizes[2], firsts[2], sizes[0] + sizes[1], v)
+    if not mamba:
+        _divide_by_length(q, np.float32(1.0) / np.sqrt(np.float32(q.size)))
+        _divide_by_length(k, np.float32(1.0))
     for i in range(q.size):
         product[i] = q[i] * k[i]
     return sum_f32(product.ctypes.data, q.size)
@@ -99,7 +101,19 @@ def _finish(found, gains, eps, z, first_z, line, first):
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FAST)
-def _step(source, target, stride, rows, count, k, q, v, out, kept, beta, alike):
+def _finish_mamba(found, v, skip, z, first_z, line, first):
+    """line[first …] = (found + skip * v) * silu(z)."""
+    for i in range(found.size):
+        store(line, first + i, (found[i] + skip * v[i]) * _silu(load(z, first_z + i)))
+
+
+@njit(inline="always")
+def _softplus(x):
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=FAST)
+def _step(source, target, stride, rows, count, k, q, v, out, kept, taken, beta, alike):
     """See `simd_delta.delta_step`, of any number of columns and rows."""
     key, query, value, found = floats_at(k, (rows,)), floats_at(q, (rows,)), floats_at(v, (count,)), floats_at(out, (count,))
     for j in range(count):
@@ -108,11 +122,33 @@ def _step(source, target, stride, rows, count, k, q, v, out, kept, beta, alike):
             number = floats_at(source + i * stride + 4 * j, (1,))[0]
             seen += number * key[i]
             finds += number * query[i]
-        change = beta * (value[j] - kept * seen)
+        change = beta * (value[j] - taken * seen)
         found[j] = alike * change + kept * finds
         for i in range(rows):
             number = floats_at(source + i * stride + 4 * j, (1,))[0]
             floats_at(target + i * stride + 4 * j, (1,))[0] = kept * number + key[i] * change
+
+
+@njit(nogil=True, error_model="numpy")
+def _mamba_columns(source, target, stride, rows, count, here, kept, step):
+    """Mamba-2's rule over COLUMNS of a state and some tokens. here: addresses of k, q, v and out, bytes from token to token."""
+    k, q, v, out, key_bytes, value_bytes = here
+    c = np.int64(0)
+    while c < count:
+        at_once = TOKENS if count - c >= TOKENS else np.int64(1)
+        own = (k + c * key_bytes, q + c * key_bytes, v + c * value_bytes, out + c * value_bytes)
+        if at_once > 1:
+            for half in range(0, 4 * COLUMNS, 2 * COLUMNS):
+                mamba_steps(
+                    source + half, target + half, stride, rows, own[0], own[1], own[2] + half, own[3] + half, key_bytes,
+                    value_bytes, kept + 4 * c, step + 4 * c,
+                )  # fmt: skip
+        else:
+            mamba_step(
+                source, target, stride, rows, own[0], own[1], own[2], own[3], key_bytes, value_bytes, kept + 4 * c, step + 4 * c
+            )
+        c += at_once
+        source = target
 
 
 @kernel(fastmath=FAST)
@@ -120,10 +156,13 @@ def gated_delta(arguments, thread, team):
     """projected [T, channels + V * D]: q and k of K heads of E dims, v and z of V heads of D. gates [T, 2 V] fp32: b and a. taps
     [width, channels]. decay, decay_bias [V], norm [D] fp32. states [N, 2, V, E, D] fp32, inputs [N, 2, width - 1, channels],
     stamps [N, 2, V] int32. starts [B + 1], lens [B] int32; tables [B, P] int32. out [T, V * D].
+    Where skip is not 0, [V] fp32, the rule is Mamba-2's: gates [T, V]. taps_bias [channels], or 0 for none. together: value
+    heads a task.
     """
     (
-        tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, num_keys, key_dim, num_values, value_dim, tiled,
-        states, inputs, stamps, num_blocks, block_size, starts, lens, tables, num_sequences, table_width, out, eps,
+        tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, skip, taps_bias, num_keys, key_dim, num_values,
+        value_dim, together, tiled, states, inputs, stamps, num_blocks, block_size, starts, lens, tables, num_sequences,
+        table_width, out, eps,
     ) = fields(arguments)  # fmt: skip
     values = num_values * value_dim
     channels = 2 * num_keys * key_dim + values
@@ -132,25 +171,29 @@ def gated_delta(arguments, thread, team):
     weight = carray(typed_pointer(taps, tag), (width, channels))
     inputs_of = carray(typed_pointer(inputs, tag), (num_blocks, 2, width - 1, channels))
     stamp_of = carray(typed_pointer(stamps, np.int32(0)), (num_blocks, 2, num_values))
-    gate_of, gains = floats_at(gates, (num_tokens, 2 * num_values)), floats_at(norm, (value_dim,))
+    mamba, has_bias = skip != 0, taps_bias != 0
+    bias = carray(typed_pointer(taps_bias if has_bias else taps, tag), (channels,))
+    gate_of, gains = floats_at(gates, (num_tokens, num_values if mamba else 2 * num_values)), floats_at(norm, (value_dim,))
+    skip_of = floats_at(skip if mamba else decay, (num_values,))
     decay_of, bias_of = floats_at(decay, (num_values,)), floats_at(decay_bias, (num_values,))
     start_of = carray(typed_pointer(starts, np.int32(0)), (num_sequences + 1,))
     len_of = carray(typed_pointer(lens, np.int32(0)), (num_sequences,))
     table_of = carray(typed_pointer(tables, np.int32(0)), (num_sequences, table_width))
 
-    sizes, own = (key_dim, key_dim, value_dim), 2 * key_dim + value_dim
-    line_k, line_v = whole_lines(4 * key_dim), whole_lines(4 * value_dim)
-    memory = scratch(whole_lines(4 * width * own) + CHUNK * (2 * line_k + 2 * line_v) + line_k + 3 * 4 * CHUNK)
+    sizes, own = (key_dim, key_dim, together * value_dim), 2 * key_dim + together * value_dim
+    line_k, line_v = whole_lines(4 * key_dim), whole_lines(4 * together * value_dim)
+    memory = scratch(whole_lines(4 * width * own) + CHUNK * (2 * line_k + 2 * line_v) + line_k + 4 * 4 * CHUNK)
     ring = floats_at(memory.ctypes.data, (width, own))  # inputs of the token at p, p modulo width
     at_q = memory.ctypes.data + whole_lines(4 * width * own)
     at_k = at_q + CHUNK * line_k
     at_v = at_k + CHUNK * line_k
     at_found = at_v + CHUNK * line_v
     product = floats_at(at_found + CHUNK * line_v, (key_dim,))
-    kept, beta, alike = floats_at(at_found + CHUNK * line_v + line_k, (3, CHUNK))
+    kept, taken, beta, alike = floats_at(at_found + CHUNK * line_v + line_k, (4, CHUNK))
 
-    for task in share(num_sequences * num_values, thread, team):
-        sequence, head = task // num_values, task % num_values
+    tasks = num_values // together
+    for task in share(num_sequences * tasks, thread, team):
+        sequence, head = task // tasks, task % tasks * together
         group = num_values // num_keys
         key_head = head % num_keys if tiled else head // group
         keeps_keys = head < num_keys if tiled else head % group == 0
@@ -167,7 +210,7 @@ def gated_delta(arguments, thread, team):
                     place = np.int64(each)
         if place < 0:
             for t in range(begin, end):
-                for i in range(value_dim):
+                for i in range(together * value_dim):
                     store(result[t], head * value_dim + i, np.float32(np.nan))
             continue
         for back in range(1, width):
@@ -185,40 +228,58 @@ def gated_delta(arguments, thread, team):
             target_place = 1 - place if block == read_block else np.int64(0)
             target = states + ((block * 2 + target_place) * num_values + head) * 4 * key_dim * value_dim
             if position == 0:
-                zeros = floats_at(target, (key_dim * value_dim,))
-                for i in range(key_dim * value_dim):
+                zeros = floats_at(target, (together * key_dim * value_dim,))
+                for i in range(together * key_dim * value_dim):
                     zeros[i] = np.float32(0.0)
                 state = target
             count = min(min(CHUNK, end - t), block_size - position % block_size)
             for c in range(count):
                 _gather(source[t + c], firsts, sizes, ring[(position + c) % width])
                 q, k = floats_at(at_q + c * line_k, (key_dim,)), floats_at(at_k + c * line_k, (key_dim,))
-                v = floats_at(at_v + c * line_v, (value_dim,))
-                alike[c] = _mix(weight, ring, (position + c + 1) % width, firsts, sizes, q, k, v, product)
-                beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate_of[t + c, head]))
-                a = gate_of[t + c, num_values + head] + bias_of[head]
-                kept[c] = np.exp(decay_of[head] * (max(a, np.float32(0.0)) + np.log1p(np.exp(-abs(a)))))
-            for first in range(0, value_dim, COLUMNS):
-                columns, seen, at = min(COLUMNS, value_dim - first), state + 4 * first, target + 4 * first
+                v = floats_at(at_v + c * line_v, (together * value_dim,))
+                oldest = (position + c + 1) % width
+                alike[c] = _mix(weight, bias, has_bias, mamba, ring, oldest, firsts, sizes, q, k, v, product)
+            for h in range(head, head + together):
                 for c in range(count):
-                    q, k = at_q + c * line_k, at_k + c * line_k
-                    v, found = at_v + c * line_v + 4 * first, at_found + c * line_v + 4 * first
-                    if columns == COLUMNS:
-                        delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, kept[c], beta[c], alike[c])
+                    if mamba:
+                        beta[c] = _softplus(gate_of[t + c, h] + bias_of[h])
+                        kept[c], taken[c] = np.exp(decay_of[h] * beta[c]), np.float32(0.0)
                     else:
-                        _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, kept[c], beta[c], alike[c])
-                    seen = at
+                        beta[c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-gate_of[t + c, h]))
+                        kept[c] = np.exp(decay_of[h] * _softplus(gate_of[t + c, num_values + h] + bias_of[h]))
+                        taken[c] = kept[c]
+                behind, beside = 4 * (h - head) * key_dim * value_dim, 4 * (h - head) * value_dim
+                for first in range(0, value_dim, COLUMNS):
+                    columns, offset = min(COLUMNS, value_dim - first), beside + 4 * first
+                    seen, at = state + behind + 4 * first, target + behind + 4 * first
+                    if mamba and columns == COLUMNS:
+                        here = (at_k, at_q, at_v + offset, at_found + offset, line_k, line_v)
+                        _mamba_columns(seen, at, 4 * value_dim, key_dim, count, here, kept.ctypes.data, beta.ctypes.data)
+                        continue
+                    for c in range(count):
+                        q, k = at_q + c * line_k, at_k + c * line_k
+                        v, found = at_v + c * line_v + offset, at_found + c * line_v + offset
+                        if columns == COLUMNS:
+                            delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, kept[c], taken[c], beta[c], alike[c])
+                        else:
+                            _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, kept[c], taken[c], beta[c], alike[c])
+                        seen = at
+                for c in range(count):
+                    found, first = floats_at(at_found + c * line_v + beside, (value_dim,)), h * value_dim
+                    if mamba:
+                        v = floats_at(at_v + c * line_v + beside, (value_dim,))
+                        _finish_mamba(found, v, skip_of[h], source[t + c], channels + first, result[t + c], first)
+                    else:
+                        _finish(found, gains, eps, source[t + c], channels + first, result[t + c], first)
             state = target
-            for c in range(count):
-                found, first = floats_at(at_found + c * line_v, (value_dim,)), head * value_dim
-                _finish(found, gains, eps, source[t + c], channels + first, result[t + c], first)
             t += count
             position += count
             if position % block_size == 0 or t == end:
                 for back in range(1, width):
                     line = inputs_of[block, target_place, width - 1 - back]
                     _scatter(ring[(position - back) % width], firsts, sizes, keeps_keys, line)
-                if block != read_block:
-                    stamp_of[block, 1, head] = 0
-                stamp_of[block, target_place, head] = position
+                for h in range(head, head + together):
+                    if block != read_block:
+                        stamp_of[block, 1, h] = 0
+                    stamp_of[block, target_place, h] = position
     keep(memory)

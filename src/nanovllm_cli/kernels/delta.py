@@ -1,4 +1,4 @@
-"""The gated delta rule on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_delta.py).
+"""The gated delta rule, and Mamba-2's, on the CPU: tensors in, checks, addresses to the compiled kernel (cpu_delta.py).
 
 What a token needs of those before it is a state of each value head and the last inputs of a convolution. They lie in blocks, as
 they are behind the last of a block's tokens that was computed: the engine has one such block for a whole sequence. A block has
@@ -13,6 +13,9 @@ import torch
 
 from nanovllm_cli.kernels import cpu, cpu_delta
 
+MOST_TOGETHER = 8
+TASKS_A_THREAD = 3
+
 
 def gated_delta(
     projected: torch.Tensor,
@@ -22,6 +25,8 @@ def gated_delta(
     decay_bias: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
+    skip: torch.Tensor | None,
+    taps_bias: torch.Tensor | None,
     tiled: bool,
     states: torch.Tensor,
     inputs: torch.Tensor,
@@ -32,11 +37,12 @@ def gated_delta(
     block_size: int,
 ) -> torch.Tensor:
     """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `reference.gated_delta`, of each sequence behind
-    what the cache has of it; NaN where it has nothing.
+    what the cache has of it; NaN where it has nothing. With skip [V] fp32 see `reference.state_space`: gates are [T, V], and norm
+    is not read.
 
-    taps [width, channels]; decay, decay_bias [V], norm [D] fp32. states [N, 2, V, E, D] fp32, inputs [N, 2, width - 1, channels],
-    stamps [N, 2, V] int32: what was behind so many tokens, in two places of a block. query_starts [B + 1], kv_lens [B],
-    block_tables [B, P] int32: see `Batch`, of blocks of block_size tokens.
+    taps [width, channels], taps_bias [channels]; decay, decay_bias [V], norm [D] fp32. states [N, 2, V, E, D] fp32, inputs
+    [N, 2, width - 1, channels], stamps [N, 2, V] int32: what was behind so many tokens, in two places of a block. query_starts
+    [B + 1], kv_lens [B], block_tables [B, P] int32: see `Batch`, of blocks of block_size tokens.
     """
     (tokens, _), dtype, (width, channels) = projected.shape, projected.dtype, taps.shape
     num_blocks, _, num_values, key_dim, value_dim = states.shape
@@ -46,9 +52,13 @@ def gated_delta(
     out = cpu.new_tensor((tokens, num_values * value_dim), dtype)
     ints = (
         cpu.address_of(projected, dtype, tokens, channels + num_values * value_dim),
-        cpu.address_of(gates, f32, tokens, 2 * num_values), tokens, cpu.address_of(taps, dtype, width, channels), width,
-        cpu.address_of(decay, f32, num_values), cpu.address_of(decay_bias, f32, num_values), cpu.address_of(norm, f32, value_dim),
-        num_keys, key_dim, num_values, value_dim, int(tiled),
+        cpu.address_of(gates, f32, tokens, (1 if skip is not None else 2) * num_values), tokens,
+        cpu.address_of(taps, dtype, width, channels), width,
+        cpu.address_of(decay, f32, num_values), cpu.address_of(decay_bias, f32, num_values),
+        *((cpu.address_of(norm, f32, value_dim), 0) if skip is None else (0, cpu.address_of(skip, f32, num_values))),
+        0 if taps_bias is None else cpu.address_of(taps_bias, dtype, channels),
+        num_keys, key_dim, num_values, value_dim,
+        1 if tiled else _together(num_values // num_keys, num_sequences * num_values), int(tiled),
         cpu.address_of(states, f32, num_blocks, 2, num_values, key_dim, value_dim),
         cpu.address_of(inputs, dtype, num_blocks, 2, width - 1, channels),
         cpu.address_of(stamps, i32, num_blocks, 2, num_values), num_blocks, block_size,
@@ -58,3 +68,10 @@ def gated_delta(
     work = tokens * num_values * key_dim * value_dim * 4
     cpu.launch(cpu_delta.gated_delta, work, cpu.tags_of(dtype), ints, (eps,))
     return out
+
+
+def _together(group: int, heads: int) -> int:
+    """How many value heads a task takes, of groups that share a key head: what comes of keys and queries is computed once for
+    them. As many as leave every thread some tasks; no number depends on it."""
+    most = min(MOST_TOGETHER, int(heads / (TASKS_A_THREAD * cpu.num_threads())))
+    return max(count for count in range(1, group + 1) if group % count == 0 and count <= max(1, most))

@@ -7,6 +7,9 @@
 //   a block's two places. What lies in the one whose stamp is n is what there was behind n tokens of the sequence.
 //   starts, lens, tables: as in gated_conv.cu
 //
+// MAMBA: the rule of Mamba-2 instead (reference.state_space), whose norm is a kernel of its own, behind it. gates [T, V] are
+// a alone, and norm is not read. In this rule only: skip [V] fp32, and taps_bias [channels] DTYPE, or null.
+//
 // A step reads the place that has what was behind the token before its first, and writes the block's other one, or place 0 of
 // blocks that it enters: done again, it finds what it found. State and inputs are written at ends of blocks and of the step, the
 // inputs of a key head by the first of the value heads that share it.
@@ -16,174 +19,7 @@
 // meet twice in SLOTS tokens, not at each: a warp prepares q and k, or v and z, of a token; then all go through those tokens in
 // their order, while the rows of the next ones are under way to a ring in shared memory; then a warp norms an output. What a
 // token is computed from, and in which order, does not depend on those beside it.
-#include "common.cuh"
-
-constexpr int SLICES = 8, LANES = WARP_SIZE / SLICES;  // of a warp: slices of rows by groups of columns
-constexpr int GROUPS = (KEY_DIM + 4 * SLICES - 1) / (4 * SLICES), KEY_SPAN = GROUPS * 4 * SLICES;
-constexpr int WARP_COLUMNS = LANES * VECTOR, WARPS = (VALUE_DIM + WARP_COLUMNS - 1) / WARP_COLUMNS;
-constexpr int THREADS = WARPS * WARP_SIZE, SPREAD = SLICES / 2 / VECTOR;  // slices that end up with the same sum
-constexpr int SLOTS = WARPS > 8 ? 4 : 8, TASKS = 2, BEFORE = WIDTH - 1, RING = SLOTS + BEFORE;
-constexpr int PARTS = 2 * KEY_DIM + VALUE_DIM, ROW = PARTS + VALUE_DIM;  // q, k and v of a token, and z
-constexpr int LOAD = PIECE < 4 ? PIECE : 4;  // with more, half of a warp has nothing of a head of 128
-constexpr int UNIT = WARP_SIZE * LOAD, KEY_UNITS = (KEY_DIM + UNIT - 1) / UNIT, VALUE_UNITS = (VALUE_DIM + UNIT - 1) / UNIT;
-
-typedef Vector<DTYPE, LOAD> Elements;
-typedef Vector<float, LOAD> Floats;
-typedef Vector<float, VECTOR> Columns;
-typedef Vector<float, 4> Four;
-
-// A token as its warps leave it for all; value becomes the output.
-struct alignas(16) Token {
-  float q[KEY_SPAN], k[KEY_SPAN], value[(VALUE_DIM + 3) / 4 * 4], gate[(VALUE_DIM + 3) / 4 * 4];
-  float kept, rate, overlap;  // exp(decay * softplus(a + decay_bias)), sigmoid(b), k . q
-};
-
-struct alignas(16) Shared {
-  Token tokens[SLOTS];
-  DTYPE rows[RING][ROW], taps[WIDTH][PARTS];
-  float gates[2][SLOTS];
-
-  // Of a token of the step, or of one before it.
-  DEVICE DTYPE* row_of(int token) { return rows[(token + BEFORE) % RING]; }
-};
-
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
-DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-DEVICE Four load_once(const float* source, Four) { return __builtin_bit_cast(Four, load_streaming(source)); }
-template <class T>
-DEVICE T load_once(const float* source, T) { return T::load(source); }
-
-// PIECE elements to shared memory, or zeros; there after wait_copies and a barrier.
-DEVICE void copy_piece(DTYPE* target, const DTYPE* source, bool is_known = true) {
-  if constexpr (PIECE == 8) {
-    copy_async_16(target, source, is_known);
-  } else {
-    typedef Vector<DTYPE, PIECE> Piece;
-    Piece piece;
-#pragma unroll
-    for (int j = 0; j < PIECE; ++j) piece.at[j] = from_float<DTYPE>(0.0f);
-    if (is_known) piece = Piece::load(source);
-    piece.store(target);
-  }
-}
-
-// Stores of 8 and 16 bytes that stay whole: at the first of several addresses the compiler parts the plain ones.
-template <class T, int COUNT>
-DEVICE void store_whole(T* target, const Vector<T, COUNT>& vector) {
-  if constexpr (sizeof vector == 16) {
-    __stcg(reinterpret_cast<uint4*>(target), __builtin_bit_cast(uint4, vector));
-  } else if constexpr (sizeof vector == 8) {
-    __stcg(reinterpret_cast<uint2*>(target), __builtin_bit_cast(uint2, vector));
-  } else {
-    vector.store(target);
-  }
-}
-
-// Where a unit of a head begins for this lane, if it does.
-DEVICE int column_of(int unit) { return unit * UNIT + threadIdx.x % WARP_SIZE * LOAD; }
-template <int DIM>
-DEVICE bool has_unit(int unit) { return DIM % UNIT == 0 || column_of(unit) < DIM; }
-
-// A lane's part of the state.
-struct State {
-  float at[GROUPS][4][VECTOR];
-
-  static DEVICE int row_of(int group) { return (group * SLICES + threadIdx.x % WARP_SIZE / LANES) * 4; }
-  static DEVICE int column() { return threadIdx.x / WARP_SIZE * WARP_COLUMNS + threadIdx.x % LANES * VECTOR; }
-  static DEVICE bool has(int row) {
-#ifndef BUG_UNMASKED_TAIL
-    if (VALUE_DIM % WARP_COLUMNS && column() >= VALUE_DIM) return false;
-#endif
-    return KEY_DIM == KEY_SPAN || row < KEY_DIM;
-  }
-
-  DEVICE void fill(float value) {
-#pragma unroll
-    for (int i = 0; i < GROUPS * 4 * VECTOR; ++i) at[i / VECTOR / 4][i / VECTOR % 4][i % VECTOR] = value;
-  }
-
-  DEVICE void load(const float* source) {
-    fill(0.0f);
-#pragma unroll
-    for (int i = 0; i < GROUPS * 4; ++i) {
-      const int row = row_of(i / 4) + i % 4;
-      if (!has(row)) continue;
-      const Columns loaded = load_once(source + row * VALUE_DIM + column(), Columns());
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) at[i / 4][i % 4][j] = loaded.at[j];
-    }
-  }
-
-  DEVICE void store(float* target) const {
-#pragma unroll
-    for (int i = 0; i < GROUPS * 4; ++i) {
-      const int row = row_of(i / 4) + i % 4;
-      if (!has(row)) continue;
-      Columns stored;
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) stored.at[j] = at[i / 4][i % 4][j];
-      store_whole(target + row * VALUE_DIM + column(), stored);
-    }
-  }
-
-  // By a token, whose output takes its value's place: (kept S + k change^T)^T q = kept S^T q + (k . q) change.
-  DEVICE void advance(Token& token) {
-    const int lane = threadIdx.x % WARP_SIZE;
-    float sums[2 * VECTOR] = {};  // S^T k, then S^T q
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      const Four q = Four::load(token.q + row_of(group)), k = Four::load(token.k + row_of(group));
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-          sums[j] = fmaf(at[group][i][j], k.at[i], sums[j]);
-          sums[VECTOR + j] = fmaf(at[group][i][j], q.at[i], sums[VECTOR + j]);
-        }
-    }
-    const float sum = scattered_sum(sums), kept = token.kept;
-    // The first half of the lanes has a column's sum with k, the other one its sum with q.
-    const int own = column() + lane % 16 / LANES / SPREAD;
-    const bool is_owner = lane < 16 && lane / LANES % SPREAD == 0 && (VALUE_DIM % WARP_COLUMNS == 0 || own < VALUE_DIM);
-    const float change = token.rate * ((is_owner ? token.value[own] : 0.0f) - kept * sum);
-    const float q_sum = __shfl_xor_sync(ALL_LANES, sum, 16);
-    if (is_owner) token.value[own] = fmaf(token.overlap, change, kept * q_sum);
-    float changes[VECTOR];
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) changes[j] = __shfl_sync(ALL_LANES, change, j * SPREAD * LANES + lane % LANES);
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      const Four k = Four::load(token.k + row_of(group));
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) at[group][i][j] = fmaf(k.at[i], changes[j], kept * at[group][i][j]);
-    }
-  }
-
- private:
-  // Over a warp's slices. At each step a lane sends half of its sums and goes on with the others, as long as it has two.
-  static DEVICE float scattered_sum(float (&sums)[2 * VECTOR]) {
-    int left = 2 * VECTOR;
-#pragma unroll
-    for (int bit = 16; bit >= LANES; bit >>= 1) {
-      if (left == 1) {
-        sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], bit);
-        continue;
-      }
-      left /= 2;
-      const bool is_upper = threadIdx.x & bit;
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {
-        if (i >= left) continue;
-        const float sent = is_upper ? sums[i] : sums[left + i], own = is_upper ? sums[left + i] : sums[i];
-        sums[i] = own + __shfl_xor_sync(ALL_LANES, sent, bit);
-      }
-    }
-    return sums[0];
-  }
-};
+#include "gated_delta.cuh"
 
 // What a block works on: a value head of a sequence, and where in the cache its step begins and its tokens are kept.
 struct Work {
@@ -219,6 +55,11 @@ template <int DIM>
 DEVICE Floats mixed(Shared& shared, int token, int part, int unit) {
   Floats sums = {};
   if (!has_unit<DIM>(unit)) return sums;
+  if constexpr (MAMBA) {
+    const Elements bias = Elements::load(shared.taps[WIDTH] + part + column_of(unit));
+#pragma unroll
+    for (int j = 0; j < LOAD; ++j) sums.at[j] = to_float(bias.at[j]);
+  }
 #pragma unroll
   for (int k = 0; k < WIDTH; ++k) {
     const Elements input = Elements::load(shared.row_of(token - BEFORE + k) + part + column_of(unit));
@@ -243,6 +84,15 @@ DEVICE void keep_inputs(Shared& shared, int token, int part, int dim, DTYPE* tar
 }
 
 DEVICE void prepare_keys(Shared& shared, int token, Token& target) {
+  if constexpr (MAMBA) {
+#pragma unroll
+    for (int unit = 0; unit < KEY_UNITS; ++unit) {
+      if (!has_unit<KEY_DIM>(unit)) continue;
+      mixed<KEY_DIM>(shared, token, 0, unit).store(target.q + column_of(unit));
+      mixed<KEY_DIM>(shared, token, KEY_DIM, unit).store(target.k + column_of(unit));
+    }
+    return;
+  }
   Floats q[KEY_UNITS], k[KEY_UNITS];
   float of_q = 0.0f, of_k = 0.0f, overlap = 0.0f;
 #pragma unroll
@@ -274,14 +124,15 @@ DEVICE void prepare_values(Shared& shared, int token, Token& target, const float
     if (!has_unit<VALUE_DIM>(unit)) continue;
     mixed<VALUE_DIM>(shared, token, 2 * KEY_DIM, unit).store(target.value + column_of(unit));
     const Elements z = Elements::load(shared.row_of(token) + PARTS + column_of(unit));
-    Floats gate = Floats::load(norm + column_of(unit));
+    Floats gate;
+    if constexpr (!MAMBA) gate = Floats::load(norm + column_of(unit));
 #pragma unroll
-    for (int j = 0; j < LOAD; ++j) gate.at[j] *= silu(to_float(z.at[j]));
+    for (int j = 0; j < LOAD; ++j) gate.at[j] = (MAMBA ? 1.0f : gate.at[j]) * silu(to_float(z.at[j]));
     gate.store(target.gate + column_of(unit));
   }
 }
 
-// An output normed and gated, by the warp that had its value.
+// An output gated, and normed before that, by the warp that had its value.
 DEVICE void finish(const Token& token, float eps, DTYPE* out) {
   Floats values[VALUE_UNITS];
   float squares = 0.0f;
@@ -292,7 +143,7 @@ DEVICE void finish(const Token& token, float eps, DTYPE* out) {
 #pragma unroll
     for (int j = 0; j < LOAD; ++j) squares = fmaf(values[unit].at[j], values[unit].at[j], squares);
   }
-  const float factor = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
+  const float factor = MAMBA ? 1.0f : rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
 #pragma unroll
   for (int unit = 0; unit < VALUE_UNITS; ++unit) {
     if (!has_unit<VALUE_DIM>(unit)) continue;
@@ -304,10 +155,11 @@ DEVICE void finish(const Token& token, float eps, DTYPE* out) {
   }
 }
 
-KERNEL __launch_bounds__(THREADS, WARPS > 8 ? 1 : 2)
+KERNEL __launch_bounds__(THREADS, WARPS_WANTED / WARPS)
 gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const float* decay, const float* decay_bias,
-            const float* norm, float* states, DTYPE* inputs, int* stamps, const int* starts, const int* lens, const int* tables,
-            DTYPE* out, int num_keys, int table_width, int block_size, int tiled, float eps) {
+            const float* norm, const float* skip, const DTYPE* taps_bias, float* states, DTYPE* inputs, int* stamps,
+            const int* starts, const int* lens, const int* tables, DTYPE* out, int num_keys, int table_width, int block_size,
+            int tiled, float eps) {
   __shared__ Shared shared;
   const int sequence = blockIdx.x, warp = threadIdx.x / WARP_SIZE;
   Work work;
@@ -322,6 +174,11 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   for (int i = threadIdx.x; i < WIDTH * PARTS / PIECE; i += THREADS) {
     const int tap = i / (PARTS / PIECE), part = i % (PARTS / PIECE) * PIECE;
     copy_piece(shared.taps[tap] + part, taps + (Index)tap * work.channels + work.channel_of(part));
+  }
+  if constexpr (MAMBA) {
+    for (int part = threadIdx.x * PIECE; part < PARTS; part += THREADS * PIECE) {
+      copy_piece(shared.taps[WIDTH] + part, (taps_bias ? taps_bias : taps) + work.channel_of(part), taps_bias);
+    }
   }
   if constexpr (KEY_SPAN > KEY_DIM) {
     constexpr int PADDING = KEY_SPAN - KEY_DIM;
@@ -344,7 +201,7 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
   wait_for_previous_kernel();
 
   const int stride = work.channels + work.num_values * VALUE_DIM;
-  projected += (Index)begin * stride, gates += (Index)begin * 2 * work.num_values + work.head;
+  projected += (Index)begin * stride, gates += (Index)begin * GATES * work.num_values + work.head;
   out += ((Index)begin * work.num_values + work.head) * VALUE_DIM;
   if (len == 0) {
 #pragma unroll 1
@@ -353,7 +210,7 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     }
     work.count = 0;
   }
-  // Rows of up to SLOTS tokens go on their way to the ring. Of their gates each of the first threads gets one, b or a.
+  // Rows of up to SLOTS tokens go on their way to the ring. Of their gates each of the first threads gets one.
   const auto fetch = [&](int start) {
     const int there = min(SLOTS, work.count - start);
 #pragma unroll 1
@@ -362,10 +219,10 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
       copy_piece(shared.row_of(token) + part, projected + (Index)token * stride + work.channel_of(part));
     }
     const int token = start + threadIdx.x % SLOTS, which = threadIdx.x / SLOTS;
-    return which < 2 && token < work.count ? gates[((Index)token * 2 + which) * work.num_values] : 0.0f;
+    return which < GATES && token < work.count ? gates[((Index)token * GATES + which) * work.num_values] : 0.0f;
   };
   const auto land = [&](float gate) {
-    if (threadIdx.x < 2 * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
+    if (threadIdx.x < GATES * SLOTS) shared.gates[threadIdx.x / SLOTS][threadIdx.x % SLOTS] = gate;
     commit_copies();
     wait_copies<0>();
     __syncthreads();
@@ -407,8 +264,10 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
       } else {
         prepare_values(shared, token, target, norm);
         if (threadIdx.x % WARP_SIZE == 0) {
-          target.rate = __fdividef(1.0f, 1.0f + expf(-shared.gates[0][task / TASKS]));
-          target.kept = expf(own_decay * softplus(shared.gates[1][task / TASKS] + own_bias));
+          if constexpr (!MAMBA) target.rate = __fdividef(1.0f, 1.0f + expf(-shared.gates[0][task / TASKS]));
+          const float step = softplus(shared.gates[GATES - 1][task / TASKS] + own_bias);
+          target.kept = expf(own_decay * step);
+          if constexpr (MAMBA) target.rate = step, target.overlap = skip[work.head];
         }
       }
       if (!work.is_kept(token)) continue;
@@ -426,7 +285,11 @@ gated_delta(const DTYPE* projected, const float* gates, const DTYPE* taps, const
     const float gate = fetch(start + SLOTS);
 #pragma unroll 1
     for (int token = start; token < start + there; ++token) {
-      state.advance(shared.tokens[token - start]);
+      if constexpr (MAMBA) {
+        state.accumulate(shared.tokens[token - start]);
+      } else {
+        state.advance(shared.tokens[token - start]);
+      }
       if (token != next_end && token + 1 != work.count) continue;
       if (token == next_end) next_end += block_size;
       const int place = work.place_of(token);

@@ -131,6 +131,44 @@ def gated_delta(
     return out.flatten(1).to(projected.dtype), state
 
 
+def state_space(
+    projected: torch.Tensor,
+    gates: torch.Tensor,
+    taps: torch.Tensor,
+    taps_bias: torch.Tensor | None,
+    decay: torch.Tensor,
+    decay_bias: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [T, V * D] of one sequence, and the state behind it, by Mamba-2's rule (Dao and Gu 2024), without its norm.
+
+    projected, taps, state, before: as `gated_delta` has them; queries are what Mamba calls C, keys B, values x. The convolution
+    has a bias [channels], or none. Queries and keys keep their lengths. gates [T, V]: how long a token's time step is. With
+
+        step = softplus(gate + decay_bias);   S = exp(decay * step) * S + k (step * v)^T;   out = (S^T q + skip * v) * silu(z)
+    """
+    num_values, key_dim, value_dim = state.shape
+    channels, kind = before.shape[1], wide(projected)
+    num_keys = (channels - num_values * value_dim) // (2 * key_dim)
+    inputs, z = kind[:, :channels], kind[:, channels:].reshape(-1, num_values, value_dim)
+    known = torch.cat([wide(before), inputs])
+    summed = torch.stack([wide(row) * known[i : i + len(inputs)] for i, row in enumerate(taps)]).sum(0)
+    mixed = F.silu(summed if taps_bias is None else summed + wide(taps_bias))
+    q, k, v = torch.split(mixed, [num_keys * key_dim, num_keys * key_dim, num_values * value_dim], dim=1)
+    heads = torch.arange(num_values) // (num_values // num_keys)
+    q, k = (x.reshape(-1, num_keys, key_dim)[:, heads] for x in (q, k))
+    v = v.reshape(-1, num_values, value_dim)
+    step = F.softplus(wide(gates).to(kind.dtype) + decay_bias.to(kind.dtype))
+    state, out = state.to(kind.dtype), torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * torch.exp(decay.to(kind.dtype) * step[t])[:, None, None]
+        state = state + k[t, :, :, None] * (step[t, :, None] * v[t])[:, None]
+        out[t] = torch.einsum("ved,ve->vd", state, q[t]) + skip.to(kind.dtype)[:, None] * v[t]
+    return (out * F.silu(z)).flatten(1).to(projected.dtype), state
+
+
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x [T, n] * sigmoid(gate), of gate [T, n] or [T, 1]."""
     return (wide(x) * torch.sigmoid(wide(gate))).to(x.dtype)

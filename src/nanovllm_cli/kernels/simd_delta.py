@@ -1,5 +1,5 @@
-"""One token's step of the gated delta rule over some columns of a state, as LLVM vectors: as many as registers hold the sums of.
-Each column is summed in ascending rows.
+"""One token's step of the gated delta rule over some columns of a state, and steps of Mamba-2's, as LLVM vectors: as many as
+registers hold the sums of. Each column is summed in ascending rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from nanovllm_cli.kernels.simd_ir import F32, I64, LANES, VF, at_address, counte
 
 _VECTORS = 4 if WIDE else 2
 COLUMNS = _VECTORS * LANES
+TOKENS = 4 if WIDE else 2
+"""That Mamba-2's rule takes at once, so that a state is read and written once for all of them."""
 
 
-def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-    source, target, stride, rows, k, q, v, out, kept, beta, alike = args
+def _delta_code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    source, target, stride, rows, k, q, v, out, kept, taken, beta, alike = args
     zeros = ir.Constant(VF, [0.0] * LANES)
 
     def vector(base: Any, row: Any, i: int) -> Any:
@@ -45,12 +47,12 @@ def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
     b.cbranch(b.icmp_signed("<", following, rows), loop, end)
 
     b.position_at_end(end)
-    kept, beta, alike = (splat(b, each, VF) for each in (kept, beta, alike))
+    kept, taken, beta, alike = (splat(b, each, VF) for each in (kept, taken, beta, alike))
     changes = []
     for i in range(_VECTORS):
         seen, found = added[2 * i : 2 * i + 2]
         place = I64(4 * LANES * i)
-        change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(kept, seen)))
+        change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(taken, seen)))
         b.store(fma(b, alike, change, b.fmul(kept, found)), at_address(b, out, place, VF), align=4)
         changes.append(change)
     with counted(b, rows) as row:
@@ -62,8 +64,73 @@ def _code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
 
 
 @intrinsic
-def delta_step(typing: Any, source, target, stride, rows, k, q, v, out, kept, beta, alike):  # type: ignore[no-untyped-def]
+def delta_step(typing: Any, source, target, stride, rows, k, q, v, out, kept, taken, beta, alike):  # type: ignore[no-untyped-def]
     """Addresses of states' first rows at these columns, bytes from row to row, rows; of k and q [rows], v and out [COLUMNS], all
-    fp32; and what the token keeps of the state, its beta, and k . q. out = S'^T q, target S' = kept * S + k (beta * (v - kept *
-    S^T k))^T."""
-    return types.void(*[types.int64] * 8, *[types.float32] * 3), _code
+    fp32; and what the token keeps of the state, what of it is taken off values, its beta, and k . q. out = S'^T q, target
+    S' = kept * S + k (beta * (v - taken * S^T k))^T."""
+    return types.void(*[types.int64] * 8, *[types.float32] * 4), _delta_code
+
+
+def _mamba_code(num_tokens: int, vectors: int) -> Any:
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step = args
+        tokens = range(num_tokens)
+
+        def behind(base: Any, size: Any, t: int) -> Any:
+            return b.add(base, b.mul(size, I64(t)))
+
+        def number(base: Any, row: Any) -> Any:
+            return splat(b, b.load(at_address(b, base, multiple(b, row, 4), F32)), VF)
+
+        def place(base: Any, i: int) -> Any:
+            return at_address(b, base, I64(4 * LANES * i), VF)
+
+        keys, queries = ([behind(base, key_bytes, t) for t in tokens] for base in (k, q))
+        values, found = ([behind(base, value_bytes, t) for t in tokens] for base in (v, out))
+        keeps, steps = ([number(base, I64(t)) for t in tokens] for base in (kept, step))
+        changes = [[b.fmul(steps[t], b.load(place(values[t], i), align=4)) for i in range(vectors)] for t in tokens]
+        zeros = ir.Constant(VF, [0.0] * LANES)
+        entry, loop, end = b.block, *(b.function.append_basic_block(name) for name in ("rows", "found"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        row = b.phi(I64)
+        sums = [[b.phi(VF) for _ in range(vectors)] for _ in tokens]
+        row.add_incoming(I64(0), entry)
+        by_keys, by_queries = ([number(base, row) for base in bases] for bases in (keys, queries))
+        for i in range(vectors):
+            offset = b.add(b.mul(row, stride), I64(4 * LANES * i))
+            state = b.load(at_address(b, source, offset, VF), align=4)
+            for t in tokens:
+                state = fma(b, by_keys[t], changes[t][i], b.fmul(keeps[t], state))
+                total = fma(b, state, by_queries[t], sums[t][i])
+                sums[t][i].add_incoming(zeros, entry)
+                sums[t][i].add_incoming(total, loop)
+                sums[t][i] = total
+            b.store(state, at_address(b, target, offset, VF), align=4)
+        following = b.add(row, I64(1))
+        row.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, rows), loop, end)
+        b.position_at_end(end)
+        for t in tokens:
+            for i in range(vectors):
+                b.store(sums[t][i], place(found[t], i), align=4)
+        return context.get_dummy_value()
+
+    return code
+
+
+@intrinsic
+def mamba_step(  # type: ignore[no-untyped-def]
+    typing: Any, source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step
+):
+    """As `delta_step`, of Mamba-2's rule: target S' = kept * S + k (step * v)^T. kept, step: addresses."""
+    return types.void(*[types.int64] * 12), _mamba_code(1, _VECTORS)
+
+
+@intrinsic
+def mamba_steps(  # type: ignore[no-untyped-def]
+    typing: Any, source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step
+):
+    """TOKENS of them, each on what the one before left, of COLUMNS / 2 columns; a token's k and q lie key_bytes behind those of
+    the one before, v and out value_bytes."""
+    return types.void(*[types.int64] * 12), _mamba_code(TOKENS, _VECTORS // 2)

@@ -129,7 +129,7 @@ def warm_up_delta(dtype: torch.dtype) -> None:
     one, f32 = torch.ones(1, dtype=torch.int32), torch.float32
     delta.gated_delta(
         torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 2), torch.zeros(2, 12, dtype=dtype), torch.zeros(1), torch.zeros(1),
-        torch.zeros(4), 1e-6, False, torch.zeros(1, 2, 1, 4, 4), torch.zeros(1, 2, 1, 12, dtype=dtype),
+        torch.zeros(4), 1e-6, None, None, False, torch.zeros(1, 2, 1, 4, 4), torch.zeros(1, 2, 1, 12, dtype=dtype),
         torch.zeros(1, 2, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), one,
         torch.zeros(1, 1, dtype=torch.int32), cpu.BLOCK,
     )  # fmt: skip

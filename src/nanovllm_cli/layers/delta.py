@@ -1,4 +1,4 @@
-"""The gated delta rule of a block: projections around a backend that keeps a state of each sequence."""
+"""The gated delta rule of a block, and Mamba-2's: projections around a backend that keeps a state of each sequence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.model_spec import DeltaSpec, NormSpec
-from nanovllm_cli.quant.rows import QuantizedRows
+from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 
 class Delta(Mixer):
@@ -22,6 +23,7 @@ class Delta(Mixer):
     def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.spec = spec
         self.backend = kit.backend
+        assert not spec.mamba, "see Mamba"
         self.projection = Linear(hidden_size, {"delta_qkv": spec.channels, "delta_z": spec.values}, kit)
         self.gates = Linear(hidden_size, {"delta_b": spec.num_values, "delta_a": spec.num_values}, kit)
         decay, decay_bias = kit.zeros(2, spec.num_values, dtype=torch.float32)
@@ -44,6 +46,90 @@ class Delta(Mixer):
         return linears | {f"delta.{name}": slot for name, slot in own.items()}
 
     def _load_decay(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        load_decay(self.spec, self.weights.decay, rows, first)
+
+
+def mamba_rows(rows: torch.Tensor, spec: DeltaSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a checkpoint's z, v, k, q and gates [N, …] are here: q, k, v and z, and the gates by themselves."""
+    keys = spec.num_keys * spec.key_dim
+    z, v, k, q, gates = torch.split(rows, [spec.values, spec.values, keys, keys, spec.num_values])
+    return torch.cat([q, k, v, z]), gates
+
+
+class Mamba(Mixer):
+    """`DeltaSpec` with mamba. What it projects is one tensor of the checkpoint: z, v, k, q and gates, as the delta rule calls
+    them. Its gates are a weight of their own, whose results are fp32. The norm behind it is of all heads."""
+
+    def __init__(self, spec: DeltaSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+        self.spec = spec
+        self.backend = kit.backend
+        self.width = hidden_size
+        self.projection = kit.weight({"mamba_in": spec.channels + spec.values}, hidden_size)
+        self.gates = kit.weight({"mamba_in": spec.num_values}, hidden_size)
+        decay, decay_bias, skip = kit.zeros(3, spec.num_values, dtype=torch.float32)
+        taps_bias = kit.zeros(spec.channels) if spec.conv_bias else None
+        nothing = torch.empty(0, device=kit.ops.device)
+        taps = kit.zeros(spec.width, spec.channels)
+        self.weights = DeltaWeights(taps, decay, decay_bias, nothing, norm.eps, skip, taps_bias)
+        self.norm = RMSNorm(norm, spec.values, kit)
+        self.out = Linear(spec.values, {"mamba_out": hidden_size}, kit)
+        self.dtype = kit.dtype
+
+    def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        gates = self.gates.matmul(x, None, torch.float32)
+        projected = self.projection.matmul(x, None, self.dtype)
+        return self.norm.alone(self.backend.recur(self.spec, projected, gates, self.weights, cache, inputs.step))
+
+    def slots(self) -> Slots:
+        spec, weights = self.spec, self.weights
+        rows = spec.channels + spec.values + spec.num_values
+        own = {
+            "taps": WeightSlot((spec.channels, spec.width), self._load_taps),
+            "decay": WeightSlot((spec.num_values,), self._load_decay),
+            "decay_bias": table_slot(weights.decay_bias),
+            "norm.weight": self.norm.slots()["weight"],
+        }
+        assert weights.skip is not None
+        own["skip"] = table_slot(weights.skip)
+        if weights.taps_bias is not None:
+            own["taps_bias"] = WeightSlot((spec.channels,), self._load_taps_bias)
+        projection = {"mamba_in.weight": WeightSlot((rows, self.width), self._load_projection)}
+        return projection | self.out.slots() | {f"delta.{name}": slot for name, slot in own.items()}
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Of the checkpoint's rows behind z, in their order: how many, and where they are here, where queries come first."""
+        keys = self.spec.num_keys * self.spec.key_dim
+        return [(self.spec.values, 2 * keys), (keys, keys), (keys, 0)]
+
+    def _load_projection(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        channels, values = self.spec.channels, self.spec.values
+        parts = [(values, channels, self.projection), *((count, place, self.projection) for count, place in self._parts())]
+        begin = 0
+        for count, place, weight in [*parts, (self.spec.num_values, 0, self.gates)]:
+            own = range(max(begin, first), min(begin + count, first + num_rows(rows)))
+            if own:
+                weight.load_rows(place + own.start - begin, take_rows(rows, slice(own.start - first, own.stop - first)))
+            begin += count
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        values, keys, queries = torch.split(rows, [count for count, _ in self._parts()])
+        return torch.cat([queries, keys, values])
+
+    def _load_taps(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "tables are plain numbers"
-        values = -rows.float().exp() if self.spec.log_decay else rows.float()
-        self.weights.decay[first : first + len(rows)].copy_(values)
+        assert len(rows) == self.spec.channels, "a small tensor comes as a whole"
+        self.weights.taps.copy_(self._in_order(rows).T)
+
+    def _load_taps_bias(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+        assert self.weights.taps_bias is not None
+        self.weights.taps_bias.copy_(self._in_order(rows))
+
+    def _load_decay(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        load_decay(self.spec, self.weights.decay, rows, first)
+
+
+def load_decay(spec: DeltaSpec, decay: torch.Tensor, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+    """As the checkpoint has it, or of its logarithm."""
+    assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+    decay[first : first + len(rows)].copy_(-rows.float().exp() if spec.log_decay else rows.float())

@@ -12,7 +12,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain
 from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.conv import ShortConv
-from nanovllm_cli.layers.delta import Delta
+from nanovllm_cli.layers.delta import Delta, Mamba
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mixer import Mixer
@@ -101,6 +101,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
     match spec:
         case ConvSpec():
             return ShortConv(spec, width, kit)
+        case DeltaSpec(mamba=True):
+            return Mamba(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)

@@ -22,7 +22,7 @@ class ExpertKeys:
     """How one family's config.json calls things. count: the first of these that is there. size: of an expert. norm_topk: a
     flag's key, or what it always is. taken: experts a token. first: of the layers, those before it have none; step: each so
     many-th has. shared: experts of this size that every token takes; shared_size: one of another size,
-    which each token weighs. switch: a flag without which there are none. scale: of weights. scoring, selection_bias: as in
+    which each token weighs. switch: what is false, or 0, where there are none. scale: of weights. scoring, selection_bias: as in
     MoESpec, for there are no keys."""
 
     count: tuple[str, ...]
@@ -74,7 +74,7 @@ GGUF_EXPERT_NAMES = {
 
 def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, layers: int) -> list[MLPSpec | MoESpec]:
     """Of each layer. dense: of those that have no experts."""
-    if keys is None or (keys.switch is not None and not read.flag(keys.switch, False)):
+    if keys is None or (keys.switch is not None and not read.values.get(keys.switch)):
         return [dense] * layers
     count = read.integer(next(filter(read.has, keys.count), keys.count[0]))
     norm = keys.norm_topk if isinstance(keys.norm_topk, bool) else read.flag(keys.norm_topk, False)

@@ -1,14 +1,15 @@
-"""Granite 3, with and without experts, and those of Granite 4 that are all attention: Llama, with factors for embeddings, scores,
-what joins the residual stream, and logits."""
+"""Granite 3, with and without experts, and Granite 4: Llama, with factors for embeddings, scores, what joins the residual stream,
+and logits. Most layers of a Granite 4 H have Mamba-2's rule in place of attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
-from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import DeltaSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
@@ -17,12 +18,34 @@ _MOE_NAMES = {
     "blocks.{i}.router.weight": f"{_EXPERTS}.router.layer.weight",
     **{f"blocks.{{i}}.experts.{{e}}.{part}.weight": f"{_EXPERTS}.experts.{{e}}.{part}_proj.weight" for part in MATRICES},
 }
-_HYBRID_NAMES = {
-    "blocks.{i}.gate.weight": "model.layers.{i}.shared_mlp.gate_proj.weight",
-    "blocks.{i}.up.weight": "model.layers.{i}.shared_mlp.up_proj.weight",
-    "blocks.{i}.down.weight": "model.layers.{i}.shared_mlp.output_linear.weight",
-}
+_SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}
+_MAMBA = "model.layers.{i}.mamba"
+_HYBRID_NAMES = _MOE_NAMES | {
+    **{f"blocks.{{i}}.{place}{part}.weight": f"model.layers.{{i}}.shared_mlp.{theirs}.weight"
+       for place in ("", "shared.") for part, theirs in _SHARED.items()},
+    "blocks.{i}.mamba_in.weight": f"{_MAMBA}.in_proj.weight",
+    "blocks.{i}.mamba_out.weight": f"{_MAMBA}.out_proj.weight",
+    "blocks.{i}.delta.taps": f"{_MAMBA}.conv1d.weight",
+    "blocks.{i}.delta.taps_bias": f"{_MAMBA}.conv1d.bias",
+    "blocks.{i}.delta.decay": f"{_MAMBA}.A_log",
+    "blocks.{i}.delta.decay_bias": f"{_MAMBA}.dt_bias",
+    "blocks.{i}.delta.skip": f"{_MAMBA}.D",
+    "blocks.{i}.delta.norm.weight": f"{_MAMBA}.norm.weight",
+}  # fmt: skip
 """Where gate and up are one tensor; weights/stacked.py takes it apart."""
+_HYBRID_GGUF_NAMES = {
+    "blocks.{i}.mamba_in.weight": "blk.{i}.ssm_in.weight",
+    "blocks.{i}.mamba_out.weight": "blk.{i}.ssm_out.weight",
+    "blocks.{i}.delta.taps": "blk.{i}.ssm_conv1d.weight",
+    "blocks.{i}.delta.taps_bias": "blk.{i}.ssm_conv1d.bias",
+    "blocks.{i}.delta.decay": "blk.{i}.ssm_a",
+    "blocks.{i}.delta.decay_bias": "blk.{i}.ssm_dt.bias",
+    "blocks.{i}.delta.skip": "blk.{i}.ssm_d",
+    "blocks.{i}.delta.norm.weight": "blk.{i}.ssm_norm.weight",
+}
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+_NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+MAX_TAPS = 64
 
 
 def _scaled(spec: ModelSpec, embedding: float, residual: float, scores: float | None, logits: float) -> ModelSpec:
@@ -36,15 +59,44 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _hybrid_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """Without the layers that make it a hybrid."""
     kinds = read.values.get("layer_types")
-    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
-        raise UnsupportedError("a Granite with state space layers is not supported", ANOTHER)
-    if read.integer("num_local_experts", least=0):
-        raise UnsupportedError("a Granite with shared experts is not supported", ANOTHER)
-    mlp = MLPSpec(read.integer("shared_intermediate_size"))
-    spec = _from_hf(replace(spec, blocks=tuple(replace(block, mlp=mlp) for block in spec.blocks)), read)
+    if not isinstance(kinds, list) or len(kinds) != spec.num_layers or any(str(kind) not in _KINDS for kind in kinds):
+        known = f"{spec.num_layers} kinds: {', '.join(_KINDS)}"
+        raise CheckpointError(f"{read.where}: 'layer_types' must be a list of {known}", BROKEN)
+    is_mamba = [_KINDS[kind] for kind in kinds]
+    spec = _with_shared(spec, read.integer("shared_intermediate_size"))
+    if any(is_mamba):
+        heads, groups = read.integer("mamba_n_heads"), read.integer("mamba_n_groups")
+        if read.flag("mamba_proj_bias", False):
+            raise UnsupportedError("a Granite with biases of its state spaces' projections", ANOTHER)
+        if (limit := read.values.get("time_step_limit")) not in _NO_LIMITS:
+            raise UnsupportedError(f"time steps of a state space that are bounded by {str(limit)[:80]}", ANOTHER)
+        inner = read.integer("mamba_expand") * spec.hidden_size
+        size = inner // heads if read.values.get("mamba_d_head") == "auto" else read.integer("mamba_d_head", inner // heads)
+        mamba = DeltaSpec(
+            groups, read.integer("mamba_d_state"), heads, size, read.integer("mamba_d_conv"), mamba=True,
+            conv_bias=read.flag("mamba_conv_bias", True),
+        )  # fmt: skip
+        spec = _hybrid(spec, mamba, is_mamba, inner, read)
+    spec = _from_hf(spec, read)
     return spec if read.text("position_embedding_type", "") == "rope" else spec.with_attention(rope=None)
+
+
+def _with_shared(spec: ModelSpec, size: int) -> ModelSpec:
+    """The MLP that all tokens have, alone or beside experts."""
+    return spec.each_mlp(lambda mlp: replace(mlp, shared=MLPSpec(size)) if isinstance(mlp, MoESpec) else MLPSpec(size))
+
+
+def _hybrid(spec: ModelSpec, mamba: DeltaSpec, is_mamba: list[bool], inner: int, read: ConfigReader) -> ModelSpec:
+    if mamba.num_keys != 1:
+        raise UnsupportedError(f"{read.where}: a state space of {mamba.num_keys} groups, each with a norm of its own", ANOTHER)
+    if mamba.values != inner or not 2 <= mamba.width <= MAX_TAPS:
+        shape = f"{mamba.num_values} heads of {mamba.value_dim}, for {inner} numbers, and {mamba.width} taps"
+        raise CheckpointError(f"{read.where}: a state space can't have {shape}", BROKEN)
+    if all(is_mamba):
+        raise UnsupportedError(f"{read.where}: no layer has attention", ANOTHER)
+    blocks = (replace(block, mixer=mamba if own else block.mixer) for block, own in zip(spec.blocks, is_mamba, strict=True))
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
@@ -55,6 +107,21 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     scores = read.number(key("attention.scale"), 0.0, positive=False) or None
     embedding, residual = (read.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale"))
     return _scaled(spec, embedding, residual, scores, read.number(key("logit_scale")))
+
+
+def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """A layer without key and value heads is a state space."""
+    heads = read.values.get(key("attention.head_count_kv"))
+    is_mamba = [heads[i] == 0 for i in range(spec.num_layers)] if isinstance(heads, list | tuple) else [False] * spec.num_layers
+    shared = key("expert_shared_feed_forward_length")
+    if any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
+        spec = _with_shared(spec, read.integer(shared))
+    inner, count = read.integer(key("ssm.inner_size")), read.integer(key("ssm.time_step_rank"))
+    mamba = DeltaSpec(
+        read.integer(key("ssm.group_count"), 1), read.integer(key("ssm.state_size")), count, inner // count,
+        read.integer(key("ssm.conv_kernel")), log_decay=False, mamba=True, conv_bias=True,
+    )  # fmt: skip
+    return _from_gguf(_hybrid(spec, mamba, is_mamba, inner, read), read, key)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -75,6 +142,19 @@ GRANITE_MOE = replace(
 )
 GRANITE_HYBRID = replace(
     GRANITE, hf=_hybrid_from_hf, hf_names=_HYBRID_NAMES,
-    defaults={"num_local_experts": 8, "shared_intermediate_size": 1024, "intermediate_size": 11008},
+    experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True, switch="num_local_experts"),
+    defaults={
+        "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "intermediate_size": 11008,
+        "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+    },
 )  # fmt: skip
 """GraniteMoeHybrid, as its configs call what may have neither experts nor states; to llama.cpp such a one is a Granite."""
+GRANITE_STATES = replace(
+    GRANITE_HYBRID,
+    name="granitehybrid",
+    convolutions=True,
+    gguf=_hybrid_from_gguf,
+    gguf_names=_HYBRID_GGUF_NAMES,
+    gguf_keys=None,
+)
+"""Files of those that have states."""

@@ -24,7 +24,7 @@ from nanovllm_cli.models.gemma import GEMMA, GEMMA2, GEMMA3
 from nanovllm_cli.models.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from nanovllm_cli.models.glm import GLM4, GLM4_MOE
 from nanovllm_cli.models.gpt_oss import GPT_OSS
-from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from nanovllm_cli.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_STATES
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE
 from nanovllm_cli.models.mistral import MINISTRAL3, MISTRAL3
 from nanovllm_cli.models.phi import PHI3
@@ -99,6 +99,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granite": GRANITE,
+    "granitehybrid": GRANITE_STATES,
     "granitemoe": GRANITE_MOE,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,

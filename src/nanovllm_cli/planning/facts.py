@@ -97,7 +97,8 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
     found["norms"] = hidden
     for block in spec.blocks:
         found["conv" if isinstance(block.mixer, ConvSpec) else "attention"] += block.mixer.num_weights(hidden)
-        found["norms"] += block.mixer.value_dim if isinstance(block.mixer, DeltaSpec) else 0
+        if isinstance(block.mixer, DeltaSpec):
+            found["norms"] += block.mixer.values if block.mixer.mamba else block.mixer.value_dim
         found["mlp"] += block.mlp.num_weights(hidden)
         found["norms"] += (4 if block.order == "sandwich" else 2) * hidden
         if isinstance(block.mlp, MoESpec) and block.mlp.apart:

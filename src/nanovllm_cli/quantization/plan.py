@@ -28,7 +28,8 @@ KEEP = "keep"
 ATTENTION = ("q", "k", "v", "qkv", "o")
 CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_z", "delta_out")
-MIXERS = (*ATTENTION, *CONV, *DELTA)
+MAMBA = ("mamba_in", "mamba_out")
+MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA)
 LINEARS = (*MIXERS, "gate", "up", "gate_up", "down")
 """Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
 Kind = Literal["hf", "gguf"]
@@ -182,7 +183,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
     if kind == "gguf":
         dense_mlp_of(original.spec)
         if original.checkpoint.format != "gguf":
-            check_to_gguf(family_of(original.checkpoint))
+            check_to_gguf(family_of(original.checkpoint), original.spec)
             if any(isinstance(mixer, DeltaSpec) and has_own_order(mixer) for mixer in original.spec.mixers):
                 raise UnsupportedError(
                     f"{original.name} has columns in another order than its GGUF file, which no block of them can be moved to",
@@ -279,7 +280,7 @@ def _parts(block: BlockSpec) -> Iterator[str]:
         case ConvSpec():
             mixer = CONV
         case DeltaSpec():
-            mixer = DELTA
+            mixer = MAMBA if block.mixer.mamba else DELTA
         case _:
             kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")

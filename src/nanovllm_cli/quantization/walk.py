@@ -9,7 +9,7 @@ import torch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.model_spec import DeltaSpec, MoESpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.calibration import Calibration
 from nanovllm_cli.quantization.original import Original
@@ -17,7 +17,7 @@ from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 
 
 class Walk:
-    """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for models with experts and Gemma 4."""
+    """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for some kinds of them."""
 
     def __init__(self, original: Original, sequences: Sequence[Sequence[int]], progress: LoadProgress) -> None:
         if any(isinstance(block.mlp, MoESpec) for block in original.spec.blocks):
@@ -29,6 +29,8 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model is not calibrated yet: its layers read what others have", "use --algorithm rtn"
             )
+        if any(isinstance(mixer, DeltaSpec) and mixer.mamba for mixer in original.spec.mixers):
+            raise UnsupportedError("a model with state spaces is not calibrated yet", "use --algorithm rtn")
         self._original = original
         self._names = names_of(original.checkpoint)
         platform = CpuPlatform(EngineConfig(device="cpu"), progress)

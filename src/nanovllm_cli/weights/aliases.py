@@ -108,6 +108,13 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "1b": "ibm-granite/granite-4.0-1b",
         "micro": "ibm-granite/granite-4.0-micro",
     },
+    "granite4-h": {
+        "350m": "ibm-granite/granite-4.0-h-350m",
+        "1b": "ibm-granite/granite-4.0-h-1b",
+        "micro": "ibm-granite/granite-4.0-h-micro",
+        "tiny": "ibm-granite/granite-4.0-h-tiny",
+        "small": "ibm-granite/granite-4.0-h-small",
+    },
     "granite3.1-moe": {
         "1b": "ibm-granite/granite-3.1-1b-a400m-instruct",
         "3b": "ibm-granite/granite-3.1-3b-a800m-instruct",

@@ -225,7 +225,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
     family = hf_family(source.config)
     spec = read_spec(source, PlainReader(source))
     dense_mlp_of(spec)
-    check_to_gguf(family)
+    check_to_gguf(family, spec)
     named = named_on_both_sides(spec, names_of(source), family.names("gguf"))
     notes = _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec)
     missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains

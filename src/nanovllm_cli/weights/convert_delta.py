@@ -17,7 +17,7 @@ _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
 
 def has_own_order(delta: DeltaSpec) -> bool:
     """Whether a file's value heads are not in a folder's order."""
-    return delta.num_values != delta.num_keys
+    return delta.num_values != delta.num_keys and not delta.mamba
 
 
 def with_heads_in_turn(step: Step, spec: ModelSpec) -> Step:

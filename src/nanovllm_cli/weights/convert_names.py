@@ -102,8 +102,10 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def check_to_gguf(family: Family) -> None:
-    """UnsupportedError for families whose GGUF files are read, but not written."""
+def check_to_gguf(family: Family, spec: ModelSpec) -> None:
+    """UnsupportedError for families and models whose GGUF files are read, but not written."""
+    if any(isinstance(mixer, DeltaSpec) and mixer.mamba for mixer in spec.mixers):
+        raise UnsupportedError("GGUF files of models with state spaces are not written", "llama.cpp's converter knows them")
     if family.gguf_keys is None:
         raise UnsupportedError(f"GGUF files of {family.name} models are not written", "llama.cpp's converter knows them")
 
@@ -203,6 +205,8 @@ def _conv_shapes(conv: ConvSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    if delta.mamba:
+        return _mamba_shapes(delta, hidden)
     rows = {"qkv": delta.channels, "z": delta.values, "b": delta.num_values, "a": delta.num_values}
     shapes = _linear("delta_out", hidden, delta.values, False)
     for part, count in rows.items():
@@ -210,6 +214,16 @@ def _delta_shapes(delta: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     tables = {"decay": delta.num_values, "decay_bias": delta.num_values, "norm.weight": delta.value_dim}
     shapes |= {f"delta.{name}": (size,) for name, size in tables.items()}
     return shapes | {"delta.taps": (delta.channels, delta.width)}
+
+
+def _mamba_shapes(mamba: DeltaSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes = _linear("mamba_in", mamba.channels + mamba.values + mamba.num_values, hidden, False)
+    shapes |= _linear("mamba_out", hidden, mamba.values, False)
+    tables = dict.fromkeys(("decay", "decay_bias", "skip"), (mamba.num_values,)) | {"norm.weight": (mamba.values,)}
+    if mamba.conv_bias:
+        tables["taps_bias"] = (mamba.channels,)
+    shapes |= {f"delta.{name}": shape for name, shape in tables.items()}
+    return shapes | {"delta.taps": (mamba.channels, mamba.width)}
 
 
 def _mlp_shapes(place: str, mlp: MLPSpec, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -69,6 +69,16 @@ def _gemma4(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, eve
     return _config("Gemma4", layers, hidden, inner, heads, kv_heads, 262144, tied=True, **own | more)
 
 
+def _granite_h(hidden: int, inner: int, shared: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    types = ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)]
+    own = {
+        "layer_types": types, "shared_intermediate_size": shared, "mamba_n_heads": hidden // 32, "mamba_d_head": 64,
+        "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "num_local_experts": 0,
+        "num_experts_per_tok": 0, "position_embedding_type": "nope", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    return _config("GraniteMoeHybrid", 40, hidden, inner, heads, kv_heads, 100352, tied=True, **own | more)
+
+
 _GEMMA4_SMALL: dict[str, Any] = {
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512,
     "max_position_embeddings": 131072,
@@ -116,6 +126,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         top_k_experts=8, moe_intermediate_size=704,
     ),
     "gemma-4-31b": _gemma4(60, 5376, 21504, 32, 16, 6, **_GEMMA4_LARGE, num_global_key_value_heads=4),
+    "granite-4.0-h-1b": _granite_h(1536, 4096, 4096, 12, 4),
+    "granite-4.0-h-micro": _granite_h(2048, 8192, 8192, 32, 8),
+    "granite-4.0-h-tiny": _granite_h(1536, 512, 1024, 12, 4, num_local_experts=64, num_experts_per_tok=6),
+    "granite-4.0-h-small": _granite_h(4096, 768, 1536, 32, 8, num_local_experts=72, num_experts_per_tok=10),
     "llama-3.2-1b": _config("Llama", 16, 2048, 8192, 32, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.2-3b": _config("Llama", 28, 3072, 8192, 24, 8, 128256, tied=True, **_llama(32.0)),
     "llama-3.1-8b": _config("Llama", 32, 4096, 14336, 32, 8, 128256, tied=False, **_llama(8.0)),

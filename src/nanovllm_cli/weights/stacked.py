@@ -12,7 +12,9 @@
     Granite     block_sparse_moe.input_linear.weight [E, 2 N, K]  block_sparse_moe.experts.5.gate_proj.weight [N, K] and
                                                                 up_proj.weight, halves as well; output_linear is down_proj
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
-    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight alike
+    LFM2        conv.conv.weight [N, 1, K]                  conv.conv.weight [N, K]; Qwen3.5's linear_attn.conv1d.weight and
+                                                                Granite's mamba.conv1d.weight alike
+    Granite     blk.3.ssm_a [N, 1], ssm_norm.weight [1, N]      the same [N], which some files have anyway; ssm_d alike
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
@@ -120,6 +122,11 @@ def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config
         yield f"{stack}.0", _Part(stack, 0, _ALL)
 
 
+def _as_a_vector(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    if shape[0] == 1:
+        yield stack, _Part(stack, 0, _ALL)
+
+
 def _of_one_column(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     if shape[1] == 1:
         yield stack, _Part(stack, None, _ALL, flat=True)
@@ -173,6 +180,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(blk\.\d+)\.ffn_gate_up_exps\.weight"), 3, _gguf_halves),
         (re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight"), 1, _a_row),
         (re.compile(r"(blk\.\d+)\.(ssm_ba)\.weight"), 2, _key_heads),
+        (re.compile(r"blk\.\d+\.ssm_[ad]"), 2, _of_one_column),
+        (re.compile(r"blk\.\d+\.ssm_norm\.weight"), 2, _as_a_vector),
     ],
     "hf": [
         (
@@ -183,7 +192,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.(?:language_model\.)?layers\.\d+\.experts)\.(gate_up|down)_proj"), 3, _gemma4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
-        (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|linear_attn\.conv1d)\.weight"), 3, _of_one_column),
+        (re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(?:conv\.conv|(?:linear_attn|mamba)\.conv1d)\.weight"), 3,
+         _of_one_column),
         (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.weight"), 2, _key_heads),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
     ],
