@@ -11,6 +11,7 @@ import torch
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.attention.kv_cache import block_bytes
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.bench.work import ModelWork
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
@@ -68,6 +69,20 @@ def test_layers_without_keys_take_no_memory(sharing: Path) -> None:
     assert block_bytes(worker.spec.mixers, worker.model.backend) == 2 * 16 * dims * 4
     layers = worker.runner.cache.layers
     assert [[mine is other for other in layers].index(True) for mine in layers] == [0, 1, 2, 2, 2, 1]
+
+
+def test_what_layers_have_of_each_token_is_not_read_whole(sharing: Path) -> None:
+    """Nor is it multiplied with; nor do a prompt's tokens need the layers that keep nothing."""
+    worker = worker_for(sharing)
+    model = worker.model
+    assert model.per_layer is not None
+    assert worker.read_bytes == worker.weight_bytes - model.per_layer.embedding.weight.num_bytes
+    work = ModelWork.of(worker.spec, worker.read_bytes, (torch.float32,) * 2)
+    matrices = [linear.weight for block in model.blocks for linear in
+                (block.mixer.qkv, block.mixer.out, block.mlp.gate_up, block.mlp.down, block.per_layer.gate, block.per_layer.out)]
+    sizes = [weight.num_rows * weight.width for weight in matrices]
+    assert work.linear_flops == 2 * (sum(sizes) + 48 * 6 * 12)
+    assert work.prompt_share == pytest.approx(sum(sizes[:18]) / sum(sizes), rel=0.02)
 
 
 def test_only_rows_that_are_asked_for_go_on_where_nothing_is_kept(sharing: Path) -> None:

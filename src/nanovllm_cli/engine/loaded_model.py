@@ -77,9 +77,11 @@ class LoadedModel:
 
     @property
     def read_bytes(self) -> int:
-        """Of the matrices that a step reads whole: all but an embedding that is not the head as well, and experts that nobody
+        """Of the matrices that a step reads whole: all but embeddings that are not the head as well, and experts that nobody
         takes."""
-        return self.weight_bytes - (0 if self.spec.tied_head else self.model.embedding.weight.num_bytes)
+        embeddings = [] if self.spec.tied_head else [self.model.embedding]
+        embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
+        return self.weight_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
 
     @property
     def expert_bytes(self) -> int:

@@ -122,6 +122,7 @@ class Decoder:
             self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
         )
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
+        self.first_reader = spec.first_reader
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.norm = RMSNorm(spec.norm, spec.hidden_size, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
@@ -163,7 +164,7 @@ class Decoder:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         there = batch.to(self.device)
         inputs = StepInputs(there, self.angles(there), self.backend.prepare(batch, there))
-        if self.spec.first_reader == self.spec.num_layers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
+        if self.first_reader == self.spec.num_layers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
 
@@ -184,7 +185,7 @@ class Decoder:
         all_asked = rows.shape[0] == batch.num_tokens
         x: Addend | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            if i == self.spec.first_reader and not all_asked:
+            if i == self.first_reader and not all_asked:
                 if inputs.asked is None:
                     break  # nothing is asked, and what is to be kept is
                 inputs, all_asked = inputs.asked, True

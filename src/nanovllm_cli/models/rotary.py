@@ -11,6 +11,7 @@ from nanovllm_cli.model_spec import RopeSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER
 
+MAX_HEAD_DIM = 1 << 16
 STANDS_STILL = 1e30
 """What divides a frequency that is to be 0, as GGUF files have it."""
 ReadValues = Callable[[str], tuple[float, ...] | None]
@@ -42,6 +43,8 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
         case "linear":
             return replace(base, scaling="linear", factor=rope.number("factor"))
         case "proportional":
+            if head_dim > MAX_HEAD_DIM:
+                raise CheckpointError(f"{read.where}: heads of {head_dim} dims; at most {MAX_HEAD_DIM} are believed", BROKEN)
             turning = min(int(share * head_dim / 2), head_dim // 2)
             divisors = (rope.number("factor", 1.0),) * turning + (STANDS_STILL,) * (head_dim // 2 - turning)
             return replace(base, scaling="divisors", short_divisors=divisors)
