@@ -90,7 +90,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         sizes = [2 * size if i >= spec.num_layers - readers else size for i, size in enumerate(sizes)]
     cap = read.number("final_logit_softcapping") if read.values.get("final_logit_softcapping") else None
     spec = replace(spec, logit_softcap=cap, per_layer_width=width)
-    return _gemma4(spec, read, attentions, sizes, readers, scaled=True)
+    return _gemma4(spec, read, attentions, sizes, readers)
 
 
 def _rope_of_all(read: ConfigReader, dim: int, max_position: int) -> RopeSpec:
@@ -100,9 +100,7 @@ def _rope_of_all(read: ConfigReader, dim: int, max_position: int) -> RopeSpec:
     return rope_from_hf(ConfigReader({**read.values, "rope_parameters": own}, f"{read.where}: {FULL}"), dim, max_position)
 
 
-def _gemma4(
-    spec: ModelSpec, read: ConfigReader, attentions: list[AttentionSpec], sizes: list[int], readers: int, scaled: bool
-) -> ModelSpec:
+def _gemma4(spec: ModelSpec, read: ConfigReader, attentions: list[AttentionSpec], sizes: list[int], readers: int) -> ModelSpec:
     """What all of them have. sizes: of each layer's MLP. readers: layers at the end that have no keys and values."""
     first = spec.num_layers - readers
     producers = {attention.window: i for i, attention in enumerate(attentions[: max(0, first)])}  # the last of a kind
@@ -125,7 +123,7 @@ def _gemma4(
         if isinstance(block.mlp, MoESpec):
             expert = replace(block.mlp.expert, activation="gelu_tanh")
             mlp = replace(block.mlp, expert=expert, shared=MLPSpec(_dense_size(read), "gelu_tanh"), apart=True, expert_scale=True)
-        blocks.append(BlockSpec(attention, mlp, "sandwich", scaled))
+        blocks.append(BlockSpec(attention, mlp, "sandwich", scaled=True))
     return replace(spec, blocks=tuple(blocks), embedding_scale=spec.hidden_size**0.5)
 
 
@@ -160,7 +158,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
     width = read.integer(key("embedding_length_per_layer_input"), 0, least=0)
     spec = replace(spec, logit_softcap=cap, per_layer_width=width)
     readers = read.integer(key("attention.shared_kv_layers"), 0, least=0)
-    return _gemma4(spec, read, attentions, sizes, readers, scaled=True)
+    return _gemma4(spec, read, attentions, sizes, readers)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
