@@ -265,6 +265,22 @@ def test_the_bundled_model_there_and_back(tmp_path: Path) -> None:
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
+def test_tokens_that_are_never_drawn_are_carried(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    wrong = "tokenizer.ggml.suppress_tokens, which is not what it should be"
+    for written, name, notes in (([9, 4080], "a", []), ([2**40], "b", [wrong])):
+        (folder / "generation_config.json").write_text(json.dumps({**config, "suppress_tokens": written}))
+        assert converted(folder, tmp_path / f"{name}.gguf", "gguf").notes == notes
+    field = gguf.GGUFReader(tmp_path / "a.gguf").fields["tokenizer.ggml.suppress_tokens"]
+    assert (field.contents(), field.types[-1]) == ([9, 4080], gguf.GGUFValueType.INT32)  # as llama.cpp's converter has it
+    with open_checkpoint(tmp_path / "a.gguf") as checkpoint:
+        assert checkpoint.generation_config["suppress_tokens"] == [9, 4080]
+    converted(tmp_path / "a.gguf", tmp_path / "back", "hf")
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["suppress_tokens"] == [9, 4080]
+
+
 @pytest.mark.skipif(not STORIES.exists(), reason="the stories260K checkpoint is not beside this project")
 def test_a_sentencepiece_model_there_and_back(tmp_path: Path) -> None:
     import sentencepiece

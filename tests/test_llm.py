@@ -196,6 +196,22 @@ def test_as_many_params_as_prompts_or_one(llm: LLM) -> None:
         llm.generate("a", [])
 
 
+def test_what_a_model_suppresses_is_not_drawn(model: Model) -> None:
+    path = model.folder / "generation_config.json"
+    before = path.read_text()
+    first = model.answer(list(b"Once"), 1)[0]
+    path.write_text(json.dumps({"do_sample": False, "max_new_tokens": 4, "suppress_tokens": [first, 10**9]}))
+    try:
+        with load(model) as llm:
+            drawn = ids_of(llm.generate("Once")[0])
+            assert drawn
+            assert first not in drawn
+            lifted = llm.default_params.under({"logit_bias": {first: 0.0}})
+            assert ids_of(llm.generate("Once", lifted)[0])[0] == first
+    finally:
+        path.write_text(before)
+
+
 def test_without_params_the_models_own_defaults_count(model: Model) -> None:
     path = model.folder / "generation_config.json"
     before = path.read_text()

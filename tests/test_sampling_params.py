@@ -296,6 +296,30 @@ def test_do_sample_that_is_no_flag_is_named() -> None:
         SamplingParams.from_generation_config({"do_sample": "no"})
 
 
+def test_suppressed_tokens_of_the_vocabulary_are_biases() -> None:
+    params = SamplingParams.from_generation_config({"suppress_tokens": [7, 5, 400]}, vocab_size=400)
+    assert params.logit_bias == {5: -100.0, 7: -100.0}
+    for nothing in (None, [], [400]):
+        assert SamplingParams.from_generation_config({"suppress_tokens": nothing}, vocab_size=400) == SamplingParams()
+    assert SamplingParams.from_generation_config({"suppress_tokens": [7]}, logit_bias={5: 1}).logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize("suppressed", [7, "7", [-1], [1.5], [True], [[7]], {"7": 1}, list(range(1025))])
+def test_suppressed_tokens_that_are_none_are_named(suppressed: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: suppress_tokens"):
+        SamplingParams.from_generation_config({"suppress_tokens": suppressed})
+
+
+def test_what_is_given_keeps_the_models_biases_of_other_tokens() -> None:
+    own = SamplingParams(temperature=0.5, logit_bias={5: -100, 7: -100})
+    assert own.under({"top_k": 3}) == SamplingParams(temperature=0.5, top_k=3, logit_bias={5: -100, 7: -100})
+    assert own.under({"logit_bias": {7: 0, 9: 2}}).logit_bias == {5: -100.0, 7: 0.0, 9: 2.0}
+    assert own.under({"logit_bias": None}).logit_bias is None
+    assert SamplingParams().under({"logit_bias": {7: 1}}).logit_bias == {7: 1.0}
+    with pytest.raises(UsageError):
+        own.under({"logit_bias": {7: 101}})
+
+
 def test_a_given_floor_lifts_the_files_ceiling() -> None:
     params = SamplingParams.from_generation_config({"max_new_tokens": 10}, min_tokens=20)
     assert (params.min_tokens, params.max_tokens) == (20, 20)

@@ -336,6 +336,12 @@ def test_what_a_request_leaves_out_is_the_models_own() -> None:
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.5, 99)
 
 
+def test_a_requests_biases_leave_those_of_the_model_to_other_tokens() -> None:
+    models = FakeModels(default_params=SamplingParams(logit_bias={5: -100, 7: -100}))
+    _, generates = ask(models=models, logit_bias={"7": 0, "9": 1})
+    assert generates.asked[0].params.logit_bias == {5: -100.0, 7: 0.0, 9: 1.0}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "ours", "meant"),
     [

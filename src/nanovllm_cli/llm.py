@@ -133,7 +133,9 @@ class LLM:
         self.answer_format = model_format(self.tokenizer, self.chat_template, tool_format, reasoning_format)
         if self.answer_format is None and (tool_format or reasoning_format):
             progress.note("the parsers of tool calls and reasoning change nothing: this model has no chat template")
-        self.default_params = SamplingParams.from_generation_config(generation_config)
+        self.default_params = SamplingParams.from_generation_config(
+            generation_config, vocab_size=self.spec.vocab_size
+        )
         visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
         self.engine = Engine(
             worker,

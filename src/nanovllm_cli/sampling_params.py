@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -212,13 +212,15 @@ class SamplingParams:
                 raise UsageError(f"{name}: token id {worst} is outside the vocabulary of {vocab_size} tokens")
 
     @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+    def from_generation_config(
+        cls, config: Mapping[str, Any], *, vocab_size: int = MAX_TOKEN_ID + 1, **overrides: Any
+    ) -> SamplingParams:
         """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
 
-        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here), and
-        `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The
-        rest is ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes
-        its place.
+        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here),
+        suppress_tokens (biases here, of those in the vocabulary), and `do_sample: false`, which is greedy as in transformers;
+        where do_sample is absent the other fields decide. The rest is ignored, and so is null. A value that makes no sense
+        raises CheckpointError, unless an override takes its place.
         """
         known = {field.name for field in fields(cls)}
         unknown = sorted(overrides.keys() - known)
@@ -228,6 +230,8 @@ class SamplingParams:
         for theirs, ours in _FROM_GENERATION_CONFIG.items():
             if config.get(theirs) is not None and ours not in overrides:
                 defaults[ours] = _trusted(cls, theirs, ours, config[theirs])
+        if (suppressed := config.get("suppress_tokens")) is not None and "logit_bias" not in overrides:
+            defaults["logit_bias"] = _bans(suppressed, vocab_size)
         do_sample = config.get("do_sample")
         if not isinstance(do_sample, bool | None):
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {_shown(do_sample)}")
@@ -237,6 +241,12 @@ class SamplingParams:
         if isinstance(floor, int) and floor > defaults.get("max_tokens", floor):
             defaults["max_tokens"] = floor  # what the user gave wins over the file
         return cls(**{**defaults, **overrides})
+
+    def under(self, given: Mapping[str, Any]) -> SamplingParams:
+        """With what is `given` in its place; of the biases those of other tokens stay, as a model's own must."""
+        if self.logit_bias and (biases := given.get("logit_bias")):
+            given = {**given, "logit_bias": {**self.logit_bias, **biases}}
+        return replace(self, **given)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -264,6 +274,14 @@ class LogitBias(Mapping[int, float]):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+def _bans(suppressed: object, vocab_size: int) -> LogitBias | None:
+    try:
+        ids = _ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
+    except UsageError as error:
+        raise CheckpointError(f"generation_config.json: {error.message}", "correct the file") from error
+    return LogitBias({token_id: -MAX_LOGIT_BIAS for token_id in ids if token_id < vocab_size}) or None
 
 
 def _trusted(cls: type[SamplingParams], theirs: str, ours: str, value: object) -> Any:

@@ -195,7 +195,7 @@ class Prompting:
     def settled(self, given: Given) -> SamplingParams:
         """For no answer in particular: a budget for reasoning waits until there is a prompt."""
         fields = {name: value for name, value in given.items() if name != "reasoning_budget"}
-        return dataclasses.replace(self.llm.default_params, **fields)
+        return self.llm.default_params.under(fields)
 
     def params_for(self, ids: list[int], given: Given, *, goes_on: bool = False) -> SamplingParams:
         """For an answer to `ids`: the model's own settings under what was asked for. goes_on: `ids` end within an answer."""

@@ -4,7 +4,7 @@ Bounds are SamplingParams' own."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -209,7 +209,7 @@ class SamplingFields(StrictModel):
             given["logit_bias"] = _biases(self.logit_bias, model.tokenizer)
         if self.seed is not None:  # OpenAI's are signed
             given["seed"] = self.seed if self.seed >= -1 else self.seed + 2**64
-        return replace(model.default_params, **given)
+        return model.default_params.under(given)
 
     def form(self) -> tuple[Constraint | None, str | None]:
         """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""

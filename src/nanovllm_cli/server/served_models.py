@@ -10,7 +10,6 @@ turn comes, and all who wait for a model share one.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -302,6 +301,6 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)
     known = model_format(tokenizer, template, settings.tool_format, settings.reasoning_format)
-    params = SamplingParams.from_generation_config(generation_config)
+    params = SamplingParams.from_generation_config(generation_config, vocab_size=tokenizer.vocab_size)
     switch = None if template is None else thinking_switch(template.source)
-    return TextSide(tokenizer, template, dataclasses.replace(params, **settings.given), switch, known)
+    return TextSide(tokenizer, template, params.under(settings.given), switch, known)

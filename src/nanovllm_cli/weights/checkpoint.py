@@ -54,6 +54,7 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
 
 
 class TensorInfo(NamedTuple):
@@ -258,11 +259,13 @@ class GGUFCheckpoint(_FilesCheckpoint):
             raise
         self.config = parts[0].metadata
         self.metadata_types = parts[0].metadata_types
-        self.generation_config = {
+        sampling = {
             SAMPLING_KEYS[key.rpartition(".")[2]]: value
             for key, value in self.config.items()
             if key.startswith("general.sampling.") and key.rpartition(".")[2] in SAMPLING_KEYS
         }
+        suppressed = self.config.get(SUPPRESSED_KEY)
+        self.generation_config = sampling if suppressed is None else {**sampling, "suppress_tokens": suppressed}
 
 
 def _open_parts(path: Path) -> list[GGUFFile]:

@@ -22,7 +22,7 @@ from nanovllm_cli.model_spec import ModelSpec, RopeSpec
 from nanovllm_cli.models.families import spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
-from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, Checkpoint
+from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
 from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences
 from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
@@ -190,6 +190,8 @@ def _add_sampling(builder: HeaderBuilder, generation_config: Mapping[str, Any]) 
     for key, name in SAMPLING_KEYS.items():
         if generation_config.get(name) is not None:
             add[key](generation_config[name])
+    if suppressed := generation_config.get("suppress_tokens"):
+        builder.add_array(SUPPRESSED_KEY, suppressed if isinstance(suppressed, list) else [suppressed])
     if generation_config.get("do_sample") is False:
         builder.add_sampling_temp(0.0)
 
@@ -204,7 +206,7 @@ def _unused_keys(checkpoint: Checkpoint) -> list[str]:
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
     files = {
         "config.json": (text_config(checkpoint.config), _CARRIED),
-        "generation_config.json": (checkpoint.generation_config, ids | set(SAMPLING_KEYS.values())),
+        "generation_config.json": (checkpoint.generation_config, ids | set(SAMPLING_KEYS.values()) | {"suppress_tokens"}),
     }
     return [
         f"{file}: {', '.join(unknown)}"[:500]

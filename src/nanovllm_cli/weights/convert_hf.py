@@ -148,7 +148,7 @@ def _generation(checkpoint: Checkpoint, tokenizer: HFTokenizer) -> dict[str, Any
         del sampling["temperature"]  # transformers wants it positive, and says greedy by do_sample
     return {
         **{key: value for key, value in ids.items() if value is not None},
-        **({"do_sample": not greedy} if sampling or greedy else {}),
+        **({"do_sample": not greedy} if sampling.keys() - {"suppress_tokens"} or greedy else {}),
         **sampling,
     }
 

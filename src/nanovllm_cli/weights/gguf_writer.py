@@ -122,7 +122,7 @@ def _fits(field: GGUFValue) -> bool:
     value: Any = field.value
     if field.type == GGUFValueType.ARRAY:
         kinds = set(map(type, value))
-        return len(kinds) == 1 and kinds <= {str, bool, int, float}
+        return len(kinds) == 1 and (kinds <= {str, bool, float} or (kinds == {int} and all(-(2**31) <= i < 2**31 for i in value)))
     if field.type == GGUFValueType.STRING:
         return isinstance(value, str)
     if field.type == GGUFValueType.BOOL or isinstance(value, bool):

@@ -67,7 +67,8 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def _check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -> None:
     """Refuses a config of a far larger model than there are weights for, before it is built. What is missing is told later."""
-    wanted = spec.vocab_size * spec.hidden_size + spec.num_by_token + 3 * spec.num_layers * spec.hidden_size * spec.per_layer_width
+    wanted = spec.vocab_size * spec.hidden_size + spec.num_by_token
+    wanted += 3 * spec.num_layers * spec.hidden_size * spec.per_layer_width
     for block in spec.blocks:
         wanted += block.mixer.num_weights(spec.hidden_size) + block.mlp.num_weights(spec.hidden_size)
         if isinstance(block.mlp, MoESpec):
