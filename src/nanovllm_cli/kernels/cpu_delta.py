@@ -13,7 +13,17 @@ from numba import carray, njit
 from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store, whole_lines
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
-from nanovllm_cli.kernels.simd_delta import COLUMNS, TOKENS, delta_step, mamba_step, mamba_steps
+from nanovllm_cli.kernels.simd_delta import (
+    COLUMNS,
+    LINE,
+    TOKENS,
+    delta_step,
+    delta_step_past,
+    mamba_step,
+    mamba_step_past,
+    mamba_steps,
+    settle,
+)
 from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
 CHUNK = 16
@@ -130,7 +140,7 @@ def _step(source, target, stride, rows, count, k, q, v, out, kept, taken, beta, 
 
 
 @njit(nogil=True, error_model="numpy")
-def _mamba_columns(source, target, stride, rows, count, here, kept, step):
+def _mamba_columns(source, target, stride, rows, count, here, kept, step, past):
     """Mamba-2's rule over COLUMNS of a state and some tokens. here: addresses of k, q, v and out, bytes from token to token."""
     k, q, v, out, key_bytes, value_bytes = here
     c = np.int64(0)
@@ -143,6 +153,8 @@ def _mamba_columns(source, target, stride, rows, count, here, kept, step):
                     source + half, target + half, stride, rows, own[0], own[1], own[2] + half, own[3] + half, key_bytes,
                     value_bytes, kept + 4 * c, step + 4 * c,
                 )  # fmt: skip
+        elif past:
+            mamba_step_past(source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step)
         else:
             mamba_step(
                 source, target, stride, rows, own[0], own[1], own[2], own[3], key_bytes, value_bytes, kept + 4 * c, step + 4 * c
@@ -220,6 +232,7 @@ def gated_delta(arguments, thread, team):
             else:
                 for i in range(own):
                     row[i] = np.float32(0.0)
+        past = end - begin == 1 and states % LINE == 0 and 4 * value_dim % LINE == 0
         state = states + ((read_block * 2 + place) * num_values + head) * 4 * key_dim * value_dim
 
         t = np.int64(begin)
@@ -254,15 +267,18 @@ def gated_delta(arguments, thread, team):
                     seen, at = state + behind + 4 * first, target + behind + 4 * first
                     if mamba and columns == COLUMNS:
                         here = (at_k, at_q, at_v + offset, at_found + offset, line_k, line_v)
-                        _mamba_columns(seen, at, 4 * value_dim, key_dim, count, here, kept.ctypes.data, beta.ctypes.data)
+                        _mamba_columns(seen, at, 4 * value_dim, key_dim, count, here, kept.ctypes.data, beta.ctypes.data, past)
                         continue
                     for c in range(count):
                         q, k = at_q + c * line_k, at_k + c * line_k
                         v, found = at_v + c * line_v + offset, at_found + c * line_v + offset
-                        if columns == COLUMNS:
-                            delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, kept[c], taken[c], beta[c], alike[c])
+                        gate = kept[c], taken[c], beta[c], alike[c]
+                        if past and columns == COLUMNS:
+                            delta_step_past(seen, at, 4 * value_dim, key_dim, k, q, v, found, *gate)
+                        elif columns == COLUMNS:
+                            delta_step(seen, at, 4 * value_dim, key_dim, k, q, v, found, *gate)
                         else:
-                            _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, kept[c], taken[c], beta[c], alike[c])
+                            _step(seen, at, 4 * value_dim, key_dim, columns, k, q, v, found, *gate)
                         seen = at
                 for c in range(count):
                     found, first = floats_at(at_found + c * line_v + beside, (value_dim,)), h * value_dim
@@ -282,4 +298,5 @@ def gated_delta(arguments, thread, team):
                     if block != read_block:
                         stamp_of[block, 1, h] = 0
                     stamp_of[block, target_place, h] = position
+    settle()
     keep(memory)

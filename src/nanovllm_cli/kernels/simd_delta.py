@@ -11,56 +11,67 @@ from numba import types
 from numba.extending import intrinsic
 
 from nanovllm_cli.kernels.simd import WIDE
-from nanovllm_cli.kernels.simd_ir import F32, I64, LANES, VF, at_address, counted, fma, multiple, splat
+from nanovllm_cli.kernels.simd_ir import F32, I32, I64, LANES, VF, at_address, counted, fma, multiple, splat
 
 _VECTORS = 4 if WIDE else 2
 COLUMNS = _VECTORS * LANES
+LINE = 4 * LANES
 TOKENS = 4 if WIDE else 2
 """That Mamba-2's rule takes at once, so that a state is read and written once for all of them."""
 
 
-def _delta_code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-    source, target, stride, rows, k, q, v, out, kept, taken, beta, alike = args
-    zeros = ir.Constant(VF, [0.0] * LANES)
+def _put(b: ir.IRBuilder, value: Any, pointer: Any, past: bool) -> None:
+    """past: the caches, where they need not read what is overwritten as a whole; the address is that of a line."""
+    stored = b.store(value, pointer, align=64 if past else 4)
+    if past:
+        stored.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
 
-    def vector(base: Any, row: Any, i: int) -> Any:
-        offset = b.add(b.mul(row, stride), I64(4 * LANES * i))
-        return at_address(b, base, offset, VF)
 
-    def number(base: Any, row: Any) -> Any:
-        return splat(b, b.load(at_address(b, base, multiple(b, row, 4), F32)), VF)
+def _delta_code(past: bool) -> Any:
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, target, stride, rows, k, q, v, out, kept, taken, beta, alike = args
+        zeros = ir.Constant(VF, [0.0] * LANES)
 
-    entry, loop, end = b.block, *(b.function.append_basic_block(name) for name in ("sums", "change"))
-    b.branch(loop)
-    b.position_at_end(loop)
-    row, sums = b.phi(I64), [b.phi(VF) for _ in range(2 * _VECTORS)]
-    row.add_incoming(I64(0), entry)
-    by, added = (number(k, row), number(q, row)), []
-    for i in range(_VECTORS):
-        state = b.load(vector(source, row, i), align=4)
-        added += [fma(b, state, one, total) for one, total in zip(by, sums[2 * i : 2 * i + 2], strict=True)]
-    for total, more in zip(sums, added, strict=True):
-        total.add_incoming(zeros, entry)
-        total.add_incoming(more, loop)
-    following = b.add(row, I64(1))
-    row.add_incoming(following, loop)
-    b.cbranch(b.icmp_signed("<", following, rows), loop, end)
+        def vector(base: Any, row: Any, i: int) -> Any:
+            offset = b.add(b.mul(row, stride), I64(4 * LANES * i))
+            return at_address(b, base, offset, VF)
 
-    b.position_at_end(end)
-    kept, taken, beta, alike = (splat(b, each, VF) for each in (kept, taken, beta, alike))
-    changes = []
-    for i in range(_VECTORS):
-        seen, found = added[2 * i : 2 * i + 2]
-        place = I64(4 * LANES * i)
-        change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(taken, seen)))
-        b.store(fma(b, alike, change, b.fmul(kept, found)), at_address(b, out, place, VF), align=4)
-        changes.append(change)
-    with counted(b, rows) as row:
-        by_k = number(k, row)
+        def number(base: Any, row: Any) -> Any:
+            return splat(b, b.load(at_address(b, base, multiple(b, row, 4), F32)), VF)
+
+        entry, loop, end = b.block, *(b.function.append_basic_block(name) for name in ("sums", "change"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        row, sums = b.phi(I64), [b.phi(VF) for _ in range(2 * _VECTORS)]
+        row.add_incoming(I64(0), entry)
+        by, added = (number(k, row), number(q, row)), []
         for i in range(_VECTORS):
             state = b.load(vector(source, row, i), align=4)
-            b.store(fma(b, by_k, changes[i], b.fmul(kept, state)), vector(target, row, i), align=4)
-    return context.get_dummy_value()
+            added += [fma(b, state, one, total) for one, total in zip(by, sums[2 * i : 2 * i + 2], strict=True)]
+        for total, more in zip(sums, added, strict=True):
+            total.add_incoming(zeros, entry)
+            total.add_incoming(more, loop)
+        following = b.add(row, I64(1))
+        row.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, rows), loop, end)
+
+        b.position_at_end(end)
+        kept, taken, beta, alike = (splat(b, each, VF) for each in (kept, taken, beta, alike))
+        changes = []
+        for i in range(_VECTORS):
+            seen, found = added[2 * i : 2 * i + 2]
+            place = I64(4 * LANES * i)
+            change = b.fmul(beta, b.fsub(b.load(at_address(b, v, place, VF), align=4), b.fmul(taken, seen)))
+            b.store(fma(b, alike, change, b.fmul(kept, found)), at_address(b, out, place, VF), align=4)
+            changes.append(change)
+        with counted(b, rows) as row:
+            by_k = number(k, row)
+            for i in range(_VECTORS):
+                state = b.load(vector(source, row, i), align=4)
+                _put(b, fma(b, by_k, changes[i], b.fmul(kept, state)), vector(target, row, i), past)
+        return context.get_dummy_value()
+
+    return code
 
 
 @intrinsic
@@ -68,10 +79,16 @@ def delta_step(typing: Any, source, target, stride, rows, k, q, v, out, kept, ta
     """Addresses of states' first rows at these columns, bytes from row to row, rows; of k and q [rows], v and out [COLUMNS], all
     fp32; and what the token keeps of the state, what of it is taken off values, its beta, and k . q. out = S'^T q, target
     S' = kept * S + k (beta * (v - taken * S^T k))^T."""
-    return types.void(*[types.int64] * 8, *[types.float32] * 4), _delta_code
+    return types.void(*[types.int64] * 8, *[types.float32] * 4), _delta_code(past=False)
 
 
-def _mamba_code(num_tokens: int, vectors: int) -> Any:
+@intrinsic
+def delta_step_past(typing: Any, source, target, stride, rows, k, q, v, out, kept, taken, beta, alike):  # type: ignore[no-untyped-def]
+    """The same, with what it leaves written past the caches, to whole lines: `settle` before others read it."""
+    return types.void(*[types.int64] * 8, *[types.float32] * 4), _delta_code(past=True)
+
+
+def _mamba_code(num_tokens: int, vectors: int, past: bool = False) -> Any:
     def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step = args
         tokens = range(num_tokens)
@@ -106,7 +123,7 @@ def _mamba_code(num_tokens: int, vectors: int) -> Any:
                 sums[t][i].add_incoming(zeros, entry)
                 sums[t][i].add_incoming(total, loop)
                 sums[t][i] = total
-            b.store(state, at_address(b, target, offset, VF), align=4)
+            _put(b, state, at_address(b, target, offset, VF), past)
         following = b.add(row, I64(1))
         row.add_incoming(following, loop)
         b.cbranch(b.icmp_signed("<", following, rows), loop, end)
@@ -125,6 +142,25 @@ def mamba_step(  # type: ignore[no-untyped-def]
 ):
     """As `delta_step`, of Mamba-2's rule: target S' = kept * S + k (step * v)^T. kept, step: addresses."""
     return types.void(*[types.int64] * 12), _mamba_code(1, _VECTORS)
+
+
+@intrinsic
+def mamba_step_past(  # type: ignore[no-untyped-def]
+    typing: Any, source, target, stride, rows, k, q, v, out, key_bytes, value_bytes, kept, step
+):
+    """See `delta_step_past`."""
+    return types.void(*[types.int64] * 12), _mamba_code(1, _VECTORS, past=True)
+
+
+@intrinsic
+def settle(typing: Any):  # type: ignore[no-untyped-def]
+    """What was written past the caches is there for all threads before what is written from here on."""
+
+    def code(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        b.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), code
 
 
 @intrinsic
