@@ -98,7 +98,6 @@ class MoE:
         return slots
 
 
-
 class _Apart:
     """The norms of a mixture that goes beside an MLP."""
 
