@@ -31,6 +31,9 @@ def own_numbers(request: pytest.FixtureRequest) -> None:
         generator = getattr(module, "GENERATOR", None)
         if generator is not None:
             generator.manual_seed(generator.initial_seed())
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
+    config = copy.deepcopy(config)  # to save a model notes its dtype there, and the next would be made in it
     config._experts_implementation = "eager"  # of its others one wants rows of 16 bytes
     model = (auto or AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():

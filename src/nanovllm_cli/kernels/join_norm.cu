@@ -11,8 +11,8 @@
 typedef Vector<DTYPE, VECTOR> Elements;
 constexpr int KEEP = 2;  // twice as many, and registers of 1024 threads are spilled
 
-DEVICE float squares_of(const Elements& elements) {
-  float sum = 0.0f;
+// `sum` and the squares, in norm.cu's order: their sum has its bits.
+DEVICE float with_squares(float sum, const Elements& elements) {
   for (int j = 0; j < VECTOR; ++j) sum += to_float(elements.at[j]) * to_float(elements.at[j]);
   return sum;
 }
@@ -32,7 +32,7 @@ join_norm(const DTYPE* x, const DTYPE* gains, DTYPE* residual, const DTYPE* weig
   const int first = threadIdx.x * VECTOR, stride = blockDim.x * VECTOR;
   wait_for_previous_kernel();
   float squares = 0.0f;
-  for (int column = first; column < width; column += stride) squares += squares_of(Elements::load(x + row + column));
+  for (int column = first; column < width; column += stride) squares = with_squares(squares, Elements::load(x + row + column));
   const float scale = rsqrtf(block_sum(squares, scratch) / width + eps);
 
   const auto joined = [&](int column) {
@@ -49,9 +49,9 @@ join_norm(const DTYPE* x, const DTYPE* gains, DTYPE* residual, const DTYPE* weig
     const int column = first + i * stride;
     if (column >= width) break;
     kept[i] = joined(column);
-    squares += squares_of(kept[i]);
+    squares = with_squares(squares, kept[i]);
   }
-  for (int column = first + KEEP * stride; column < width; column += stride) squares += squares_of(joined(column));
+  for (int column = first + KEEP * stride; column < width; column += stride) squares = with_squares(squares, joined(column));
 #if NORMS
   const float out_scale = rsqrtf(block_sum(squares, scratch) / width + out_eps);
   let_next_kernel_start();
