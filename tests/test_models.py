@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
@@ -27,6 +29,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -55,6 +58,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    YoutuConfig,
 )
 
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
@@ -80,6 +84,12 @@ GRANITE_4 = SMALL | {
     "head_dim": 8, "num_local_experts": 0, "shared_intermediate_size": 74, "layer_types": ["full_attention"] * 3,
     "mamba_n_heads": 6,
 }  # fmt: skip
+LATENT = {name: value for name, value in SMALL.items() if name != "head_dim"} | {
+    "num_key_value_heads": 6, "q_lora_rank": 28, "kv_lora_rank": 40, "qk_nope_head_dim": 18, "qk_rope_head_dim": 12,
+    "v_head_dim": 22,
+}  # fmt: skip
+LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 33, "n_shared_experts": 1,
+                  "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}  # fmt: skip
 GRANITE_4_H = GRANITE_4 | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 6, "mamba_d_state": 16,
 }
@@ -263,6 +273,23 @@ CASES: dict[str, Any] = {
     "gemma4, 2 of 5 beside": Gemma4TextConfig(
         **GEMMA_4_LARGE, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=33,
     ),
+    "deepseek v2, 3 of 5 and shared": DeepseekV2Config(**LATENT | {"q_lora_rank": None}, **LATENT_EXPERTS),
+    "deepseek v2, yarn of two shares": DeepseekV2Config(
+        **LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 2},
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=0.7, mscale_all_dim=0.4),
+    ),
+    "deepseek v3, 3 of 5 and shared": DeepseekV3Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1),
+    "deepseek v3, halves, weights as they are": DeepseekV3Config(
+        **LATENT, **LATENT_EXPERTS | {"n_shared_experts": 2}, n_group=1, topk_group=1, rope_interleave=False,
+        norm_topk_prob=False,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4 moe lite, 3 of 5 and shared": Glm4MoeLiteConfig(
+        **{name: value for name, value in LATENT.items() if name != "head_dim"},
+        **{name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}, rms_norm_eps=1e-6,
+    ),
+    "youtu": YoutuConfig(**LATENT),
+    "youtu, queries at once, tied": YoutuConfig(**LATENT | {"q_lora_rank": None, "tie_word_embeddings": True, "v_head_dim": 36}),
     "granite 4 h": GraniteMoeHybridConfig(**GRANITE_4_H, **GRANITE),
     "granite 4 h, no bias, positions, three taps": GraniteMoeHybridConfig(
         **GRANITE_4_H | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_d_state": 24}, **GRANITE,

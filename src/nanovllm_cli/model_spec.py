@@ -48,6 +48,26 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (DeepSeek-V2, Liu et al. 2024): of a token `rank` normed numbers are kept, of which each head's key_dim
+    numbers of a key and value_dim of a value are made, and rotary_dim rotated ones, which end all heads' keys. query_rank: normed
+    numbers that queries are made of; None: they are made of the hidden state. by_head: what makes keys and values is a matrix of
+    the checkpoint for each head, and those of keys are turned over (GGUF)."""
+
+    query_rank: int | None
+    rank: int
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    by_head: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head, as its projection leaves it."""
+        return self.key_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
@@ -56,7 +76,8 @@ class AttentionSpec:
     value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the checkpoint, in
     this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it attends to, having
     none of its own. gated: what a head finds is multiplied with the sigmoids of as many numbers, which the checkpoint's q has
-    behind each head's query.
+    behind each head's query. latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and head_dim
+    what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
     """
 
     num_heads: int
@@ -75,6 +96,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     reads: int | None = None
     gated: bool = False
+    latent: LatentSpec | None = None
 
     @property
     def score_scale(self) -> float:
@@ -90,6 +112,11 @@ class AttentionSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
+        if (latent := self.latent) is not None:
+            queries = self.num_heads * latent.query_dim
+            of_queries = hidden_size * queries if latent.query_rank is None else (hidden_size + queries) * latent.query_rank
+            of_heads = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+            return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys *= 0 if self.reads is not None else 1 if self.keys_are_values else 2
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias

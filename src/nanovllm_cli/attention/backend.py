@@ -8,6 +8,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, RopeSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -36,6 +37,17 @@ class DeltaWeights(NamedTuple):
     eps: float
     skip: torch.Tensor | None = None
     taps_bias: torch.Tensor | None = None
+
+
+class LatentWeights(NamedTuple):
+    """Of latent attention, beside its projections: norm [rank], eps and offset of what is kept; keys, rank x key_dim of a head,
+    turn a query into what its key is made of; values, value_dim x rank, make what a head finds of what was kept."""
+
+    norm: torch.Tensor
+    eps: float
+    offset: float
+    keys: HeadMatrices
+    values: HeadMatrices
 
 
 class StepInputs(NamedTuple):
@@ -67,6 +79,19 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """qkv [T, (H + 2K) * D] -> [T, H * D]: norm and rotate q and k, write k and v to the cache, attend over each
         token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's k and v already."""
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        weights: LatentWeights,
+        angles: Angles,
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """q [T, H * (key_dim + rotary_dim)], kept [T, rank + rotary_dim] -> [T, H * value_dim], of spec.latent: norm and rotate
+        what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`."""
 
     def convolve(
         self,

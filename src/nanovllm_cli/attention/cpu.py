@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
 from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels import conv, cpu, delta
+from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec
 
 
@@ -97,12 +98,38 @@ class CpuAttention:
         k, v = cache
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
-            spec.reads is not None,
+            2 if spec.reads is None else 0,
         )  # fmt: skip
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
             q, k, v, tiles, step.block_tables, spec.score_scale, spec.window or 0, spec.softcap or 0.0, sinks
         )
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        weights: LatentWeights,
+        angles: Angles,
+        cache: LayerCache,
+        step: CpuStep,
+    ) -> torch.Tensor:
+        """What is kept is a token's key and its value: K and V, in their layouts, both have it."""
+        latent, dim, heads = spec.latent, spec.head_dim, spec.num_heads
+        assert latent is not None
+        assert isinstance(weights.keys, CpuHeadMatrices)
+        assert isinstance(weights.values, CpuHeadMatrices)
+        rows = latent_rows(q, kept, weights.norm, weights.eps, weights.offset, heads, latent.key_dim)
+        weights.keys.products_into(q, 0, latent.query_dim, rows, latent.rotary_dim, dim)
+        k, v = cache
+        turned = cpu.rope_and_cache(
+            rows, heads, 1, dim, *HeadNorms(), *angles, spec.interleaved, step.slots, step.run, k, v, 1
+        )
+        found = cpu.paged_attention(
+            turned, k, v, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None
+        )
+        return weights.values.products(found, latent.rotary_dim, dim)
 
     def convolve(
         self,

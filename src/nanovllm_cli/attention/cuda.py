@@ -23,10 +23,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms
+from nanovllm_cli.attention.backend import Angles, DeltaWeights, HeadNorms, LatentWeights
 from nanovllm_cli.attention.kv_cache import WHOLE_SEQUENCE, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
@@ -215,6 +215,18 @@ class CudaAttention:
             self.launcher, q, k, v, step.work[shape], step.block_tables, self._counters,
             scale=scale, softcap=softcap, sinks=sinks, k_scale=scales, v_scale=scales,
         )  # fmt: skip
+
+    def attend_latent(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        weights: LatentWeights,
+        angles: Angles,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> torch.Tensor:
+        raise UnsupportedError("latent attention on a GPU is not supported", "run with --device cpu")
 
     def convolve(
         self,

@@ -372,16 +372,17 @@ def rope_and_cache(
     run: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    reads: bool = False,
+    keys: int = 2,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. See `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. keys: of k and v, those that qkv has. See
+    `cpu_fused.rope_and_cache`."""
     tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
     cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
     out = new_tensor((tokens, heads, dim), dtype)
     norms = (0 if norm is None else address_of(norm, dtype, dim) for norm in (q_norm, k_norm, v_norm))
-    columns = (heads if reads else heads + 2 * kv_heads) * dim
+    columns = (heads + keys * kv_heads) * dim
     ints = (
-        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, _padded(dim), int(reads), *norms,
+        _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, _padded(dim), keys, *norms,
         address_of(cos, torch.float32, tokens, half), address_of(sin, torch.float32, tokens, half), 2 * half, int(interleaved),
         address_of(slots, torch.int64, tokens), address_of(run, torch.int32, tokens),
         *cache, out.data_ptr(),

@@ -182,14 +182,14 @@ def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and norm(v) go to their slots of the cache (layout: cpu_attention;
     kinds: cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart; with reads not 0 it has q alone, and nothing is
-    written. q_norm, k_norm, v_norm: addresses of [dim], or 0. cos, sin: [T, rotary / 2] fp32.
-    k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end of its sequence in
-    this step. The token that opens a block zeroes the values behind its run, because attention multiplies a masked value by 0,
-    and stale memory may hold a NaN.
+    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. With keys 1 it has no v: k is that as well, as
+    it comes; with keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0. cos, sin:
+    [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end
+    of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention multiplies a
+    masked value by 0, and stale memory may hold a NaN.
     """
     (
-        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, reads, q_norm, k_norm, v_norm,
+        tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, keys, q_norm, k_norm, v_norm,
         cos, sin, rotary, interleaved, slots, run, k_cache, v_cache, k_record, v_record, q_out, eps, norm_offset,
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
@@ -208,7 +208,7 @@ def rope_and_cache(arguments, thread, team):
     v_codes = carray(typed_pointer(memory.ctypes.data + 8 * dim, v_kind), (dim,))
     for task in share(num_tokens * kv_heads, thread, team):
         t, h = task // kv_heads, task % kv_heads
-        parts = heads if reads != 0 else heads + 2 * kv_heads
+        parts = heads + keys * kv_heads
         source = rows[t, : parts * dim].reshape((parts, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
@@ -216,7 +216,7 @@ def rope_and_cache(arguments, thread, team):
             target = queries[t, i]
             for d in range(dim):
                 store(target, d, buffer[d])
-        if reads != 0:
+        if keys == 0:
             continue
         block, offset = slot_of[t] // BLOCK, slot_of[t] % BLOCK
         record = k_cache + (block * kv_heads + h) * k_record
@@ -227,7 +227,7 @@ def rope_and_cache(arguments, thread, team):
             key[d // pair, offset, d % pair] = k_codes[d]
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
+        row, column = source[heads + (keys - 1) * kv_heads + h], values[offset // pair, :, offset % pair]
         _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, c, s, 0, interleaved)
         put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
         for d in range(dim):

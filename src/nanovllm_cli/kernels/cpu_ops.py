@@ -6,6 +6,7 @@ import torch
 
 from nanovllm_cli.kernels import cpu, gates, norms, reference
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
+from nanovllm_cli.kernels.latent import CpuHeadMatrices
 from nanovllm_cli.kernels.ops import Addend, Normed
 
 
@@ -15,6 +16,7 @@ class CpuOps:
     device = torch.device("cpu")
     rope_tables = staticmethod(reference.rope_tables)
     mixture = CpuMixture
+    head_matrices = CpuHeadMatrices
     add = staticmethod(add_onto)
     gated = staticmethod(gates.gated)
 

@@ -45,6 +45,16 @@ class Addend(NamedTuple):
         return Addend(rows, self.factor)
 
 
+class HeadMatrices(Protocol):
+    """A matrix [num_rows, width] for each head, in the compute type. Loaded once, a head's rows at a time."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def load(self, head: int, rows: torch.Tensor) -> None:
+        """rows [num_rows, width], of any float type."""
+
+
 class Ops(Protocol):
     """One device's ops. `device` is where their tensors are."""
 
@@ -85,6 +95,9 @@ class Ops(Protocol):
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up of [T, n] each, either of which may be columns of a wider tensor; see `reference.gated_activation`."""
+
+    def head_matrices(self, num_heads: int, num_rows: int, width: int, dtype: torch.dtype) -> HeadMatrices:
+        """All zeros; for this device's AttentionBackend."""
 
     def mixture(
         self, experts: Sequence[Expert], num_chosen: int, norm_topk: bool, scoring: Scoring | None = None

@@ -306,3 +306,34 @@ def attention(
     else:
         weights = torch.softmax(scores, dim=-1)
     return torch.einsum("htl,lhd->thd", weights, values).to(q.dtype)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    kept: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    offset: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Causal latent attention of one whole sequence (Liu et al. 2024, DeepSeek-V2, equations 9 to 19), with keys and values made
+    of what is kept: q [T, H * (key_dim + rotary)], kept [T, rank + rotary], keys [H, rank, key_dim], values [H, value_dim, rank],
+    cos and sin [T, rotary / 2] -> [T, H * value_dim]."""
+    tokens, rotary, rank = len(q), 2 * cos.shape[1], norm.shape[0]
+    heads = wide(q).view(tokens, keys.shape[0], -1)
+    latent = add_rms_norm(kept[:, :rank], None, norm, eps, offset)
+    turned = rope(torch.cat([heads[..., -rotary:], wide(kept)[:, None, rank:]], 1), cos, sin, interleaved)
+    own_keys = torch.einsum("tr,hrd->thd", wide(latent), wide(keys))
+    shared = turned[:, -1:].expand(-1, keys.shape[0], -1)
+    scores = torch.einsum(
+        "thd,shd->hts", torch.cat([heads[..., :-rotary], turned[:, :-1]], -1), torch.cat([own_keys, shared], -1)
+    )
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    weights = torch.softmax((scores * scale).masked_fill(future, float("-inf")), -1)
+    found = torch.einsum("hts,shd->thd", weights, torch.einsum("tr,hdr->thd", wide(latent), wide(values)))
+    return found.flatten(1).to(q.dtype)

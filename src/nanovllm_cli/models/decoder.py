@@ -15,6 +15,7 @@ from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.delta import Delta, Mamba
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
@@ -22,7 +23,18 @@ from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.per_layer import PerLayer, PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.slots import Slots, number_slot
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
+from nanovllm_cli.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    ConvSpec,
+    DeltaSpec,
+    LatentSpec,
+    MixerSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
 
 
 class Block:
@@ -105,6 +117,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return Mamba(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
+        case AttentionSpec(latent=LatentSpec()):
+            return LatentAttention(spec, norm, width, kit)
     return Attention(spec, norm, width, kit)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.families import (
     LLAMA,
@@ -45,6 +46,8 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK2,
+    "DeepseekV3ForCausalLM": DEEPSEEK3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
@@ -61,6 +64,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED,
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
@@ -73,6 +77,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Phi3ForCausalLM": PHI3,
     "SeedOssForCausalLM": SEED_OSS,
     "SmolLM3ForCausalLM": SMOLLM3,
+    "YoutuForCausalLM": YOUTU,
 }
 TEXT_MODELS = {"ministral3": MINISTRAL3}
 """Inside of models of several architectures, by "model_type"."""

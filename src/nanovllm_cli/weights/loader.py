@@ -85,8 +85,8 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-PLAIN = ("router", "shared.gate_row", "delta_b", "delta_a")
-"""Weights that decide what becomes of others."""
+PLAIN = ("router", "shared.gate_row", "delta_b", "delta_a", "kv_b", "k_b.{e}", "v_b.{e}")
+"""Weights that decide what becomes of others, and those that are taken apart by head."""
 
 
 OUTER = ("embedding", "head", "per_layer_embedding", "per_layer_projection")
@@ -104,8 +104,8 @@ class WeightFormats:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint)
-        plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")).replace(r"\{i\}", r"\d+") for name in PLAIN)
-        self._plain = re.compile("|".join(plain))
+        plain = (re.escape(self._names.get(f"blocks.{{i}}.{name}.weight", "")) for name in PLAIN)
+        self._plain = re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(plain)))
         self._wanted = wanted
         self._outer = {self._names.get(f"{name}.weight") for name in OUTER}
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
@@ -156,8 +156,9 @@ def load_weights(
     progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
     try:
         for ours, slot in slots.items():
+            form = reader.format(names[ours]) if slot.plain else None
             for rows, first in reader.slices(names[ours]):
-                slot.load(rows, first)
+                slot.load(rows if form is None or isinstance(rows, torch.Tensor) else form.dequantize(rows), first)
             progress.advance(reader.num_bytes(names[ours]))
     finally:
         progress.done()

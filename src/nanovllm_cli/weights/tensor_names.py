@@ -38,12 +38,12 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
-    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert.
+    """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert or head.
     UnsupportedError where the table has none: no model of the family has such a tensor."""
     parts, number, expert = ours.split("."), "", ""
     if parts[0] == "blocks":
         number, parts[1] = parts[1], "{i}"
-        if parts[2] == "experts":
+        if parts[2] in ("experts", "k_b", "v_b") and parts[3].isdecimal():
             expert, parts[3] = parts[3], "{e}"
     pattern = ".".join(parts)
     if pattern not in table:

@@ -1,0 +1,99 @@
+"""Latent attention of a block: projections around a backend that keeps one vector of a token for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm_cli.attention.backend import LatentWeights, StepInputs
+from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.layers.kit import Kit
+from nanovllm_cli.layers.linear import Linear
+from nanovllm_cli.layers.mixer import Mixer
+from nanovllm_cli.layers.norm import RMSNorm
+from nanovllm_cli.layers.slots import Slots, WeightSlot
+from nanovllm_cli.model_spec import AttentionSpec, NormSpec
+from nanovllm_cli.quant.rows import QuantizedRows
+
+
+class LatentAttention(Mixer):
+    """See `LatentSpec`. The checkpoint's kv_b has each head's key_dim rows of keys and then its value_dim rows of values. They are
+    kept in the compute type whatever they come in: keys are turned over, along which no format has its scales."""
+
+    def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+        assert spec.latent is not None
+        more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.sinks, spec.window, spec.softcap
+        assert not any(more), "no model has these there"
+        latent = self.latent = spec.latent
+        self.spec = spec
+        self.backend = kit.backend
+        queries = spec.num_heads * latent.query_dim
+        if latent.query_rank is None:
+            self.q = Linear(hidden_size, {"q": queries}, kit)
+            self.q_norm, self.q_b = None, None
+        else:
+            self.q = Linear(hidden_size, {"q_a": latent.query_rank}, kit)
+            self.q_norm = RMSNorm(norm, latent.query_rank, kit)
+            self.q_b = Linear(latent.query_rank, {"q_b": queries}, kit)
+        self.kept = Linear(hidden_size, {"kv_a": latent.rank + latent.rotary_dim}, kit)
+        self.norm = RMSNorm(norm, latent.rank, kit)
+        keys = kit.ops.head_matrices(spec.num_heads, latent.rank, latent.key_dim, kit.dtype)
+        values = kit.ops.head_matrices(spec.num_heads, latent.value_dim, latent.rank, kit.dtype)
+        self.weights = LatentWeights(self.norm.weight, norm.eps, norm.offset, keys, values)
+        self.out = Linear(spec.num_heads * latent.value_dim, {"o": hidden_size}, kit)
+        self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        q = self.q(x)
+        if self.q_norm is not None and self.q_b is not None:
+            q = self.q_b(self.q_norm(None, q))
+        angles = inputs.angles[self.spec.rope]
+        return self.backend.attend_latent(self.spec, q, self.kept(x), self.weights, angles, cache, inputs.step)
+
+    def slots(self) -> Slots:
+        latent, heads = self.latent, range(self.spec.num_heads)
+        slots = self.q.slots() | self.kept.slots() | self.out.slots()
+        slots |= {"kv_a_norm.weight": self.norm.slots()["weight"]}
+        if self.q_norm is not None and self.q_b is not None:
+            slots |= {"q_a_norm.weight": self.q_norm.slots()["weight"]} | self.q_b.slots()
+        if not latent.by_head:
+            shape = len(heads) * (latent.key_dim + latent.value_dim), latent.rank
+            return slots | {"kv_b.weight": WeightSlot(shape, self._load_both, plain=True)}
+        for head in heads:
+            for name, shape in (("k_b", (latent.rank, latent.key_dim)), ("v_b", (latent.value_dim, latent.rank))):
+                slots[f"{name}.{head}.weight"] = WeightSlot(shape, self._loader(name, head, shape[0]), plain=True)
+        return slots
+
+    def _loader(self, name: str, head: int, num_rows: int) -> Callable[[torch.Tensor | QuantizedRows, int], None]:
+        def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
+            assert isinstance(rows, torch.Tensor), "a plain slot"
+            self._take(name, head, num_rows, rows)
+
+        return load
+
+    def _load_both(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "a plain slot"
+        key_dim, together = self.latent.key_dim, self.latent.key_dim + self.latent.value_dim
+        end = first + len(rows)
+        place = first
+        while place < end:
+            head, row = divmod(place, together)
+            name, behind = ("k", key_dim) if row < key_dim else ("v", together)
+            count = min(end - place, behind - row)
+            part = rows[place - first : place - first + count]
+            self._take(name, head, key_dim if name == "k" else together - key_dim, part)
+            place += count
+
+    def _take(self, name: str, head: int, num_rows: int, rows: torch.Tensor) -> None:
+        """Rows of a head's matrix, in order; "k" has them turned over. What is there of it waits for the rest."""
+        parts = self._parts.setdefault((name, head), [])
+        parts.append(rows)
+        if sum(map(len, parts)) < num_rows:
+            return
+        matrix = torch.cat(self._parts.pop((name, head)))
+        if name.startswith("k"):
+            self.weights.keys.load(head, matrix.T if name == "k" else matrix)
+        else:
+            self.weights.values.load(head, matrix)

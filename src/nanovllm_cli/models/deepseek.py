@@ -1,0 +1,144 @@
+"""Models with latent attention: DeepSeek-V2 and V3 with experts (Moonlight and Kimi K2 are V3s), GLM-4.7-Flash, whose experts are
+GLM-4's, and Youtu-LLM, which has none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
+from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.rotary import rope_from_hf, rope_section, stretched
+
+MAX_DIM = 1 << 14
+"""Of anything that a head has: more is not believed."""
+
+_EXPERTS = ExpertKeys(
+    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", step="moe_layer_freq",
+    shared="n_shared_experts", scale="routed_scaling_factor", scoring="sigmoid", selection_bias=True,
+)  # fmt: skip
+_HF_NAMES = {
+    "blocks.{i}.q_a.weight": "model.layers.{i}.self_attn.q_a_proj.weight",
+    "blocks.{i}.q_a_norm.weight": "model.layers.{i}.self_attn.q_a_layernorm.weight",
+    "blocks.{i}.q_b.weight": "model.layers.{i}.self_attn.q_b_proj.weight",
+    "blocks.{i}.kv_a.weight": "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
+    "blocks.{i}.kv_a_norm.weight": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
+    "blocks.{i}.kv_b.weight": "model.layers.{i}.self_attn.kv_b_proj.weight",
+}
+_BIAS_NAME = {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"}
+_GGUF_NAMES = {
+    "blocks.{i}.q_a.weight": "blk.{i}.attn_q_a.weight",
+    "blocks.{i}.q_a_norm.weight": "blk.{i}.attn_q_a_norm.weight",
+    "blocks.{i}.q_b.weight": "blk.{i}.attn_q_b.weight",
+    "blocks.{i}.kv_a.weight": "blk.{i}.attn_kv_a_mqa.weight",
+    "blocks.{i}.kv_a_norm.weight": "blk.{i}.attn_kv_a_norm.weight",
+    "blocks.{i}.kv_b.weight": "blk.{i}.attn_kv_b.weight",
+    "blocks.{i}.k_b.{e}.weight": "blk.{i}.attn_k_b.{e}.weight",
+    "blocks.{i}.v_b.{e}.weight": "blk.{i}.attn_v_b.{e}.weight",
+}
+
+
+def _growth(factor: float, share: float) -> float:
+    """YaRN's: what attention's scores are to be multiplied with, in two parts of this, where positions are stretched."""
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+
+def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.flag("attention_bias", False):
+        raise UnsupportedError("latent attention with biases is not supported", ANOTHER)
+    heads = spec.attention.num_heads
+    latent = LatentSpec(
+        query_rank=read.integer("q_lora_rank") if read.has("q_lora_rank") else None,
+        rank=read.integer("kv_lora_rank"),
+        key_dim=read.integer("qk_nope_head_dim"),
+        rotary_dim=read.integer("qk_rope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+    )
+    max_position = read.integer("max_position_embeddings", 2048)
+    rope = replace(rope_from_hf(read, latent.rotary_dim, max_position), interleaved=read.flag("rope_interleave", True))
+    growth = 1.0
+    if rope.scaling != "none" and rope.mscale_all_dim:
+        growth = _growth(rope_section(read).number("factor"), rope.mscale_all_dim)
+    spec = replace(spec, max_position=stretched(rope, max_position))
+    return _with_latents(spec, latent, rope, growth, heads, read.where)
+
+
+def _with_latents(
+    spec: ModelSpec, latent: LatentSpec, rope: RopeSpec, growth: float, heads: int, where: str
+) -> ModelSpec:
+    """growth: half of what its positions' stretching makes of scores."""
+    if rope.dim != latent.rotary_dim:
+        raise UnsupportedError(f"{where}: {rope.dim} rotary dims of {latent.rotary_dim}", ANOTHER)
+    for name, dim in (("rank", latent.rank), ("key_dim", latent.key_dim), ("value_dim", latent.value_dim)):
+        if dim > MAX_DIM:
+            raise CheckpointError(f"{where}: a {name} of {dim}; at most {MAX_DIM} are believed", BROKEN)
+        if dim % 2:
+            raise UnsupportedError(f"{where}: a {name} of {dim} is not an even number", ANOTHER)
+    attention = AttentionSpec(
+        num_heads=heads, num_kv_heads=1, head_dim=latent.rotary_dim + latent.rank, rope=rope,
+        scale=latent.query_dim**-0.5 * growth**2, latent=latent,
+    )  # fmt: skip
+    return spec.each_attention(lambda layer, own: attention)
+
+
+def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    method = read.text("topk_method", "greedy")
+    if method != "greedy":
+        raise UnsupportedError(f"experts chosen by {method!r} are not supported", ANOTHER)
+    return latent_from_hf(spec, read)
+
+
+def _v3_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    if read.integer("n_group", 1) > 1:
+        raise UnsupportedError("experts that are chosen by groups are not supported", ANOTHER)
+    return latent_from_hf(spec, read)
+
+
+def _glm_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    kinds = read.values.get("mlp_layer_types")
+    if kinds is not None and kinds != [("sparse" if isinstance(b.mlp, MoESpec) else "dense") for b in spec.blocks]:
+        raise UnsupportedError("experts in other layers than all behind the first ones are not supported", ANOTHER)
+    return _v3_from_hf(spec, read)
+
+
+_DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+             "v_head_dim": 128}  # fmt: skip
+DEEPSEEK2 = Family(
+    "deepseek2",
+    experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
+    defaults=_DEFAULTS | {"norm_topk_prob": False, "n_shared_experts": 2},
+    hf_names=SHARED_NAMES | _HF_NAMES,
+    gguf_names=_GGUF_NAMES,
+    hf=_v2_from_hf,
+    gguf_keys=None,
+)
+DEEPSEEK3 = Family(
+    "deepseek3",
+    experts=_EXPERTS,
+    defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+                          "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "max_position_embeddings": 4096},
+    hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
+    hf=_v3_from_hf,
+    gguf_keys=None,
+)  # fmt: skip
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    experts=_EXPERTS,
+    defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+                          "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
+                          "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
+    hf=_glm_from_hf,
+    gguf_keys=None,
+)  # fmt: skip
+YOUTU = Family(
+    "youtu",
+    tied_by_default=True,
+    defaults=_DEFAULTS | {"max_position_embeddings": 131072},
+    hf_names=_HF_NAMES,
+    hf=latent_from_hf,
+    gguf_keys=None,
+)
