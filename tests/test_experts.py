@@ -30,7 +30,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.kernels import cpu, cpu_experts, cpu_mixture, reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.entry import Kernel
-from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.model_spec import MLPSpec, MoESpec, NormSpec
@@ -115,6 +115,37 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
     again, scaled = route(logits, chosen, norm_topk, Scoring(by_sigmoid, bias, 1.5, own))
     assert torch.equal(again, places)
     assert np.allclose(scaled.numpy(), expected * own.numpy()[order], rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
+@pytest.mark.parametrize("by_sigmoid", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "groups", "looked_at"),
+    [(1, 4, 1, 2, 1), (5, 12, 3, 3, 2), (17, 12, 4, 6, 2), (9, 256, 8, 8, 4), (3, 10, 10, 5, 5)],
+)
+def test_experts_of_groups_that_are_not_looked_at_are_not_taken(
+    tokens: int, experts: int, chosen: int, groups: int, looked_at: int, by_sigmoid: bool, route: Any
+) -> None:
+    logits, bias = 5 * randn(tokens, experts), 0.3 * randn(experts)
+    best = 2 if by_sigmoid else 1
+    places, weights = route(logits, chosen, False, Scoring(by_sigmoid, bias, 1.5, None, Groups(groups, looked_at, best)))
+    scores = (logits.sigmoid() if by_sigmoid else logits.softmax(1)).double()
+    for row, own, weight in zip(scores.tolist(), places.tolist(), weights.tolist(), strict=True):
+        ranks = [score + more for score, more in zip(row, bias.tolist(), strict=True)]
+        size = experts // groups
+        of_groups = [sum(sorted(ranks[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
+        seen = sorted(range(groups), key=lambda g: -of_groups[g])[:looked_at]  # noqa: B023
+        allowed = sorted((e for e in range(experts) if e // size in seen), key=lambda e: -ranks[e])  # noqa: B023
+        assert own == sorted(allowed[:chosen])
+        assert weight == pytest.approx([1.5 * row[e] for e in own], rel=1e-5)
+
+
+@pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])
+def test_of_equal_groups_the_lower_ones_are_looked_at(route: Any) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 0.0, 1.0, 2.0], [0.0] * 6])
+    for best in (1, 2):
+        places, _ = route(logits, 2, True, Scoring(True, torch.zeros(6), groups=Groups(3, 1, best)))
+        assert places.tolist() == [[4, 5] if best == 2 else [0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("route", [cpu_mixture.route, reference.route])

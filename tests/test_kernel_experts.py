@@ -15,7 +15,7 @@ from nanovllm_cli.kernels import expert_sum as expert_sums
 from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.expert_sum import expert_sum
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, Tasks, most_tasks, words_of
-from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring
 from nanovllm_cli.kernels.route import route
 from test_kernel_small import untouched_memory
 
@@ -111,6 +111,28 @@ def test_scores_are_weights_and_with_a_bias_they_choose(
         check_route(Emulator(order), logits, taken, norm_topk, rows, Scoring(by_sigmoid, bias, 2.5))
         own = Scoring(by_sigmoid, bias, 2.5, random(experts).abs())
         check_route(Emulator(order), logits, taken, norm_topk, rows, own)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("by_sigmoid", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "taken", "groups", "looked_at"),
+    [(1, 4, 1, 2, 1), (5, 12, 3, 3, 2), (17, 12, 4, 6, 2), (9, 256, 8, 8, 4), (3, 10, 10, 5, 5), (7, 64, 6, 32, 3),
+     (2, 258, 9, 6, 2), (33, 512, 4, 16, 7), (4, 6, 2, 3, 1)],
+)  # fmt: skip
+def test_experts_of_groups_that_are_not_looked_at_are_not_taken(
+    tokens: int, experts: int, taken: int, groups: int, looked_at: int, by_sigmoid: bool, order: int
+) -> None:
+    logits, in_groups = random(tokens, experts, scale=3.0), Groups(groups, looked_at, 1 + by_sigmoid)
+    for norm_topk, bias in ((True, random(experts, scale=0.2)), (False, None)):
+        check_route(Emulator(order), logits, taken, norm_topk, scoring=Scoring(by_sigmoid, bias, 2.5, None, in_groups))
+    logits[:, :] = logits[:, :1]  # the lower group among equals
+    check_route(Emulator(order), logits, taken, True, scoring=Scoring(by_sigmoid, None, groups=in_groups))
+
+
+def test_more_groups_than_lanes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="33 groups"):
+        route(Emulator(), random(1, 66), matrices_of(66), 2, True, scoring=Scoring(True, groups=Groups(33, 2, 2)))
 
 
 def test_scales_of_other_experts_are_refused() -> None:

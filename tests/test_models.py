@@ -278,6 +278,15 @@ CASES: dict[str, Any] = {
         **LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 33, "first_k_dense_replace": 2},
         **rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=0.7, mscale_all_dim=0.4),
     ),
+    "deepseek v2, 3 of 8 in two of four groups": DeepseekV2Config(
+        **LATENT, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2, topk_method="group_limited_greedy",
+    ),
+    "deepseek v3, 3 of 8 in two of four groups": DeepseekV3Config(
+        **LATENT, **LATENT_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2
+    ),
+    "glm4 moe, 2 of 9 in one of three groups": Glm4MoeConfig(
+        **SMALL, n_routed_experts=9, num_experts_per_tok=2, moe_intermediate_size=34, n_group=3, topk_group=1,
+    ),
     "deepseek v3, 3 of 5 and shared": DeepseekV3Config(**LATENT, **LATENT_EXPERTS, n_group=1, topk_group=1),
     "deepseek v3, halves, weights as they are": DeepseekV3Config(
         **LATENT, **LATENT_EXPERTS | {"n_shared_experts": 2}, n_group=1, topk_group=1, rope_interleave=False,

@@ -35,6 +35,34 @@ def _rank(row, bias, by_sigmoid, ranks):
 
 
 @njit(nogil=True, error_model="numpy")
+def _above(one, other):
+    """A NaN is larger than any number."""
+    return one > other or (np.isnan(one) and not np.isnan(other))
+
+
+@njit(nogil=True, error_model="numpy")
+def _keep_groups(ranks, sums, taken, best):
+    """ranks become minus infinity in all groups but those whose `best` (1 or 2) largest have the largest sums. sums: scratch, of
+    each group."""
+    size = len(ranks) // len(sums)
+    for g in range(len(sums)):
+        first = second = np.float32(-np.inf)
+        for e in range(g * size, (g + 1) * size):
+            if _above(ranks[e], first):
+                first, second = ranks[e], first
+            elif _above(ranks[e], second):
+                second = ranks[e]
+        sums[g] = first + second if best == 2 else first
+    for g in range(len(sums)):
+        before = 0
+        for other in range(len(sums)):
+            before += _above(sums[other], sums[g]) or (other < g and not _above(sums[g], sums[other]))
+        if before >= taken:
+            for e in range(g * size, (g + 1) * size):
+                ranks[e] = np.float32(-np.inf)
+
+
+@njit(nogil=True, error_model="numpy")
 def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
     """part[c] = the score of places[c], with norm_topk over the sum of these, times scale."""
     whole = np.float32(0.0)
@@ -50,12 +78,13 @@ def route(arguments, thread, team):
     """chosen, weights [num_rows, num_chosen]: of each row of logits [num_rows, num_experts] fp32 the places of the largest, the
     lower one first among equals, in ascending order, and exp(logit) over the sum of it: of all, or with norm_topk of the chosen.
     Where ranks is not 0, [num_rows, num_experts] fp32 for scratch: as mixture.Scoring has it, bias [num_experts] fp32 and,
-    where it is not 0, expert_scale alike.
+    where it is not 0, expert_scale alike; num_groups 1 where there are none.
 
     A NaN is larger than any number, so that it comes out in the weights. Sums go up in order: a row's bits are its own.
     """
     (
-        logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, expert_scale, by_sigmoid, scale,
+        logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ranks, bias, expert_scale, by_sigmoid,
+        num_groups, groups_taken, group_best, scale,
     ) = fields(arguments)  # fmt: skip
     all_logits = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
     rows = carray(typed_pointer(ranks if ranks != 0 else logits, np.float32(0)), (num_rows, num_experts))
@@ -63,15 +92,19 @@ def route(arguments, thread, team):
     own = carray(typed_pointer(expert_scale if expert_scale != 0 else logits, np.float32(0)), (num_experts,))
     places = carray(typed_pointer(chosen, np.int64(0)), (num_rows, num_chosen))
     shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
+    memory = scratch(4 * num_groups)
+    sums = floats_at(memory.ctypes.data, (num_groups,))
     for r in share(num_rows, thread, team):
         row, place, part = rows[r], places[r], shares[r]
         largest = total = np.float32(0.0)
         if ranks != 0:
             largest, total = _rank(all_logits[r], added, by_sigmoid, row)
+            if num_groups > 1:
+                _keep_groups(row, sums, groups_taken, group_best)
         for c in range(num_chosen):
             best = -1
             for e in range(num_experts):
-                if best >= 0 and not (row[e] > row[best] or (np.isnan(row[e]) and not np.isnan(row[best]))):
+                if best >= 0 and not _above(row[e], row[best]):
                     continue
                 taken = False
                 for i in range(c):
@@ -100,6 +133,7 @@ def route(arguments, thread, team):
                 total += part[c]
         for c in range(num_chosen):
             part[c] /= total
+    keep(memory)
 
 
 @kernel()

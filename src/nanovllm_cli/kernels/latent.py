@@ -40,8 +40,8 @@ class CpuHeadMatrices:
         assert out_at + (self.num_heads - 1) * out_step + self.num_rows <= out.shape[1], out.shape
         source, target = (address_of(each, self.dtype, tokens, each.shape[1]) for each in (x, out))
         ints = (
-            source + x_at * size, tokens, x.shape[1] * size, x_step * size, self._packed.data_ptr(), self.num_heads, self.num_rows,
-            self.width * size // 4, target + out_at * size, out.shape[1], out_step,
+            source + x_at * size, tokens, x.shape[1] * size, x_step * size, self._packed.data_ptr(), self.num_heads,
+            self.num_rows, self.width * size // 4, target + out_at * size, out.shape[1], out_step,
         )  # fmt: skip
         launch(cpu_latent.head_products, tokens * self.num_heads * self.num_rows * self.width, tags_of(self.dtype), ints)
 

@@ -36,15 +36,26 @@ class Expert(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class Groups(NamedTuple):
+    """Experts in num_groups groups of as many each, of which num_taken are looked at: those in which the sum of the num_best
+    largest numbers that experts are chosen by is the largest, the lower group first among equals."""
+
+    num_groups: int
+    num_taken: int
+    num_best: int
+
+
 class Scoring(NamedTuple):
     """What a router makes of its logits where that is more than their softmax: scores, by a sigmoid or a softmax of all. Taken
-    are the experts with the largest score + bias, bias [E] fp32; their scores, or with norm_topk their shares of the sum of
-    these, times `scale`, and times what expert_scale [E] fp32 has for each expert, are the weights."""
+    are the experts with the largest score + bias, bias [E] fp32, where there are groups of some of them; their scores, or with
+    norm_topk their shares of the sum of these, times `scale`, and times what expert_scale [E] fp32 has for each expert, are the
+    weights."""
 
     sigmoid: bool = False
     bias: torch.Tensor | None = None
     scale: float = 1.0
     expert_scale: torch.Tensor | None = None
+    groups: Groups | None = None
 
 
 OfRows = Callable[[torch.Tensor], torch.Tensor]

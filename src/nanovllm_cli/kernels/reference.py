@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +174,15 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (wide(x) * torch.sigmoid(wide(gate))).to(x.dtype)
 
 
+def in_groups(ranks: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """ranks [T, E], minus infinity for experts of groups that are not looked at: see `Groups`. DeepSeek-AI 2024."""
+    grouped = ranks.view(len(ranks), groups.num_groups, -1)
+    best = grouped.topk(groups.num_best, dim=-1).values.sum(dim=-1)
+    taken = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : groups.num_taken]
+    looked_at = torch.zeros_like(best, dtype=torch.bool).scatter_(1, taken, True)
+    return grouped.masked_fill(~looked_at[..., None], float("-inf")).view_as(ranks)
+
+
 def route(
     logits: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +193,8 @@ def route(
     if scoring is not None:
         scores = logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
         ranks = scores if scoring.bias is None else scores + scoring.bias
+        if scoring.groups is not None:
+            ranks = in_groups(ranks, scoring.groups)
     chosen = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :num_chosen].sort(dim=-1).values
     if scoring is not None:
         taken = scores.gather(-1, chosen)

@@ -6,7 +6,8 @@
 //   what a softmax is of makes all its weights NaN.
 //   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
 //   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
-//   null for ones.
+//   null for ones. With num_groups above 1 (at most 32, of as many experts each) only those of groups_taken groups are looked at:
+//   where the sum of the group_best (1 or 2) largest score + bias is the largest, the lower group first among equals.
 //   tasks [num_tasks] Task: up to ROWS pairs of one expert with what `matrices` [experts, 8] int64 has of it, experts ascending
 //   and pairs ascending; a task's unused places repeat its last pair. Those behind the last one are zeros.
 //   A pair is a token and a place among its experts, with the number token * taken + place. slots [tokens] int64, or null: a token
@@ -90,6 +91,35 @@ struct Choice {
     }
   }
 
+  // Of experts in groups that are not looked at no key is left. A lane keeps the sum of the group with its number.
+  DEVICE void keep_groups(int num_groups, int groups_taken, int group_best, uint32_t lanes_below, int lane) {
+    const int size = experts / num_groups;
+    uint32_t own = 0;
+    for (int group = 0; group < num_groups; ++group) {
+      uint32_t best = 0, second = 0;
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) {
+        const uint32_t key = is_there(i) && (first + i) / size == group ? keys[i] : 0;
+        second = max(second, min(best, key));
+        best = max(best, key);
+      }
+      const uint32_t most = warp_max(best);
+      const uint32_t holders = __ballot_sync(ALL_LANES, best == most);
+      const uint32_t next = warp_max(best == most && !(holders & lanes_below) ? second : best);
+      const uint32_t sum = key_of(group_best == 2 ? logit_of(most) + logit_of(next) : logit_of(most));
+      own = lane == group ? sum : own;
+    }
+    uint32_t looked_at = 0;
+    for (int round = 0; round < groups_taken; ++round) {
+      const uint32_t most = warp_max(looked_at >> lane & 1 ? 0 : own);
+      const uint32_t holders = __ballot_sync(ALL_LANES, own == most && !(looked_at >> lane & 1));
+      looked_at |= holders & -holders;
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+      if (is_there(i) && !(looked_at >> ((first + i) / size) & 1)) keys[i] = 0;
+  }
+
   DEVICE bool is_there(int i) const { return first + i < experts; }
   DEVICE bool has(int i) const { return bits >> i & 1; }
 
@@ -120,7 +150,7 @@ KERNEL __launch_bounds__(WARPS* WARP_SIZE, 1)
 route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_t* chosen, float* weights, Task* tasks, int tokens, int experts,
       int taken, int normalises, int num_tasks
 #if SCORED
-      , const float* bias, int by_sigmoid, float scale, const float* expert_scale
+      , const float* bias, int by_sigmoid, float scale, const float* expert_scale, int num_groups, int groups_taken, int group_best
 #endif
 ) {
   __shared__ int counts[WARPS][ROOM];  // of each warp's pairs; then which of its expert's pairs is the next
@@ -152,6 +182,7 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
     Choice choice(logits + (int64_t)token * experts, lane * VALUES, experts);
 #if SCORED
     choice.rank(bias, by_sigmoid);
+    if (num_groups > 1) choice.keep_groups(num_groups, groups_taken, group_best, lanes_below, lane);
 #endif
     choice.choose(taken, lanes_below);
     const float largest = logit_of(choice.largest);

@@ -10,11 +10,12 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks, most_tasks, words_of
 from nanovllm_cli.kernels.kernel import WARP, Arg, Kernel, Launcher, check
-from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring
 
 VALUES = (1, 2, 4, 8, 16)
 """Experts a lane: what the kernel is compiled for."""
 MAX_EXPERTS = VALUES[-1] * WARP
+MAX_GROUPS = WARP
 ADDRESSES = 2 * MATRIX_WORDS
 SHARED_PAIRS = 2048
 """At most so many are kept in shared memory: with the kernel's own it is no more than a block has without asking."""
@@ -57,7 +58,15 @@ def route(
             for of_experts in (scoring.bias, scoring.expert_scale):
                 if of_experts is not None:
                     check(of_experts, launcher, torch.float32, experts)
-            how = (scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale), scoring.expert_scale)
+            groups = scoring.groups or Groups(1, 1, 1)
+            if groups.num_groups > MAX_GROUPS:
+                reason = f"{groups.num_groups} groups of experts on a GPU"
+                raise UnsupportedError(reason, f"at most {MAX_GROUPS}, or use --device cpu")
+            assert experts % groups.num_groups == 0
+            assert groups.num_taken * (experts // groups.num_groups) >= taken
+            how = (
+                scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale), scoring.expert_scale, *map(np.int32, groups),
+            )  # fmt: skip
         kernel, room = variant(values, rows, scoring is not None), 4 * tokens * taken if is_small else 0
         launcher.launch(kernel, (1, 1, 1), (warps * WARP, 1, 1), (*args, *how), room)
     return Tasks(tasks, tokens, taken, experts, rows), weights

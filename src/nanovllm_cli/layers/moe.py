@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.mixture import Groups, Scoring
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mlp import MLP
@@ -29,9 +29,11 @@ class MoE:
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, kit.at("shared"))
         self.shared_gate = kit.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
-        if spec.scoring != "softmax" or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
+        by_sigmoid, in_groups = spec.scoring == "sigmoid", spec.groups > 1
+        if by_sigmoid or in_groups or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
             bias, scales = kit.zeros(2, spec.num_experts, dtype=torch.float32)
-            self.scoring = Scoring(spec.scoring == "sigmoid", bias, spec.scale, scales if spec.expert_scale else None)
+            groups = Groups(spec.groups, spec.groups_taken, 2 if by_sigmoid else 1) if in_groups else None
+            self.scoring = Scoring(by_sigmoid, bias, spec.scale, scales if spec.expert_scale else None, groups)
         self.apart = _Apart(norm, hidden_size, kit) if spec.apart else None
         self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)
 

@@ -4,7 +4,9 @@ GLM-4's, and Youtu-LLM, which has none."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec, RopeSpec
@@ -18,7 +20,8 @@ MAX_DIM = 1 << 14
 
 _EXPERTS = ExpertKeys(
     ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", step="moe_layer_freq",
-    shared="n_shared_experts", scale="routed_scaling_factor", scoring="sigmoid", selection_bias=True,
+    shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
+    norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
 )  # fmt: skip
 _HF_NAMES = {
     "blocks.{i}.q_a.weight": "model.layers.{i}.self_attn.q_a_proj.weight",
@@ -85,44 +88,79 @@ def _with_latents(
 
 
 def _v2_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    method = read.text("topk_method", "greedy")
-    if method != "greedy":
-        raise UnsupportedError(f"experts chosen by {method!r} are not supported", ANOTHER)
-    return latent_from_hf(spec, read)
-
-
-def _v3_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.integer("n_group", 1) > 1:
-        raise UnsupportedError("experts that are chosen by groups are not supported", ANOTHER)
-    return latent_from_hf(spec, read)
+    """What it says of groups counts where it says so."""
+    match read.text("topk_method", "greedy"):
+        case "greedy":
+            plain = spec.each_mlp(lambda mlp: replace(mlp, groups=1, groups_taken=1) if isinstance(mlp, MoESpec) else mlp)
+            return latent_from_hf(plain, read)
+        case "group_limited_greedy":
+            return latent_from_hf(spec, read)
+        case other:
+            raise UnsupportedError(f"experts chosen by {other!r} are not supported", ANOTHER)
 
 
 def _glm_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     kinds = read.values.get("mlp_layer_types")
     if kinds is not None and kinds != [("sparse" if isinstance(b.mlp, MoESpec) else "dense") for b in spec.blocks]:
         raise UnsupportedError("experts in other layers than all behind the first ones are not supported", ANOTHER)
-    return _v3_from_hf(spec, read)
+    return latent_from_hf(spec, read)
+
+
+def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """What its files call yarn_log_multiplier is a tenth of mscale_all_dim, and its mscale is as large: angles don't grow."""
+    by_head = read.has(key("attention.key_length_mla"))  # else a file of before 2025's April
+    kind = "_mla" if by_head else ""
+    rope = spec.attention.rope
+    assert rope is not None
+    query_rank = key("attention.q_lora_rank")
+    latent = LatentSpec(
+        query_rank=read.integer(query_rank) if read.has(query_rank) else None,
+        rank=read.integer(key("attention.kv_lora_rank")),
+        key_dim=read.integer(key(f"attention.key_length{kind}"), least=rope.dim + 1) - rope.dim,
+        rotary_dim=rope.dim,
+        value_dim=read.integer(key(f"attention.value_length{kind}")),
+        by_head=by_head,
+    )
+    growth = 1.0
+    if rope.scaling == "yarn" and (share := 10 * read.number(key("rope.scaling.yarn_log_multiplier"), 0.0, positive=False)):
+        rope, growth = replace(rope, attention_factor=1.0), _growth(rope.factor, share)
+    return _with_latents(spec, latent, rope, growth, spec.attention.num_heads, read.where)
+
+
+def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
+    """Of architecture "deepseek2", which has all of them: by its experts. Files of the first GLM-4.7-Flash don't say how they are
+    chosen."""
+    read = ConfigReader(metadata, "GGUF metadata")
+    if read.integer("deepseek2.expert_count", 0, least=0) == 0:
+        return YOUTU
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    is_glm = read.integer("deepseek2.block_count") in (47, 48) and isinstance(tokens, list) and len(tokens) == 154880
+    chosen_by = read.integer("deepseek2.expert_gating_func", 2 if is_glm else 1, least=0)
+    return DEEPSEEK3 if chosen_by == 2 else DEEPSEEK2
 
 
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
+_OF_ALL: dict[str, Any] = {
+    "latent": True, "interleaved_gguf": True, "gguf_names": _GGUF_NAMES, "gguf": _from_gguf, "gguf_keys": None,
+}  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",
     experts=replace(_EXPERTS, scoring="softmax", selection_bias=False),
     defaults=_DEFAULTS | {"norm_topk_prob": False, "n_shared_experts": 2},
     hf_names=SHARED_NAMES | _HF_NAMES,
-    gguf_names=_GGUF_NAMES,
     hf=_v2_from_hf,
-    gguf_keys=None,
+    **_OF_ALL,
 )
 DEEPSEEK3 = Family(
     "deepseek3",
     experts=_EXPERTS,
     defaults=_DEFAULTS | {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
-                          "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "max_position_embeddings": 4096},
+                          "topk_group": 4, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8,
+                          "max_position_embeddings": 4096},
     hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
-    hf=_v3_from_hf,
-    gguf_keys=None,
+    hf=latent_from_hf,
+    **_OF_ALL,
 )  # fmt: skip
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
@@ -132,7 +170,7 @@ GLM4_MOE_LITE = Family(
                           "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
     hf_names=SHARED_NAMES | _HF_NAMES | _BIAS_NAME,
     hf=_glm_from_hf,
-    gguf_keys=None,
+    **_OF_ALL,
 )  # fmt: skip
 YOUTU = Family(
     "youtu",
@@ -140,5 +178,5 @@ YOUTU = Family(
     defaults=_DEFAULTS | {"max_position_embeddings": 131072},
     hf_names=_HF_NAMES,
     hf=latent_from_hf,
-    gguf_keys=None,
+    **_OF_ALL,
 )

@@ -1,6 +1,4 @@
 """What configs say of mixtures of experts: which layers have one, how many experts of what size, how the router weighs them.
-
-Not covered: routers that choose groups of experts first (DeepSeek).
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ class ExpertKeys:
     """How one family's config.json calls things. count: the first of these that is there. size: of an expert. norm_topk: a
     flag's key, or what it always is. taken: experts a token. first: of the layers, those before it have none; step: each so
     many-th has. shared: experts of this size that every token takes; shared_size: one of another size,
-    which each token weighs. switch: what is false, or 0, where there are none. scale: of weights. scoring, selection_bias: as in
-    MoESpec, for there are no keys."""
+    which each token weighs. switch: what is false, or 0, where there are none. scale: of weights. groups: how many
+    there are, and how many of them are looked at. norm_in_gguf: GGUF files say
+    whether a token's weights are made 1 together. scoring, selection_bias: as in MoESpec, for there are no keys."""
 
     count: tuple[str, ...]
     size: str
@@ -35,6 +34,8 @@ class ExpertKeys:
     shared: str | None = None
     shared_size: str | None = None
     scale: str | None = None
+    groups: tuple[str, str] | None = None
+    norm_in_gguf: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False
 
@@ -86,6 +87,9 @@ def mlps_from_hf(read: ConfigReader, keys: ExpertKeys | None, dense: MLPSpec, la
         mixture = replace(mixture, shared=replace(expert, intermediate_size=shared * expert.intermediate_size))
     if keys.shared_size is not None and (size := read.integer(keys.shared_size, 0, least=0)):
         mixture = replace(mixture, shared=replace(expert, intermediate_size=size), shared_gate=True)
+    if keys.groups is not None:
+        groups, taken = (read.integer(key, 1) for key in keys.groups)
+        mixture = _in_groups(mixture, groups, taken, read)
     first = 0 if keys.first is None else read.integer(keys.first, 0, least=0)
     step, excepted = read.integer(keys.step, 1), read.values.get("mlp_only_layers") or []
     if not isinstance(excepted, list) or not all(type(layer) is int for layer in excepted):
@@ -97,24 +101,27 @@ def mlps_from_gguf(
     read: ConfigReader, key: Callable[[str], str], keys: ExpertKeys | None, dense: MLPSpec, layers: int, names: set[str]
 ) -> list[MLPSpec | MoESpec]:
     """The same of GGUF metadata. llama.cpp makes the weights of a token's experts 1 together in all architectures that are read
-    here, but for those with sigmoids, whose files say so. names: the file's tensors, which tell what layers have a router."""
+    here, but for those whose files say so. names: the file's tensors, which tell what layers have a router."""
     count = read.integer(key("expert_count"), 0, least=0)
     if count == 0:
         return [dense] * layers
     by_sigmoid = keys is not None and keys.scoring == "sigmoid"
     scale = read.number(key("expert_weights_scale"), 0.0, positive=False) or 1.0
-    if scale != 1.0 and not by_sigmoid:
+    says_norm = by_sigmoid or (keys is not None and keys.norm_in_gguf)
+    if scale != 1.0 and not says_norm:
         raise UnsupportedError(f"{read.where}: weights of experts times {scale:g}", "known: 1")
     known = (0, 2) if by_sigmoid else (0, 1, 3)  # nothing, or: sigmoid; softmax, of all logits or of the chosen ones
     if read.integer(key("expert_gating_func"), 0, least=0) not in known:
         name = "sigmoid" if by_sigmoid else "softmax"
         raise UnsupportedError(f"{read.where}: experts that are not weighed by a {name}", f"known: {name}")
-    if read.integer(key("expert_group_count"), 0, least=0) > 1:
+    groups = read.integer(key("expert_group_count"), 1)
+    if groups > 1 and (keys is None or keys.groups is None):
         raise UnsupportedError(f"{read.where}: experts that are chosen by groups", "known: one group")
     size = read.integer(key("expert_feed_forward_length"), dense.intermediate_size)
     expert = replace(dense, intermediate_size=size, bias="blk.0.ffn_gate_exps.bias" in names)
-    norm = read.flag(key("expert_weights_norm"), False) if by_sigmoid else True
+    norm = read.flag(key("expert_weights_norm"), False) if says_norm else True
     mixture = _mixture(read, count, read.integer(key("expert_used_count")), expert, norm, keys)
+    mixture = _in_groups(mixture, groups, read.integer(key("expert_group_used_count"), groups), read)
     shared = size * read.integer(key("expert_shared_count"), 0, least=0)
     shared = read.integer(key("expert_shared_feed_forward_length"), shared, least=0)
     if shared and keys is not None and (keys.shared or keys.shared_size) is not None:
@@ -122,6 +129,20 @@ def mlps_from_gguf(
     chooses = mixture.selection_bias and any(name.endswith(".exp_probs_b.bias") for name in names)
     mixture = replace(mixture, router_bias="blk.0.ffn_gate_inp.bias" in names, selection_bias=chooses, scale=scale)
     return [mixture if f"blk.{i}.ffn_gate_inp.weight" in names else dense for i in range(layers)]
+
+
+def _in_groups(mixture: MoESpec, groups: int, taken: int, read: ConfigReader) -> MoESpec:
+    """The same with these groups of experts, and those that a token's are taken from."""
+    if groups == 1:
+        return mixture
+    size, ranked_by = mixture.num_experts // groups, 2 if mixture.scoring == "sigmoid" else 1
+    if mixture.num_experts % groups or size < ranked_by:
+        raise CheckpointError(f"{read.where}: {mixture.num_experts} experts don't make {groups} groups", BROKEN)
+    if taken > groups or taken * size < mixture.experts_per_token:
+        raise CheckpointError(
+            f"{read.where}: a token can't take {mixture.experts_per_token} experts of {taken} of {groups} groups", BROKEN
+        )
+    return replace(mixture, groups=groups, groups_taken=taken)
 
 
 def _mixture(

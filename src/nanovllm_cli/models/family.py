@@ -29,8 +29,9 @@ class Family:
     None: all have one. local_theta: rotary base of layers with a window, where that is another. no_rope_every: where the config
     doesn't list them, each so many-th layer has no positions. interleaved: rotary pairs lie side by side; interleaved_gguf: in
     its GGUF files. fused_qkv: q, k and v are one tensor of its folders; fused_mlp: gate and up are. convolutions: in
-    place of attention, in some layers. varied: layers have key-value heads and MLPs of their own numbers. experts: what its
-    configs call them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called
+    place of attention, in some layers. varied: layers have key-value heads and MLPs of their own numbers. latent: its
+    attention is, so that its GGUF files speak of what is kept where others do of keys and values. experts: what its configs call
+    them, where it has any. defaults: what configs leave out. hf_names, gguf_names: where its tensors are called
     otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the
     spec that the rest makes. gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one
     that they mean without a word. gguf_keys: what they say beyond what all do, by keys without the architecture; None: they
@@ -52,6 +53,7 @@ class Family:
     tied_by_default: bool = False
     convolutions: bool = False
     varied: bool = False
+    latent: bool = False
     experts: ExpertKeys | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_names: Mapping[str, str] = field(default_factory=dict)

@@ -27,8 +27,6 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 
 
 def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.integer("n_group", 1) > 1:
-        raise UnsupportedError("experts that are chosen by groups are not supported", ANOTHER)
     return spec.with_attention(out_bias=False, qk_norm=read.flag("use_qk_norm", False))
 
 
@@ -51,7 +49,8 @@ GLM4_MOE = Family(
     "glm4_moe",
     experts=ExpertKeys(
         ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
-        shared="n_shared_experts", scale="routed_scaling_factor", scoring="sigmoid", selection_bias=True,
+        shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
+        scoring="sigmoid", selection_bias=True,
     ),
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
               "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU
+from nanovllm_cli.models.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, YOUTU, family_of_gguf
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE
 from nanovllm_cli.models.families import (
     LLAMA,
@@ -84,6 +84,7 @@ TEXT_MODELS = {"ministral3": MINISTRAL3}
 GGUF_ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "deepseek2": DEEPSEEK2,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3moe": QWEN3_MOE,
@@ -130,7 +131,7 @@ def gguf_family(metadata: Mapping[str, Any]) -> Family:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
-    return _look_up(name, GGUF_ARCHITECTURES)
+    return family_of_gguf(metadata) if name == "deepseek2" else _look_up(name, GGUF_ARCHITECTURES)
 
 
 def _look_up(name: str, table: dict[str, Family]) -> Family:
