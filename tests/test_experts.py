@@ -134,8 +134,8 @@ def test_experts_of_groups_that_are_not_looked_at_are_not_taken(
         ranks = [score + more for score, more in zip(row, bias.tolist(), strict=True)]
         size = experts // groups
         of_groups = [sum(sorted(ranks[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
-        seen = sorted(range(groups), key=lambda g: -of_groups[g])[:looked_at]  # noqa: B023
-        allowed = sorted((e for e in range(experts) if e // size in seen), key=lambda e: -ranks[e])  # noqa: B023
+        seen = sorted(range(groups), key=lambda g: -of_groups[g])[:looked_at]
+        allowed = sorted((e for e in range(experts) if e // size in seen), key=lambda e: -ranks[e])
         assert own == sorted(allowed[:chosen])
         assert weight == pytest.approx([1.5 * row[e] for e in own], rel=1e-5)
 

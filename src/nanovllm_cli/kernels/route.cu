@@ -6,8 +6,9 @@
 //   what a softmax is of makes all its weights NaN.
 //   SCORED: scores, a sigmoid of each logit or a softmax of all; the taken have the largest score + bias [experts] fp32, null for
 //   zeros; weights are scores, where `normalises` over the sum of the chosen ones, times scale and expert_scale [experts] fp32,
-//   null for ones. With num_groups above 1 (at most 32, of as many experts each) only those of groups_taken groups are looked at:
-//   where the sum of the group_best (1 or 2) largest score + bias is the largest, the lower group first among equals.
+//   null for ones.
+//   GROUPED, with SCORED: of num_groups (at most 32, of as many experts each) only groups_taken are looked at: where the sum of
+//   the group_best (1 or 2) largest score + bias is the largest, the lower group first among equals.
 //   tasks [num_tasks] Task: up to ROWS pairs of one expert with what `matrices` [experts, 8] int64 has of it, experts ascending
 //   and pairs ascending; a task's unused places repeat its last pair. Those behind the last one are zeros.
 //   A pair is a token and a place among its experts, with the number token * taken + place. slots [tokens] int64, or null: a token
@@ -21,7 +22,7 @@
 #include "experts.cuh"
 
 constexpr int ROOM = WARP_SIZE * VALUES;          // for experts
-constexpr int WARPS = VALUES > 8 ? 16 : 32;       // at most: their counts fill shared memory
+constexpr int WARPS = VALUES > (GROUPED ? 4 : 8) ? 16 : 32;  // at most: their counts fill shared memory; groups, registers
 constexpr int VECTOR = VALUES < 4 ? VALUES : 4;   // logits of a load, where rows are multiples of it
 constexpr int ROWS = TASK_ROWS, ADDRESSES = 2 * MATRIX_WORDS, TASK_BYTES = 8 * TASK_WORDS;
 constexpr int ENDS = TASK_BYTES / 4 - 2 * ADDRESSES - 1 - ROWS;
@@ -95,6 +96,7 @@ struct Choice {
   DEVICE void keep_groups(int num_groups, int groups_taken, int group_best, uint32_t lanes_below, int lane) {
     const int size = experts / num_groups;
     uint32_t own = 0;
+#pragma unroll 1
     for (int group = 0; group < num_groups; ++group) {
       uint32_t best = 0, second = 0;
 #pragma unroll
@@ -110,6 +112,7 @@ struct Choice {
       own = lane == group ? sum : own;
     }
     uint32_t looked_at = 0;
+#pragma unroll 1
     for (int round = 0; round < groups_taken; ++round) {
       const uint32_t most = warp_max(looked_at >> lane & 1 ? 0 : own);
       const uint32_t holders = __ballot_sync(ALL_LANES, own == most && !(looked_at >> lane & 1));
@@ -150,7 +153,10 @@ KERNEL __launch_bounds__(WARPS* WARP_SIZE, 1)
 route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_t* chosen, float* weights, Task* tasks, int tokens, int experts,
       int taken, int normalises, int num_tasks
 #if SCORED
-      , const float* bias, int by_sigmoid, float scale, const float* expert_scale, int num_groups, int groups_taken, int group_best
+      , const float* bias, int by_sigmoid, float scale, const float* expert_scale
+#endif
+#if GROUPED
+      , int num_groups, int groups_taken, int group_best
 #endif
 ) {
   __shared__ int counts[WARPS][ROOM];  // of each warp's pairs; then which of its expert's pairs is the next
@@ -182,7 +188,9 @@ route(const float* logits, const int64_t* slots, const int64_t* matrices, int32_
     Choice choice(logits + (int64_t)token * experts, lane * VALUES, experts);
 #if SCORED
     choice.rank(bias, by_sigmoid);
-    if (num_groups > 1) choice.keep_groups(num_groups, groups_taken, group_best, lanes_below, lane);
+#endif
+#if GROUPED
+    choice.keep_groups(num_groups, groups_taken, group_best, lanes_below, lane);
 #endif
     choice.choose(taken, lanes_below);
     const float largest = logit_of(choice.largest);

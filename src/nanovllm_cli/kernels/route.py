@@ -10,7 +10,7 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels.experts import FEW_ROWS, MANY_ROWS, MATRIX_WORDS, Tasks, most_tasks, words_of
 from nanovllm_cli.kernels.kernel import WARP, Arg, Kernel, Launcher, check
-from nanovllm_cli.kernels.mixture import Groups, Scoring
+from nanovllm_cli.kernels.mixture import Scoring
 
 VALUES = (1, 2, 4, 8, 16)
 """Experts a lane: what the kernel is compiled for."""
@@ -48,7 +48,8 @@ def route(
     if tokens:
         is_small = tokens * taken <= SHARED_PAIRS
         chosen = None if is_small else torch.empty(tokens, taken, dtype=torch.int32, device=launcher.device)
-        warps = max(-(-experts // WARP), min(tokens, most_warps(values)))
+        groups = None if scoring is None else scoring.groups
+        warps = max(-(-experts // WARP), min(tokens, most_warps(values, groups is not None)))
         args = (
             logits, slots, matrices, chosen, weights, tasks,
             np.int32(tokens), np.int32(experts), np.int32(taken), np.int32(norm_topk), np.int32(num_tasks),
@@ -58,16 +59,16 @@ def route(
             for of_experts in (scoring.bias, scoring.expert_scale):
                 if of_experts is not None:
                     check(of_experts, launcher, torch.float32, experts)
-            groups = scoring.groups or Groups(1, 1, 1)
+            how = (scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale), scoring.expert_scale)
+        if groups is not None:
             if groups.num_groups > MAX_GROUPS:
                 reason = f"{groups.num_groups} groups of experts on a GPU"
                 raise UnsupportedError(reason, f"at most {MAX_GROUPS}, or use --device cpu")
             assert experts % groups.num_groups == 0
             assert groups.num_taken * (experts // groups.num_groups) >= taken
-            how = (
-                scoring.bias, np.int32(scoring.sigmoid), np.float32(scoring.scale), scoring.expert_scale, *map(np.int32, groups),
-            )  # fmt: skip
-        kernel, room = variant(values, rows, scoring is not None), 4 * tokens * taken if is_small else 0
+            how += tuple(map(np.int32, groups))
+        kernel = variant(values, rows, scoring is not None, groups is not None)
+        room = 4 * tokens * taken if is_small else 0
         launcher.launch(kernel, (1, 1, 1), (warps * WARP, 1, 1), (*args, *how), room)
     return Tasks(tasks, tokens, taken, experts, rows), weights
 
@@ -80,15 +81,17 @@ def values_of(experts: int) -> int:
     raise UnsupportedError(f"a mixture of {experts} experts on a GPU", f"at most {MAX_EXPERTS}, or use --device cpu")
 
 
-def most_warps(values: int) -> int:
+def most_warps(values: int, grouped: bool) -> int:
     """As route.cu has it."""
-    return 16 if values > 8 else 32
+    return 16 if values > (4 if grouped else 8) else 32
 
 
-def variant(values: int, rows: int, scored: bool) -> Kernel:
-    return Kernel("route", "route", (("VALUES", values), ("TASK_ROWS", rows), ("SCORED", int(scored))))
+def variant(values: int, rows: int, scored: bool, grouped: bool = False) -> Kernel:
+    constants = ("VALUES", values), ("TASK_ROWS", rows), ("SCORED", int(scored)), ("GROUPED", int(grouped))
+    return Kernel("route", "route", constants)
 
 
 def variants() -> list[Kernel]:
     """What the compile gate builds."""
-    return [variant(*each) for each in itertools.product(VALUES, (FEW_ROWS, MANY_ROWS), (False, True))]
+    hows = (False, False), (True, False), (True, True)
+    return [variant(values, rows, *how) for values, rows, how in itertools.product(VALUES, (FEW_ROWS, MANY_ROWS), hows)]
