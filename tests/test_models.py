@@ -378,7 +378,7 @@ COUNTED = [
     "lfm2 moe, weights as they are, none preferred", "qwen3.5", "qwen3.5, tied, a key head each",
     "qwen3.5 moe, 2 of 5 and shared", "qwen3-next, 3 of 5 and shared", "qwen2 moe, 2 of 5 and shared",
     "gemma4, keys of other layers", "gemma4, keys are values", "gemma4, 2 of 5 beside", "granite 4 h",
-    "granite 4 h, 2 of 5 and shared",
+    "deepseek v2, 3 of 5 and shared", "youtu", "youtu, queries at once, tied", "granite 4 h, 2 of 5 and shared",
 ]  # fmt: skip
 
 

@@ -39,6 +39,8 @@ PUBLISHED = {
     # as transformers' models count theirs, made without memory of these shapes; Gemma 4's with a buffer a layer
     "gemma-4-e2b": 4_628_569_344 + 35, "gemma-4-e4b": 7_463_013_376 + 42, "gemma-4-26b-a4b": 25_233_141_760 + 30,
     "gemma-4-31b": 30_697_345_280 + 60, "granite-4.0-h-1b": 1_461_538_368, "granite-4.0-h-micro": 3_191_396_096,
+    "deepseek-v2-lite": 15_706_484_224, "moonlight-16b-a3b": 15_960_108_544 + 26 * 64,
+    "glm-4.7-flash": 29_943_390_976 + 46 * 64, "youtu-2b": 1_961_560_064,
     "granite-4.0-h-tiny": 6_939_037_248, "granite-4.0-h-small": 32_207_337_984,
 }  # fmt: skip
 

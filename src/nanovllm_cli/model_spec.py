@@ -206,7 +206,7 @@ class MoESpec:
     the largest logits take part, the lower number first among equals; their weights are the softmax of all logits, or with
     norm_topk of theirs alone. scoring, selection_bias, scale, expert_scale: see `mixture.Scoring`. groups, groups_taken: experts
     of so many groups alone are looked at; a group's rank is that of its best, with sigmoids of its two best together. shared: an
-    expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives the token.
+    expert that every token takes, which weighs 1, or with shared_gate a sigmoid of a number that a row of weights gives it.
 
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
     residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.

@@ -167,7 +167,16 @@ def _heads(facts: Facts) -> dict[str, int]:
     attention = facts.spec.attention
     window = max(each.window or 0 for each in facts.spec.attentions)
     found = {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
+    if (latent := attention.latent) is not None:
+        found |= {"latent_rank": latent.rank, "rotary_dim": latent.rotary_dim, "head_dim": latent.query_dim}
     return found | ({"window": window} if window else {})
+
+
+def _heads_in_words(heads: dict[str, int]) -> str:
+    if "latent_rank" in heads:
+        shared = f"{heads['latent_rank']} numbers and {heads['rotary_dim']} rotated ones of a token"
+        return f"{heads['heads']} heads of {heads['head_dim']} dims, whose keys and values are made of {shared}"
+    return f"{heads['heads']} heads over {heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"
 
 
 def _print(
@@ -179,8 +188,7 @@ def _print(
     defaults = generation_defaults(checkpoint.generation_config)
     lines = [
         ("model", str(found)),
-        ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {heads['heads']} heads over "
-         f"{heads['kv_heads']} of keys and values, {heads['head_dim']} dims a head"),
+        ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {_heads_in_words(heads)}"),
         ("parameters", f"{count(facts.num_parameters)} ({facts.num_parameters:,})"
          + (f", {count(facts.num_active)} of them for each token" if spec.num_idle else "")),
         ("context", f"{spec.max_position:,} tokens" + (f", window {heads['window']:,}" if "window" in heads else "")),

@@ -112,6 +112,8 @@ class CpuPlatform:
             self._warm_up(warm.conv_is_compiled(dtype), lambda: warm.warm_up_conv(dtype))
         if spec.has_states:
             self._warm_up(warm.delta_is_compiled(dtype), lambda: warm.warm_up_delta(dtype))
+        if any(attention.latent is not None for attention in spec.attentions):
+            self._warm_up(warm.latent_is_compiled(dtype), lambda: warm.warm_up_latent(dtype))
         groups = {attention.queries_a_key for attention in spec.attentions}
         return CpuAttention(groups, dtype, cache_dtypes(self.config.cache_types, dtype))
 

@@ -1,5 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, for one
-dtype and kind of KV cache, and apart from them those of integer weights, of experts, of convolutions and of the delta rule.
+dtype and kind of KV cache, and apart from them those of integer weights, of experts, of convolutions, of the delta rule and
+of latent attention.
 
 The first run on a machine takes about a quarter of a minute of compiling; a marker in numba's cache folder tells later ones that
 it is done, so that only the first says so.
@@ -24,6 +25,7 @@ from nanovllm_cli.kernels import (
     entry,
     gates,
     integer,
+    latent,
     norms,
 )
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
@@ -136,6 +138,19 @@ def warm_up_delta(dtype: torch.dtype) -> None:
     for gate in (torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 1, dtype=f32)):
         gates.sigmoid_gate(torch.zeros(1, 4, dtype=dtype), gate)
     _mark(_marker("delta", dtype))
+
+
+def latent_is_compiled(dtype: torch.dtype) -> bool:
+    """The same for `warm_up_latent`."""
+    return _marker("latent", dtype).exists()
+
+
+def warm_up_latent(dtype: torch.dtype) -> None:
+    """Run the kernels of latent attention beside that of attention once on next to nothing."""
+    x = torch.zeros(1, 16, dtype=dtype)
+    latent.latent_rows(x, x, torch.zeros(12, dtype=dtype), 1e-6, 0.0, 1, 12)
+    latent.CpuHeadMatrices(1, 4, 16, dtype).products(x, 0, 0)
+    _mark(_marker("latent", dtype))
 
 
 def _draw(logits: cpu_sampling.Logits) -> None:

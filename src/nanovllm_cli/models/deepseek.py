@@ -19,7 +19,7 @@ MAX_DIM = 1 << 14
 """Of anything that a head has: more is not believed."""
 
 _EXPERTS = ExpertKeys(
-    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace", step="moe_layer_freq",
+    ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
     shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
     norm_in_gguf=True, scoring="sigmoid", selection_bias=True,
 )  # fmt: skip
@@ -52,6 +52,8 @@ def _growth(factor: float, share: float) -> float:
 def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.flag("attention_bias", False):
         raise UnsupportedError("latent attention with biases is not supported", ANOTHER)
+    if read.integer("moe_layer_freq", 1) != 1:
+        raise UnsupportedError("experts in some layers only are not supported", ANOTHER)
     heads = spec.attention.num_heads
     latent = LatentSpec(
         query_rank=read.integer("q_lora_rank") if read.has("q_lora_rank") else None,

@@ -123,6 +123,8 @@ def _widths(spec: ModelSpec) -> set[int]:
     found = {spec.per_layer_width, spec.num_layers * spec.per_layer_width} - {0}
     for block in spec.blocks:
         found |= {spec.hidden_size, _mixed(block.mixer)}
+        if isinstance(block.mixer, AttentionSpec) and block.mixer.latent is not None:
+            found |= {block.mixer.latent.query_rank or spec.hidden_size}
         parts = (block.mlp.expert, block.mlp.shared) if isinstance(block.mlp, MoESpec) else (block.mlp,)
         found |= {part.intermediate_size for part in parts if part is not None}
     return found
@@ -135,7 +137,7 @@ def _mixed(mixer: MixerSpec) -> int:
             return mixer.channels
         case DeltaSpec():
             return mixer.values
-    return mixer.num_heads * mixer.head_dim
+    return mixer.num_heads * (mixer.head_dim if mixer.latent is None else mixer.latent.value_dim)
 
 
 def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activations) -> str:

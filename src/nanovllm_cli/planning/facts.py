@@ -107,6 +107,8 @@ def parameters(spec: ModelSpec) -> dict[str, int]:
         found["other"] += block.scaled
     normed = [(1 if attention.reads is not None else 2, attention) for attention in spec.attentions if attention.qk_norm]
     found["norms"] += sum(count * attention.head_dim for count, attention in normed)
+    for latent in (attention.latent for attention in spec.attentions):
+        found["norms"] += 0 if latent is None else latent.rank + (latent.query_rank or 0)
     if spec.per_layer_width:
         layers, width = spec.num_layers, spec.per_layer_width
         found["per layer"] = spec.num_by_token + layers * width * 3 * hidden

@@ -30,7 +30,8 @@ CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
 MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA)
-LINEARS = (*MIXERS, "gate", "up", "gate_up", "down")
+LATENT = ("q_a", "q_b", "kv_a")
+LINEARS = (*MIXERS, *LATENT, "gate", "up", "gate_up", "down")
 """Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
 Kind = Literal["hf", "gguf"]
 

@@ -29,6 +29,8 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model is not calibrated yet: its layers read what others have", "use --algorithm rtn"
             )
+        if any(attention.latent is not None for attention in original.spec.attentions):
+            raise UnsupportedError("a model with latent attention is not calibrated yet", "use --algorithm rtn")
         if any(isinstance(mixer, DeltaSpec) and mixer.mamba for mixer in original.spec.mixers):
             raise UnsupportedError("a model with state spaces is not calibrated yet", "use --algorithm rtn")
         self._original = original

@@ -121,6 +121,9 @@ _FAMILIES: dict[str, dict[str, str]] = {
     },
     "granite3.3": {"2b": "ibm-granite/granite-3.3-2b-instruct", "8b": "ibm-granite/granite-3.3-8b-instruct"},
     "glm4": {"9b": "zai-org/GLM-4-9B-0414", "32b": "zai-org/GLM-4-32B-0414"},
+    "glm4.7-flash": {"30b": "zai-org/GLM-4.7-Flash"},
+    "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},
+    "youtu": {"2b": "tencent/Youtu-LLM-2B"},
     "glm4.5-air": {"106b": "zai-org/GLM-4.5-Air"},
     "lfm2": {
         "350m": "LiquidAI/LFM2-350M",

@@ -17,6 +17,7 @@ from nanovllm_cli.model_spec import (
     BlockSpec,
     ConvSpec,
     DeltaSpec,
+    LatentSpec,
     MixerSpec,
     MLPSpec,
     ModelSpec,
@@ -185,6 +186,8 @@ def _mixer_shapes(mixer: MixerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    if attention.latent is not None:
+        return _latent_shapes(attention.num_heads, attention.latent, hidden)
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = _linear("o", hidden, q, attention.out_bias)
     apart = {"q": q * (1 + attention.gated)}
@@ -196,6 +199,22 @@ def _attention_shapes(attention: AttentionSpec, hidden: int) -> dict[str, tuple[
         shapes["sinks"] = (attention.num_heads,)
     if attention.qk_norm:
         shapes |= {f"{part}_norm.weight": (attention.head_dim,) for part in ("q" if attention.reads is not None else "qk")}
+    return shapes
+
+
+def _latent_shapes(heads: int, latent: LatentSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    queries = heads * latent.query_dim
+    shapes = _linear("o", hidden, heads * latent.value_dim, False) | {"kv_a_norm.weight": (latent.rank,)}
+    shapes |= _linear("kv_a", latent.rank + latent.rotary_dim, hidden, False)
+    if (rank := latent.query_rank) is None:
+        shapes |= _linear("q", queries, hidden, False)
+    else:
+        shapes |= _linear("q_a", rank, hidden, False) | _linear("q_b", queries, rank, False) | {"q_a_norm.weight": (rank,)}
+    if not latent.by_head:
+        return shapes | _linear("kv_b", heads * (latent.key_dim + latent.value_dim), latent.rank, False)
+    for head in range(heads):
+        shapes |= _linear(f"k_b.{head}", latent.rank, latent.key_dim, False)
+        shapes |= _linear(f"v_b.{head}", latent.value_dim, latent.rank, False)
     return shapes
 
 

@@ -79,6 +79,15 @@ def _granite_h(hidden: int, inner: int, shared: int, heads: int, kv_heads: int, 
     return _config("GraniteMoeHybrid", 40, hidden, inner, heads, kv_heads, 100352, tied=True, **own | more)
 
 
+def _latent(
+    family: str, layers: int, hidden: int, inner: int, heads: int, vocab: int, dims: tuple[int, int, int], **more: Any
+) -> dict[str, Any]:
+    """dims: of a key without positions, of one that rotates, of a value."""
+    key, rotary, value = dims
+    own = {"kv_lora_rank": 512, "qk_nope_head_dim": key, "qk_rope_head_dim": rotary, "v_head_dim": value, "tied": False}
+    return _config(family, layers, hidden, inner, heads, heads, vocab, **own | more)
+
+
 _GEMMA4_SMALL: dict[str, Any] = {
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512,
     "max_position_embeddings": 131072,
@@ -126,6 +135,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         top_k_experts=8, moe_intermediate_size=704,
     ),
     "gemma-4-31b": _gemma4(60, 5376, 21504, 32, 16, 6, **_GEMMA4_LARGE, num_global_key_value_heads=4),
+    "deepseek-v2-lite": _latent(
+        "DeepseekV2", 27, 2048, 10944, 16, 102400, (128, 64, 128), q_lora_rank=None, n_routed_experts=64, num_experts_per_tok=6,
+        moe_intermediate_size=1408, n_shared_experts=2, first_k_dense_replace=1, max_position_embeddings=163840,
+        rope_scaling={"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+                      "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "moonlight-16b-a3b": _latent(
+        "DeepseekV3", 27, 2048, 11264, 16, 163840, (128, 64, 128), q_lora_rank=None, n_routed_experts=64, num_experts_per_tok=6,
+        moe_intermediate_size=1408, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+        routed_scaling_factor=2.446, max_position_embeddings=8192, rope_theta=50000.0, rms_norm_eps=1e-5,
+    ),
+    "glm-4.7-flash": _latent(
+        "Glm4MoeLite", 47, 2048, 10240, 20, 154880, (192, 64, 256), q_lora_rank=768, n_routed_experts=64, num_experts_per_tok=4,
+        moe_intermediate_size=1536, n_shared_experts=1, routed_scaling_factor=1.8, max_position_embeddings=202752,
+        rope_theta=1e6, rms_norm_eps=1e-5,
+    ),
+    "youtu-2b": _latent(
+        "Youtu", 32, 2048, 6144, 16, 128256, (128, 64, 128), q_lora_rank=1536, tied=True, max_position_embeddings=131072,
+        rope_theta=1.6e6,
+    ),
     "granite-4.0-h-1b": _granite_h(1536, 4096, 4096, 12, 4),
     "granite-4.0-h-micro": _granite_h(2048, 8192, 8192, 32, 8),
     "granite-4.0-h-tiny": _granite_h(1536, 512, 1024, 12, 4, num_local_experts=64, num_experts_per_tok=6),
