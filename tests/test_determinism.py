@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Glm4MoeConfig, GraniteConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Glm4MoeConfig, GraniteConfig, Qwen3Config, Qwen3MoeConfig, YoutuConfig
 
 from engines import SMALL, engine_for, random_model, run, save, worker_for
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -20,12 +20,17 @@ TARGET_LEN = 61
 Answer = tuple[tuple[int, ...], Any]
 
 
+LATENT = {name: value for name, value in SMALL.items() if name != "head_dim"} | {
+    "num_key_value_heads": 6, "q_lora_rank": 28, "kv_lora_rank": 40, "qk_nope_head_dim": 18, "qk_rope_head_dim": 12,
+    "v_head_dim": 22,
+}  # fmt: skip
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "tie_word_embeddings": True}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SHAPE),
     "gemma3": lambda: Gemma3TextConfig(**SHAPE, sliding_window=20, query_pre_attn_scalar=32, final_logit_softcapping=9.0),
     "experts": lambda: Qwen3MoeConfig(**SHAPE, num_experts=9, num_experts_per_tok=2, moe_intermediate_size=40),
     "shared": lambda: Glm4MoeConfig(**SHAPE, n_routed_experts=9, num_experts_per_tok=2, moe_intermediate_size=40),
+    "latent": lambda: YoutuConfig(**LATENT),
     "granite": lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2),
 }
 """Those whose layers have kernels of their own."""
@@ -35,7 +40,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     scope="module",
     params=[
         "qwen3 float32", "qwen3 bfloat16", "qwen3 bfloat16 int8", "gemma3 bfloat16", "granite bfloat16", "experts bfloat16",
-        "shared bfloat16",
+        "shared bfloat16", "latent bfloat16", "latent float32 fp8",
     ],
 )  # fmt: skip
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:

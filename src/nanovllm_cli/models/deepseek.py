@@ -144,7 +144,8 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
 _DEFAULTS = {"head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
              "v_head_dim": 128}  # fmt: skip
 _OF_ALL: dict[str, Any] = {
-    "latent": True, "interleaved_gguf": True, "gguf_names": _GGUF_NAMES, "gguf": _from_gguf, "gguf_keys": None,
+    "latent": True, "interleaved_gguf": True, "gguf_name": "deepseek2", "gguf_names": _GGUF_NAMES, "gguf": _from_gguf,
+    "gguf_keys": None,
 }  # fmt: skip
 DEEPSEEK2 = Family(
     "deepseek2",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import BlockSpec, ConvSpec, DeltaSpec, ModelSpec, MoESpec
+from nanovllm_cli.model_spec import AttentionSpec, BlockSpec, ConvSpec, DeltaSpec, LatentSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
@@ -29,9 +29,9 @@ ATTENTION = ("q", "k", "v", "qkv", "o")
 CONV = ("conv_in", "conv_out")
 DELTA = ("delta_qkv", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
-MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA)
 LATENT = ("q_a", "q_b", "kv_a")
-LINEARS = (*MIXERS, *LATENT, "gate", "up", "gate_up", "down")
+MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *LATENT)
+LINEARS = (*MIXERS, "gate", "up", "gate_up", "down")
 """Matrices of a block. Models have q, k and v or qkv, gate and up or gate_up."""
 Kind = Literal["hf", "gguf"]
 
@@ -274,7 +274,7 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
 
 def _parts(block: BlockSpec) -> Iterator[str]:
     """The linear layers of a block. What is small, and much depends on, stays as it is: routers, a convolution's taps, what
-    decides how much of a state is kept (loader.PLAIN)."""
+    decides how much of a state is kept, and what is taken apart by head (loader.PLAIN)."""
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     mixer: tuple[str, ...]
     match block.mixer:
@@ -282,6 +282,8 @@ def _parts(block: BlockSpec) -> Iterator[str]:
             mixer = CONV
         case DeltaSpec():
             mixer = MAMBA if block.mixer.mamba else DELTA
+        case AttentionSpec(latent=LatentSpec() as latent):
+            mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
         case _:
             kept = () if block.mixer.reads is not None else ("k",) if block.mixer.keys_are_values else ("k", "v")
             mixer = ("qkv", "o") if block.mixer.fused_qkv else ("q", *kept, "o")

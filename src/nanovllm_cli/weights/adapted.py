@@ -38,6 +38,7 @@ _COMPARED_ROWS = 1024
 _MOST_NOISE = 0.3
 """Of blocks, relative: what two bits a number lose."""
 
+_NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys((".kv_b.", ".k_b.", ".v_b."), "weights that are taken apart by head")
 _PARTS = ("model.language_model.", "language_model.model.", "language_model.")
 """Where a model that also sees has the one that writes text."""
 
@@ -65,8 +66,8 @@ def adapt(
         for name, added in _fitted(open_adapter(Path(each.name), each.scale), checkpoint, spec, shapes, ours).items():
             if reader.format(name) is None:
                 plain.setdefault(name, []).append(added)
-            elif ".experts." in ours[name]:
-                raise UnsupportedError(f"{each.name}: an adapter of quantized experts ({name})", "take the unquantized model")
+            elif (what := next((what for part, what in _NOT_BESIDE.items() if part in ours[name]), None)) is not None:
+                raise UnsupportedError(f"{each.name}: an adapter of quantized {what} ({name})", "take the unquantized model")
             else:
                 beside.setdefault(ours[name], []).append(added)
     apart = unstacked(checkpoint) if holds_several(checkpoint) else checkpoint
@@ -131,7 +132,7 @@ def _architectures(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.format == "gguf":
         return [str(checkpoint.config["general.architecture"])]
     family = family_of(checkpoint)
-    known = [name for name, each in GGUF_ARCHITECTURES.items() if each is family]
+    known = [name for name, each in GGUF_ARCHITECTURES.items() if each is family] or [family.gguf_name]
     return ["llama", *known] if family in (MISTRAL, MIXTRAL) else known
 
 
