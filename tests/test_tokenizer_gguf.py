@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 from tokenizers import AddedToken, BertWordPieceTokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
@@ -303,6 +304,24 @@ def test_every_known_pre_tokenizer_compiles_and_keeps_the_text() -> None:
         assert pieces[0][1][0] == 0
         assert all(left[1][1] == right[1][0] for left, right in itertools.pairwise(pieces)), name
         assert pieces[-1][1][1] == len(text)
+
+
+KIMI = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As Kimi's own tokenizer has it."""
+
+
+def test_kimi_k2_cuts_as_another_engine_of_expressions_does() -> None:
+    text = (
+        "HTTPServer's camelCase don'T 12345 \u4f60\u597dWorld\u4e16\u754cABCdef\u3002 \u03ba\u03b1\u1f76 \u01c4ora e\u0301 a/b//\n/c "
+        "...\r\n\n  x\u00a0y  \n z\ud55c\uad6d\uc5b4\u3072\u6f22\u5b57 'tis  --> {\"k\": [1.5e-10]}\t\tend   "
+    )
+    pieces = [text[begin:end] for _, (begin, end) in pre_tokenization("kimi-k2").build().pre_tokenize_str(text)]
+    assert pieces == regex.findall(KIMI, text, regex.V1)
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,15 @@ def _words(digits: str, contraction: str = _CONTRACTION + "|") -> str:
     return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_PUNCTUATION}[\r\n]*|{_SPACES}"
 
 
-def _cased_words(digits: str, contraction: str = _CONTRACTION + "?") -> str:
-    """The o200k family: a word breaks where lower case turns into upper case."""
-    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased_words(digits: str, contraction: str = _CONTRACTION + "?", but: str = "", ends: str = r"\r\n/") -> str:
+    """The o200k family: a word breaks where lower case turns into upper case. but: letters that are none of a word, as what
+    follows && in a set; ends: what punctuation takes along."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
-        rf"|{digits}|{_PUNCTUATION}[\r\n/]*|{_SPACES}"
+        rf"|{digits}|{_PUNCTUATION}[{ends}]*|{_SPACES}"
     )
 
 
@@ -124,6 +125,12 @@ _DEEPSEEK_V3 = (
     r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_KIMI = r"[\p{Han}]+|" + _cased_words(r"\p{N}{1,3}", but=r"&&[^\p{Han}]", ends=r"\r\n")
+_YOUTU = (
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}"
+    r"\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+",
+    _cased_words(r"\p{N}"),
 )
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
@@ -157,6 +164,8 @@ def _table() -> dict[str, PreTokenization]:
     add("deepseek-llm", *_DEEPSEEK_LLM)
     add("deepseek-coder", *_DEEPSEEK_CODER)
     add("deepseek-v3 hunyuan-dense joyai-llm", *_DEEPSEEK_V3)
+    add("kimi-k2", _KIMI)
+    add("youtu", *_YOUTU, ignore_merges=True)
     add("falcon", *_FALCON)
     add("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert", _GPT2)
     add("jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe", _GPT2)
