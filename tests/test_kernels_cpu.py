@@ -179,7 +179,7 @@ class Paged:
         q = cpu.rope_and_cache(
             qkv, heads, self.kv_heads, self.dim, *norms, 1e-6, float(options.get("norm_offset", 0)),  # type: ignore[arg-type]
             angles.cos(), angles.sin(), bool(options.get("interleaved", False)), slots, run, self.k, self.v,
-            0 if options.get("reads") else 2,
+            bool(options.get("reads", False)),
         )  # fmt: skip
         tiles = cpu.attention_tiles(starts, torch.tensor(kv_lens, dtype=torch.int32), heads // self.kv_heads)
         out = cpu.paged_attention(

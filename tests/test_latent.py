@@ -19,7 +19,7 @@ from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.kernels import cpu, reference
+from nanovllm_cli.kernels import reference
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.model_spec import AttentionSpec, LatentSpec, RopeSpec
 from nanovllm_cli.models.families import spec_from_hf
@@ -67,9 +67,9 @@ class Paged:
         width = max(-(-n // 16) for n in lens)
         blocks = torch.randperm(width * len(lens) + 3, generator=GENERATOR).int()
         self.tables = blocks[: width * len(lens)].reshape(len(lens), width).contiguous()
-        shapes = cpu.cache_shapes(len(blocks), 1, self.spec.head_dim, dtype)
-        self.cache = tuple(torch.full(shape, float("nan"), dtype=dtype) for shape in shapes)
         self.backend = CpuAttention({heads}, dtype, (dtype, dtype))
+        parts = self.backend.block_parts(self.spec)
+        self.cache = tuple(torch.full((len(blocks), *shape), float("nan"), dtype=kind) for shape, kind in parts)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.latent.rotary_dim // 2

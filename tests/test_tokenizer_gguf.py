@@ -317,8 +317,8 @@ KIMI = (
 
 def test_kimi_k2_cuts_as_another_engine_of_expressions_does() -> None:
     text = (
-        "HTTPServer's camelCase don'T 12345 \u4f60\u597dWorld\u4e16\u754cABCdef\u3002 \u03ba\u03b1\u1f76 \u01c4ora e\u0301 a/b//\n/c "
-        "...\r\n\n  x\u00a0y  \n z\ud55c\uad6d\uc5b4\u3072\u6f22\u5b57 'tis  --> {\"k\": [1.5e-10]}\t\tend   "
+        "HTTPServer's camelCase don'T 12345 \u4f60\u597dWorld\u4e16\u754cABCdef\u3002 \u03ba\u03b1 \u01c4ora e\u0301 a/b//\n "
+        "/c ...\r\n\n  x\u00a0y  \n z\ud55c\uad6d\uc5b4\u3072\u6f22\u5b57 'tis  --> {\"k\": [1.5e-10]}\t\tend   "
     )
     pieces = [text[begin:end] for _, (begin, end) in pre_tokenization("kimi-k2").build().pre_tokenize_str(text)]
     assert pieces == regex.findall(KIMI, text, regex.V1)

@@ -70,7 +70,8 @@ class CpuAttention:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes)
-        return [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
+        parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
+        return parts if mixer.latent is None else parts[:1]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         return cpu.zeros(num_bytes, torch.uint8)
@@ -98,7 +99,7 @@ class CpuAttention:
         k, v = cache
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
-            2 if spec.reads is None else 0,
+            spec.reads is not None,
         )  # fmt: skip
         tiles = step.tiles[spec.queries_a_key]
         return cpu.paged_attention(
@@ -115,19 +116,18 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
     ) -> torch.Tensor:
-        """What is kept is a token's key and its value: K and V, in their layouts, both have it."""
         latent, dim, heads = spec.latent, spec.head_dim, spec.num_heads
         assert latent is not None
         assert isinstance(weights.keys, CpuHeadMatrices)
         assert isinstance(weights.values, CpuHeadMatrices)
         rows = latent_rows(q, kept, weights.norm, weights.eps, weights.offset, heads, latent.key_dim)
         weights.keys.products_into(q, 0, latent.query_dim, rows, latent.rotary_dim, dim)
-        k, v = cache
+        (k,) = cache
         turned = cpu.rope_and_cache(
-            rows, heads, 1, dim, *HeadNorms(), *angles, spec.interleaved, step.slots, step.run, k, v, 1
+            rows, heads, 1, dim, *HeadNorms(), *angles, spec.interleaved, step.slots, step.run, k, None
         )
         found = cpu.paged_attention(
-            turned, k, v, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None
+            turned, k, None, step.tiles[heads], step.block_tables, spec.score_scale, 0, 0.0, None, latent.rotary_dim
         )
         return weights.values.products(found, latent.rotary_dim, dim)
 

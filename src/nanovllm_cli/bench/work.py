@@ -56,7 +56,8 @@ class ModelWork(NamedTuple):
                 state_bytes += 8 * block.mixer.key_dim * block.mixer.values
         for attention in spec.attentions:
             attended += 2 * attention.num_heads * attention.head_dim
-            kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kv_dtypes)
+            kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
+            kv_bytes += attention.num_kv_heads * attention.head_dim * sum(kind.itemsize for kind in kept)
         head = 2.0 * spec.vocab_size * spec.hidden_size
         share = of_prompts / linear if spec.first_reader < spec.num_layers else 1.0
         return cls(read_bytes, kv_bytes, 2 * linear, head, 2 * attended, expert_bytes, spec.expert_share, state_bytes, share)

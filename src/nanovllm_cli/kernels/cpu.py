@@ -346,11 +346,13 @@ def _padded(dim: int) -> int:
 
 
 def _check_cache(
-    caches: tuple[torch.Tensor, torch.Tensor], kv_heads: int, dim: int, dtype: torch.dtype
+    k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], CacheDTypes]:
-    """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as."""
+    """(addresses of K and V, bytes of one head's part of a block of K and V), and what they are kept as. Without V it is K."""
+    caches = k_cache, k_cache if v_cache is None else v_cache
     kept = caches[0].dtype, caches[1].dtype
-    shapes = cache_shapes(caches[0].shape[0], kv_heads, dim, dtype, kept)
+    shapes = cache_shapes(len(k_cache), kv_heads, dim, dtype, kept)
+    shapes = shapes[0], shapes[0 if v_cache is None else 1]
     addresses = [address_of(cache, cache.dtype, *shape) for cache, shape in zip(caches, shapes, strict=True)]
     return (*addresses, *(cache.stride(1) * cache.itemsize for cache in caches)), kept
 
@@ -371,13 +373,14 @@ def rope_and_cache(
     slots: torch.Tensor,
     run: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    keys: int = 2,
+    v_cache: torch.Tensor | None,
+    reads: bool = False,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. keys: of k and v, those that qkv has. See
-    `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, dim]. Without v_cache qkv has no v, and K is V as
+    well; reads: it has q alone. See `cpu_fused.rope_and_cache`."""
     tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
-    cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, dtype)
+    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, dtype)
+    keys = 0 if reads else 1 if v_cache is None else 2
     out = new_tensor((tokens, heads, dim), dtype)
     norms = (0 if norm is None else address_of(norm, dtype, dim) for norm in (q_norm, k_norm, v_norm))
     columns = (heads + keys * kv_heads) * dim
@@ -413,18 +416,20 @@ def _num_splits(tasks: int, table_width: int) -> int:
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     tiles: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    unread: int = 0,
 ) -> torch.Tensor:
-    """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. See `cpu_attention.paged_attention`."""
+    """q [T, heads, dim] over the cache: [T, heads * dim]. window, softcap: 0 for none. Without v_cache keys are values, of
+    whose first `unread` dims nobody asks: they may come out as zeros. See `cpu_attention.paged_attention`."""
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
-    cache, kept = _check_cache((k_cache, v_cache), kv_heads, dim, q.dtype)
+    cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, q.dtype)
     out = new_tensor((tokens, heads * dim), q.dtype)
     sink_address = 0 if sinks is None else address_of(sinks, torch.float32, heads)
     splits = _num_splits(tiles.shape[0] * kv_heads, block_tables.shape[1]) if tiles.shape[0] == tokens else 1
@@ -433,7 +438,7 @@ def paged_attention(
         _PAIRS[q.dtype], address_of(q, q.dtype, tokens, heads, dim), tokens, heads, kv_heads, dim, _padded(dim), *cache,
         address_of(tiles, torch.int64, tiles.shape[0], 4), tiles.shape[0],
         address_of(block_tables, torch.int32, *block_tables.shape), block_tables.shape[1],
-        window, sink_address, out.data_ptr(), splits, partials.data_ptr(),
+        window, sink_address, out.data_ptr(), splits, partials.data_ptr(), unread // LANES * LANES if v_cache is None else -1,
     )  # fmt: skip
     work = 2 * BLOCK * q.numel() * block_tables.shape[1]
     launch(cpu_attention.paged_attention, work, tags_of(q.dtype, *kept), ints, (scale, softcap))

@@ -17,6 +17,9 @@ work of its own (`splits`), and `join_parts` folds them in the same order, by th
 A quantized cache (cpu_cache) has one byte for each element, in the same order. The bytes of a key tile are unpacked once, for all
 rows of the work's tile; codes are exact in the compute type. A key's scale multiplies its score. A value's scale multiplies its
 weight before that is rounded: put into the value, it would round that one as well.
+
+Latent attention's values are its keys: one cache has both, as K, and its blocks are turned into V's order (simd_turn) once for
+all rows of the work's tile.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import MAX_ROWS, TILE_COLUMNS, prefetch, typed_pointer
 from nanovllm_cli.kernels.simd_ir import LANES
 from nanovllm_cli.kernels.simd_sums import sum_f32
+from nanovllm_cli.kernels.simd_turn import turn_block
 
 KEYS = TILE_COLUMNS
 BLOCKS_PER_TILE = KEYS // BLOCK
@@ -139,7 +143,8 @@ def _fetch(blocks, count, size):
 def paged_attention(arguments, thread, team):
     """out [T, heads, dim] = attention of q [T, heads, dim] over each token's own sequence, causal.
 
-    k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block.
+    k_kind, v_kind: what K and V are kept as (cpu_cache); k_record, v_record: bytes of one head's part of a block. unread: -1, or
+    K is V as well, and so many of its first dims, a multiple of 16, are not asked for: out has zeros there.
     tiles [num_tiles, 4] int64: sequence, first token's row in T, tokens, first token's position. block_tables [B, P] int32.
     window: keys a query sees, itself included; 0 for all. softcap: 0 for none. sinks: address of [heads] fp32 logits that
     take part in the softmax's sum without a value, or 0.
@@ -148,7 +153,7 @@ def paged_attention(arguments, thread, team):
     """
     (
         tag, k_kind, v_kind, pair, q, num_tokens, heads, kv_heads, dim, padded, k_cache, v_cache, k_record, v_record, tiles,
-        num_tiles, block_tables, table_width, window, sinks, out, splits, partials, scale, softcap,
+        num_tiles, block_tables, table_width, window, sinks, out, splits, partials, unread, scale, softcap,
     ) = fields(arguments)  # fmt: skip
     size = 4 // pair
     queries = carray(typed_pointer(q, tag), (num_tokens, heads, dim))
@@ -159,7 +164,7 @@ def paged_attention(arguments, thread, team):
     group = heads // kv_heads
     k_codes, v_codes, most_rows = dim * BLOCK, padded * BLOCK, max(MAX_TILE_ROWS, group)
     k_bytes = whole_lines(size * scratch_size(k_kind, BLOCKS_PER_TILE * k_codes))
-    v_bytes = whole_lines(size * scratch_size(v_kind, BLOCKS_PER_TILE * v_codes))
+    v_bytes = whole_lines(size * (scratch_size(v_kind, BLOCKS_PER_TILE * v_codes) if unread < 0 else BLOCKS_PER_TILE * v_codes))
     acc_bytes, row_bytes, state_bytes = 4 * most_rows * padded, whole_lines(size * most_rows * dim), whole_lines(8 * most_rows)
     sum_bytes = 2 * (acc_bytes + state_bytes)
     memory = scratch(k_bytes + v_bytes + sum_bytes + row_bytes + (4 + size) * MAX_ROWS * KEYS + 8 * KEYS + 256)
@@ -210,7 +215,7 @@ def paged_attention(arguments, thread, team):
             for b in range(BLOCKS_PER_TILE):
                 record = np.int64(tables[seq, tile * BLOCKS_PER_TILE + min(b, blocks - 1)]) * kv_heads + kv_head
                 keys[b], values[b] = k_cache + record * k_record, v_cache + record * v_record
-            if num_rows <= MAX_ROWS:
+            if num_rows <= MAX_ROWS and unread < 0:
                 _fetch(values, blocks, v_record)
             for b in range(blocks):
                 # Its place in the next tile: what is read there is on its way by then.
@@ -219,6 +224,11 @@ def paged_attention(arguments, thread, team):
                 of_block = slice(b * BLOCK, (b + 1) * BLOCK)
                 take_scales(k_kind, keys[b], k_codes, k_scales[of_block])
                 keys[b] = readable(tag, k_kind, keys[b], k_codes, k_scratch + b * k_codes * size, k_ahead)
+                if unread >= 0:
+                    v_scales[of_block] = k_scales[of_block]
+                    values[b] = v_scratch + b * v_codes * size
+                    turn_block(tag, keys[b], unread, dim, values[b], padded)
+                    continue
                 take_scales(v_kind, values[b], v_codes, v_scales[of_block])
                 values[b] = readable(tag, v_kind, values[b], v_codes, v_scratch + b * v_codes * size, v_ahead)
             keys[blocks:] = keys[blocks - 1]
@@ -236,7 +246,7 @@ def paged_attention(arguments, thread, team):
                         v_kind, scores[i], lanes, low, position + 1 - base, np.float32(scale), np.float32(softcap),
                         v_scales, state[r + i], acc[r + i], weights[i],
                     )  # fmt: skip
-                o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, 0
+                o, step, steps, d = acc_at + r * padded * 4, padded * 4, blocks << page_bits, max(unread, 0)
                 while d + TILE_COLUMNS <= padded:
                     paged64(tag, some, weights_at, KEYS * size, values_at, page_bits, d * 4, step, steps, o + d * 4, step)
                     d += TILE_COLUMNS

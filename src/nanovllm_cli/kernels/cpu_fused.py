@@ -182,11 +182,11 @@ def rope_and_cache(arguments, thread, team):
     """q_out [T, heads, dim] = rope(norm(q)); rope(norm(k)) and norm(v) go to their slots of the cache (layout: cpu_attention;
     kinds: cpu_cache).
 
-    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. With keys 1 it has no v: k is that as well, as
-    it comes; with keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0. cos, sin:
-    [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one to the end
-    of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention multiplies a
-    masked value by 0, and stale memory may hold a NaN.
+    qkv [T, (heads + 2 kv_heads) * dim], whose rows lie row_stride numbers apart. With keys 1 it has no v: K is V as well, and
+    there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm: addresses of [dim], or 0.
+    cos, sin: [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one
+    to the end of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention
+    multiplies a masked value by 0, and stale memory may hold a NaN.
     """
     (
         tag, k_kind, v_kind, pair, qkv, row_stride, num_tokens, heads, kv_heads, dim, padded, keys, q_norm, k_norm, v_norm,
@@ -225,9 +225,16 @@ def rope_and_cache(arguments, thread, team):
         put_scale(k_kind, record, dim * BLOCK, offset, encode(k_kind, buffer, k_codes))
         for d in range(dim):
             key[d // pair, offset, d % pair] = k_codes[d]
+        if keys == 1:
+            if offset == 0:
+                for o in range(run_of[t], BLOCK):
+                    put_scale(k_kind, record, dim * BLOCK, o, np.float32(0.0))
+                    for d in range(dim):
+                        key[d // pair, o, d % pair] = k_kind
+            continue
         record = v_cache + (block * kv_heads + h) * v_record
         values = carray(typed_pointer(record, v_kind), (BLOCK // pair, padded, pair))
-        row, column = source[heads + (keys - 1) * kv_heads + h], values[offset // pair, :, offset % pair]
+        row, column = source[heads + kv_heads + h], values[offset // pair, :, offset % pair]
         _norm_and_rotate(tag, row, buffer, v_weight, v_norm != 0, eps, norm_offset, c, s, 0, interleaved)
         put_scale(v_kind, record, padded * BLOCK, offset, encode(v_kind, buffer, v_codes))
         for d in range(dim):
