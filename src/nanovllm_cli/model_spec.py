@@ -334,6 +334,16 @@ class ModelSpec:
         return self.attentions[0]
 
     @property
+    def dense_mlp(self) -> MLPSpec | None:
+        """The first layer's that has one without experts; None where all layers have experts."""
+        return next((block.mlp for block in self.blocks if isinstance(block.mlp, MLPSpec)), None)
+
+    @property
+    def mixture(self) -> MoESpec | None:
+        """The first layer's that has experts; None where none has."""
+        return next((block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec)), None)
+
+    @property
     def ropes(self) -> set[RopeSpec]:
         return {attention.rope for attention in self.attentions if attention.rope is not None}
 

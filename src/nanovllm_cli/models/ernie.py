@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -27,6 +27,18 @@ def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec
 
 
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """Each so many-th layer has experts, from the first one that has some."""
+    mixture, has_experts = spec.mixture, [isinstance(block.mlp, MoESpec) for block in spec.blocks]
+    if mixture is None:
+        return {}
+    first = has_experts.index(True)
+    layers = range(spec.num_layers)
+    steps = (n for n in range(1, spec.num_layers + 1) if has_experts == [i >= first and (i + 1) % n == 0 for i in layers])
+    shared = {} if mixture.shared is None else {"expert_shared_feed_forward_length": mixture.shared.intermediate_size}
+    return {"interleave_moe_layer_step": next(steps, 1), **shared}
+
+
 _DEFAULTS = {"rope_theta": 5e5, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 ERNIE4_5 = Family(
     "ernie4_5",
@@ -39,6 +51,7 @@ ERNIE4_5 = Family(
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     name="ernie4_5_moe",
+    gguf_name="ernie4_5-moe",
     experts=ExpertKeys(
         ("moe_num_experts",), "moe_intermediate_size", norm_topk=True, taken="moe_k", first="moe_layer_start_index",
         step="moe_layer_interval", shared="moe_num_shared_experts", selection_bias=True,
@@ -48,4 +61,5 @@ ERNIE4_5_MOE = replace(
     hf_names=SHARED_NAMES
     | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.moe_statics.e_score_correction_bias.0"},
     hf=_with_experts_from_hf,
+    gguf_keys=_keys,
 )  # fmt: skip

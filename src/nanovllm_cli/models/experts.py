@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from gguf import ExpertGatingFuncType
+
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 
 MAX_EXPERTS = 1024
@@ -143,6 +145,27 @@ def _in_groups(mixture: MoESpec, groups: int, taken: int, read: ConfigReader) ->
             f"{read.where}: a token can't take {mixture.experts_per_token} experts of {taken} of {groups} groups", BROKEN
         )
     return replace(mixture, groups=groups, groups_taken=taken)
+
+
+def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
+    """What a family's GGUF files say of experts, as llama.cpp's converter has it, by keys without the architecture. A family adds
+    what only it has (`Family.gguf_keys`)."""
+    mixture = spec.mixture
+    if mixture is None or keys is None:
+        return {}
+    fields: dict[str, float] = {"expert_count": mixture.num_experts, "expert_used_count": mixture.experts_per_token}
+    size, shared = mixture.expert.intermediate_size, 0 if mixture.shared is None else mixture.shared.intermediate_size
+    if keys.size != "intermediate_size":  # else it is the feed_forward_length
+        fields["expert_feed_forward_length"] = size
+    if keys.shared is not None:
+        fields["expert_shared_count"] = shared // size
+    if keys.shared_size is not None:
+        fields["expert_shared_feed_forward_length"] = shared
+    if keys.first is not None:
+        fields["leading_dense_block_count"] = [isinstance(block.mlp, MoESpec) for block in spec.blocks].index(True)
+    if mixture.scoring == "sigmoid":
+        fields["expert_gating_func"] = int(ExpertGatingFuncType.SIGMOID)
+    return fields
 
 
 def _mixture(

@@ -41,7 +41,7 @@ MIXTRAL = replace(
     hf_names=MIXTRAL_NAMES,
     defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072},
 )
-QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES,
+QWEN3_MOE = replace(QWEN3, name="qwen3_moe", gguf_name="qwen3moe", experts=QWEN_KEYS, hf_names=QWEN_NAMES,
                     defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 4})  # fmt: skip
 
 
@@ -49,7 +49,8 @@ QWEN3_MOE = replace(QWEN3, name="qwen3_moe", experts=QWEN_KEYS, hf_names=QWEN_NA
 QWEN2_VL = replace(QWEN2, defaults=_QWEN_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8})
 QWEN3_VL = replace(QWEN3, has_window=False, defaults={"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 32,
                                                       "max_position_embeddings": 128000})  # fmt: skip
-QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", experts=replace(QWEN_KEYS, norm_topk=True), hf_names=QWEN_NAMES,
+QWEN3_VL_MOE = replace(QWEN3_VL, name="qwen3_moe", gguf_name="qwen3moe", hf_names=QWEN_NAMES,
+                       experts=replace(QWEN_KEYS, norm_topk=True),
                        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16})  # fmt: skip
 
 

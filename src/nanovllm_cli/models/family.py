@@ -35,7 +35,9 @@ class Family:
     otherwise than HF_NAMES and GGUF_NAMES have it, or are others. hf, gguf: what is left to be made of a config; they get the
     spec that the rest makes. gguf_name: of the architecture, where its GGUF files call it otherwise. gguf_activation: the one
     that they mean without a word. gguf_keys: what they say beyond what all do, by keys without the architecture; None: they
-    are not written.
+    are not written. gguf_gate_up: they have gate and up of a layer's experts in one tensor. gguf_heads_dealt: and value heads of
+    the delta rule dealt out to key heads in turn. gguf_truncates: see `RopeSpec`, of what they mean by yarn. gguf_like: the
+    family whose files hold such a model, where that is another.
     """
 
     name: str
@@ -63,6 +65,10 @@ class Family:
     gguf_name: str = ""
     gguf_activation: str = "silu"
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
+    gguf_gate_up: bool = False
+    gguf_heads_dealt: bool = False
+    gguf_truncates: bool = True
+    gguf_like: Callable[[ModelSpec], Family] | None = None
 
     def names(self, kind: Literal["hf", "gguf"]) -> dict[str, str]:
         """Our names of slots, {i} for the layer -> those in its files."""

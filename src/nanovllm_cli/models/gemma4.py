@@ -164,7 +164,8 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     local = next((attention for attention in spec.attentions if attention.window is not None), None)
     heads = [attention.num_kv_heads for attention in spec.attentions]
-    sizes = [block.mlp.intermediate_size for block in spec.blocks if isinstance(block.mlp, MLPSpec)]
+    mlps = (block.mlp.shared if isinstance(block.mlp, MoESpec) else block.mlp for block in spec.blocks)
+    sizes = [mlp.intermediate_size for mlp in mlps if mlp is not None]
     found: dict[str, GGUFField] = {
         "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
         "feed_forward_length": sizes if len(set(sizes)) > 1 else sizes[0],
@@ -204,6 +205,7 @@ GEMMA4 = Family(
     gguf=_from_gguf,
     gguf_activation="gelu_tanh",
     gguf_keys=_keys,
+    gguf_gate_up=True,
 )
 GEMMA4_UNIFIED = replace(GEMMA4, defaults=_DEFAULTS | {"max_position_embeddings": 262144})
 """12B: it sees and hears without parts of their own for it."""

@@ -10,7 +10,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import SHARED_NAMES, ExpertKeys
-from nanovllm_cli.models.family import ANOTHER, Family
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
 
 
@@ -30,6 +30,14 @@ def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return spec.with_attention(out_bias=False, qk_norm=read.flag("use_qk_norm", False))
 
 
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    mixture = spec.mixture
+    if mixture is None:
+        return {}
+    one_group = dict.fromkeys(("expert_group_count", "expert_group_used_count"), 1)
+    return {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, **one_group}
+
+
 GLM4 = Family(
     "glm4",
     interleaved=True,
@@ -47,6 +55,7 @@ GLM4 = Family(
 )
 GLM4_MOE = Family(
     "glm4_moe",
+    gguf_name="glm4moe",
     experts=ExpertKeys(
         ("n_routed_experts",), "moe_intermediate_size", "norm_topk_prob", first="first_k_dense_replace",
         shared="n_shared_experts", scale="routed_scaling_factor", groups=("n_group", "topk_group"),
@@ -57,4 +66,5 @@ GLM4_MOE = Family(
     hf_names=SHARED_NAMES | {"blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias"},
     gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
     hf=_with_experts_from_hf,
+    gguf_keys=_keys,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MATRICES, ExpertKeys
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.family import Family, GGUFField
 
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _NAMES = {
@@ -52,8 +52,14 @@ def _mixture(mlp: MLPSpec | MoESpec, read: ConfigReader) -> MoESpec:
     return replace(mlp, expert=replace(mlp.expert, activation="swiglu_oai", bias=True), router_bias=True)
 
 
+def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    mixture = spec.mixture
+    return {} if mixture is None else {"expert_feed_forward_length": mixture.expert.intermediate_size}
+
+
 GPT_OSS = Family(
     "gpt_oss",
+    gguf_name="gpt-oss",
     has_window=True,
     full_every=2,
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),
@@ -68,4 +74,7 @@ GPT_OSS = Family(
     gguf_names=_GGUF_NAMES,
     hf=_from_hf,
     gguf=_from_gguf,
+    gguf_activation="swiglu_oai",
+    gguf_keys=_keys,
+    gguf_truncates=False,
 )

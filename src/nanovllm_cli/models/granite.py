@@ -124,13 +124,37 @@ def _hybrid_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], 
     return _from_gguf(_hybrid(spec, mamba, is_mamba, inner, read), read, key)
 
 
+def _moe_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """Granite 4's have an MLP beside the experts."""
+    shared = key("expert_shared_feed_forward_length")
+    return _from_gguf(_with_shared(spec, read.integer(shared)) if read.has(shared) else spec, read, key)
+
+
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    return {
+    mixture = spec.mixture
+    shared = None if mixture is None else mixture.shared
+    keys: dict[str, GGUFField] = {} if shared is None else {"expert_shared_feed_forward_length": shared.intermediate_size}
+    return keys | {
         "embedding_scale": spec.embedding_scale,
         "residual_scale": spec.residual_scale,
         "attention.scale": spec.attention.score_scale,
         "logit_scale": 1 / spec.logit_scale,
     }
+
+
+def _hybrid_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """A layer without key and value heads is a state space; the files have positions in none, or in all, with attention."""
+    mamba = next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
+    heads = [0 if isinstance(mixer, DeltaSpec) else spec.attention.num_kv_heads for mixer in spec.mixers]
+    return _keys(spec) | {
+        "attention.head_count_kv": heads, "rope.scaling.finetuned": spec.attention.rope is not None,
+        "ssm.conv_kernel": mamba.width, "ssm.state_size": mamba.key_dim, "ssm.group_count": mamba.num_keys,
+        "ssm.inner_size": mamba.values, "ssm.time_step_rank": mamba.num_values,
+    }  # fmt: skip
+
+
+def _like(spec: ModelSpec) -> Family:
+    return GRANITE_STATES if spec.has_states else GRANITE if spec.mixture is None else GRANITE_MOE
 
 
 GRANITE = Family("granite", interleaved_gguf=True, hf=_from_hf, gguf=_from_gguf, gguf_keys=_keys)
@@ -139,9 +163,10 @@ GRANITE_MOE = replace(
     name="granitemoe",
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True),
     hf_names=_MOE_NAMES,
+    gguf=_moe_from_gguf,
 )
 GRANITE_HYBRID = replace(
-    GRANITE, hf=_hybrid_from_hf, hf_names=_HYBRID_NAMES,
+    GRANITE, hf=_hybrid_from_hf, hf_names=_HYBRID_NAMES, gguf_like=_like,
     experts=ExpertKeys(("num_local_experts",), "intermediate_size", norm_topk=True, switch="num_local_experts"),
     defaults={
         "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "intermediate_size": 11008,
@@ -155,6 +180,6 @@ GRANITE_STATES = replace(
     convolutions=True,
     gguf=_hybrid_from_gguf,
     gguf_names=_HYBRID_GGUF_NAMES,
-    gguf_keys=None,
+    gguf_keys=_hybrid_keys,
 )
 """Files of those that have states."""

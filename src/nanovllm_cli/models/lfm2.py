@@ -133,6 +133,7 @@ LFM2 = Family(
 LFM2_MOE = replace(
     LFM2,
     name="lfm2_moe",
+    gguf_name="lfm2moe",
     experts=ExpertKeys(
         ("num_experts",), "moe_intermediate_size", "norm_topk_prob", first="num_dense_layers", scale="routed_scaling_factor",
         scoring="sigmoid", selection_bias=True,

@@ -105,19 +105,22 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], t
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    """llama.cpp wants to know how pictures' positions divide a head, of those that see none too. Earlier versions of it have each
-    so many-th layer with attention, and read no list."""
+    """Earlier versions of llama.cpp have each so many-th layer with attention, and read no list."""
     is_linear = [isinstance(mixer, DeltaSpec) for mixer in spec.mixers]
     delta = next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
     keys: dict[str, GGUFField] = {
         "ssm.conv_kernel": delta.width, "ssm.state_size": delta.key_dim, "ssm.group_count": delta.num_keys,
-        "ssm.time_step_rank": delta.num_values, "ssm.inner_size": delta.values, "rope.dimension_sections": [11, 11, 10, 0],
-        "attention.recurrent_layers": is_linear,
+        "ssm.time_step_rank": delta.num_values, "ssm.inner_size": delta.values, "attention.recurrent_layers": is_linear,
     }  # fmt: skip
     every = is_linear.index(False) + 1
     if is_linear == [(i + 1) % every != 0 for i in range(spec.num_layers)]:
         keys["full_attention_interval"] = every
     return keys
+
+
+def _keys_of_35(spec: ModelSpec) -> dict[str, GGUFField]:
+    """llama.cpp wants to know how pictures' positions divide a head, of those that see none too."""
+    return {**_keys(spec), "rope.dimension_sections": [11, 11, 10, 0]}
 
 
 _DEFAULTS = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "head_dim": 256, "linear_num_key_heads": 16,
@@ -133,7 +136,8 @@ QWEN3_5 = Family(
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_name="qwen35",
-    gguf_keys=_keys,
+    gguf_keys=_keys_of_35,
+    gguf_heads_dealt=True,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
@@ -154,17 +158,18 @@ QWEN3_NEXT = replace(
                           "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "vocab_size": 151936,
                           "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
     gguf=lambda spec, read, key: _from_gguf(spec, read, key, tiled=False),
-    gguf_keys=None,
+    gguf_keys=_keys,
+    gguf_heads_dealt=False,
 )  # fmt: skip
 """Its projections lie otherwise; weights/stacked.py takes them apart."""
 QWEN2_MOE = replace(
     QWEN2,
     name="qwen2_moe",
+    gguf_name="qwen2moe",
     experts=_WEIGHED,
     defaults={**QWEN2.defaults, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
               "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     hf_names=QWEN_NAMES | _SHARED_NAMES,
     gguf_names={"blocks.{i}.shared.gate_row.weight": _GGUF_NAMES["blocks.{i}.shared.gate_row.weight"]},
     gguf=lambda spec, read, key: spec.each_mlp(lambda mlp: replace(mlp, norm_topk=False) if isinstance(mlp, MoESpec) else mlp),
-    gguf_keys=None,
 )  # fmt: skip

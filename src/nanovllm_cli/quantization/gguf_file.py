@@ -32,10 +32,10 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
         Keys.General.FILE_TYPE: GGUFValue(int(file_type(plan.to.lower())), GGUFValueType.UINT32),
         Keys.General.QUANTIZATION_VERSION: GGUFValue(QUANTIZATION_VERSION, GGUFValueType.UINT32),
     }
-    items = {item.weight.output: item for item in plan.items if item.format is not None}
-    untied = [items[name] for name in items if name not in {step.name for step in made.steps}]
+    items = {name: own for name, own in plan.by_output().items() if own[0].format is not None}
+    untied = [name for name in items if name not in {step.name for step in made.steps}]
     steps = [_retyped(step, items.get(step.name)) for step in made.steps]
-    steps += [_retyped(Step(item.weight.output, None, item.weight.shape, "-", 0, "F32", 0), item) for item in untied]
+    steps += [_retyped(Step(name, None, items[name][0].weight.shape, "-", 0, "F32", 0), items[name]) for name in untied]
     source = _Source(original, plan, parts, items)
     progress.stage("writing", sum(step.num_bytes for step in steps), "B")
     by_name = {step.name: step for step in steps}
@@ -45,33 +45,36 @@ def write_gguf(original: Original, plan: Plan, parts: Parts, output: OutputFile,
     return made.notes
 
 
-def _retyped(step: Step, item: Planned | None) -> Step:
-    if item is None:
+def _retyped(step: Step, items: list[Planned] | None) -> Step:
+    if items is None:
         return step
-    assert isinstance(item.format, Blocks)
-    return step._replace(after=item.format.type, num_bytes=item.num_bytes)
+    form = items[0].format
+    assert isinstance(form, Blocks)
+    return step._replace(after=form.type, num_bytes=sum(item.num_bytes for item in items))
 
 
 class _Source:
     """Where a step's bytes come from: a unit's rows, or the original."""
 
-    def __init__(self, original: Original, plan: Plan, parts: Parts, items: dict[str, Planned]) -> None:
-        self._checkpoint = original.checkpoint
+    def __init__(self, original: Original, plan: Plan, parts: Parts, items: dict[str, list[Planned]]) -> None:
+        self._checkpoint = convert.taken_apart(original.checkpoint, "gguf")
         self._items = items
         self._parts = parts
         self._changed = parts.changed_floats(plan.units(), names_of(original.checkpoint))
 
     def slices(self, step: Step) -> Iterator[torch.Tensor]:
-        item = self._items.get(step.name)
-        if item is not None:
-            rows = self._read(item.weight.unit, item.weight.ours)
-            assert isinstance(rows, BlockRows)
-            return iter([_turned(rows.data, step)])
+        if step.name in self._items:
+            return (_turned(self._blocks(item), step) for item in self._items[step.name])
         if step.source in self._changed:
             rows = self._read(*self._changed[step.source])
             assert isinstance(rows, torch.Tensor)
             return iter([_turned(rows.float() + step.added, step)])
         return slices(self._checkpoint, step)
+
+    def _blocks(self, item: Planned) -> torch.Tensor:
+        rows = self._read(item.weight.unit, item.weight.ours)
+        assert isinstance(rows, BlockRows)
+        return rows.data
 
     def _read(self, unit: str, ours: str) -> Rows:
         return self._parts.read(unit)[ours]

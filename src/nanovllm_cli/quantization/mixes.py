@@ -8,16 +8,16 @@
     q4_k, …     one type
 
 In all of them the head, or an embedding that is the head as well, is Q6_K, or Q8_0 in q8_0. What a row's width doesn't allow
-falls back to a type of 32 columns. A tensor that values share with queries and keys is as attn_v. The rules:
-https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (dense models; the exception that it makes for Llama 2's 70B is left
-out).
+falls back to a type of 32 columns. A tensor that values share with queries and keys is as attn_v. In a model of 8 experts, which
+have most of its numbers, attn_k and attn_v are Q8_0, and attn_output is Q5_K in mixes of fewer bits. The rules:
+https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (the exception that it makes for Llama 2's 70B is left out).
 """
 
 from __future__ import annotations
 
 from gguf import LlamaFileType
 
-from nanovllm_cli.model_spec import AttentionSpec, DeltaSpec, MixerSpec, ModelSpec
+from nanovllm_cli.model_spec import AttentionSpec, ConvSpec, DeltaSpec, MixerSpec, ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.weights.convert_tensors import NARROW
@@ -34,6 +34,8 @@ _BASES = {
     "q5_k_m": "Q5_K",
 }
 MIXES = tuple(_BASES)
+_OF_ONE_TYPE = ("q2_k", "q3_k", "q4_k", "q5_k")  # here; llama.cpp's names for mixes
+_FEW_BITS = ("q2_k_m", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 _FILE_TYPES = {"q2_k_m": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_M", "q4_k": "MOSTLY_Q4_K_M", "q5_k": "MOSTLY_Q5_K_M"}
 
 
@@ -63,6 +65,11 @@ def _fits(name: str, width: int) -> bool:
 def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
     """The type that differs from the mix's own, for a part of a layer: see `plan.LINEARS`."""
     part = "v" if part in ("qkv", "delta_qkv") else part
+    if spec.mixture is not None and spec.mixture.num_experts == 8 and mix not in _OF_ONE_TYPE:
+        if part in ("k", "v"):
+            return "Q8_0"
+        if part == "o":
+            return "Q5_K" if mix in _FEW_BITS else None
     if part == "v":  # those without are not counted
         having = [i for i, mixer in enumerate(spec.mixers) if _has_values(mixer)]
         layer, layers = having.index(layer), len(having)
@@ -87,7 +94,7 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
         case "q2_k_m", ("o" | "down"):
             return "Q3_K"
         case "q2_k_m", "v":
-            return "Q4_K" if spec.attention.queries_a_key >= 4 else "Q3_K"
+            return "Q4_K" if _queries_a_key(spec) >= 4 else "Q3_K"
     return None
 
 
@@ -95,4 +102,11 @@ def _has_values(mixer: MixerSpec) -> bool:
     """Whether a layer has a weight that makes values of its own."""
     if isinstance(mixer, AttentionSpec):
         return mixer.reads is None and not mixer.keys_are_values
-    return isinstance(mixer, DeltaSpec)
+    return isinstance(mixer, DeltaSpec) and not mixer.mamba
+
+
+def _queries_a_key(spec: ModelSpec) -> int:
+    """llama.cpp's, which looks at the first layer: 0 where that has no keys."""
+    first = spec.mixers[0]
+    has_keys = not isinstance(first, ConvSpec) and not (isinstance(first, DeltaSpec) and first.mamba)
+    return spec.attention.queries_a_key if has_keys else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +19,10 @@ from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.weights.convert_delta import has_own_order
-from nanovllm_cli.weights.convert_names import check_to_gguf, dense_mlp_of
+from nanovllm_cli.weights.convert_names import gguf_family_of
+from nanovllm_cli.weights.convert_stacked import stack_name
 from nanovllm_cli.weights.convert_tensors import quantized_already
-from nanovllm_cli.weights.stacked import holds_several
+from nanovllm_cli.weights.stacked import holds_several, stack_of, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 
 KEEP = "keep"
@@ -59,8 +60,8 @@ class Choices:
 
 
 class Weight(NamedTuple):
-    """A matrix of the model. ours: its slot's name, "blocks.3.q.weight". source, output: what files call it. stored_bytes: in
-    the source."""
+    """A matrix of the model. ours: its slot's name, "blocks.3.q.weight". source, output: what files call it; experts share a
+    tensor of a GGUF file. stored_bytes: in the source."""
 
     ours: str
     source: str
@@ -154,6 +155,13 @@ class Plan:
             for name, items in found.items()
         ]
 
+    def by_output(self) -> dict[str, list[Planned]]:
+        """What becomes of each tensor of the output, in the order in which it is written there."""
+        found: dict[str, list[Planned]] = {}
+        for item in self.items:
+            found.setdefault(item.weight.output, []).append(item)
+        return found
+
     def as_json(self) -> dict[str, Any]:
         return {
             "format": self.to,
@@ -161,16 +169,19 @@ class Plan:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_a_weight": round(self.bits_a_weight, 4),
-            "weights": {
-                item.weight.output: {
-                    "shape": list(item.weight.shape),
-                    "format": None if item.format is None else item.format.name,
-                    "bytes": item.num_bytes,
-                }
-                for item in self.items
-            },
+            "weights": {name: _as_json(items) for name, items in self.by_output().items()},
             "notes": list(self.notes),
         }
+
+
+def _as_json(items: list[Planned]) -> dict[str, Any]:
+    """Of those that become one tensor."""
+    (rows, width), form = items[0].weight.shape, items[0].format
+    return {
+        "shape": [len(items), rows, width] if len(items) > 1 else [rows, width],
+        "format": None if form is None else form.name,
+        "bytes": sum(item.num_bytes for item in items),
+    }
 
 
 def make_plan(original: Original, choices: Choices) -> Plan:
@@ -181,16 +192,14 @@ def make_plan(original: Original, choices: Choices) -> Plan:
             f"{original.name} is a GGUF file, and {choices.to} goes into a Hugging Face folder",
             "make a folder of it first: nanovllm convert MODEL --to hf",
         )
-    if kind == "gguf":
-        dense_mlp_of(original.spec)
-        if original.checkpoint.format != "gguf":
-            check_to_gguf(family_of(original.checkpoint), original.spec)
-            if any(isinstance(mixer, DeltaSpec) and has_own_order(mixer) for mixer in original.spec.mixers):
-                raise UnsupportedError(
-                    f"{original.name} has columns in another order than its GGUF file, which no block of them can be moved to",
-                    "make a file of it first, and quantize that: nanovllm convert MODEL",
-                )
-    elif holds_several(original.checkpoint):
+    if kind == "gguf" and original.checkpoint.format != "gguf":
+        family = gguf_family_of(family_of(original.checkpoint), original.spec)
+        if any(isinstance(mixer, DeltaSpec) and has_own_order(mixer, family) for mixer in original.spec.mixers):
+            raise UnsupportedError(
+                f"{original.name} has columns in another order than its GGUF file, which no block of them can be moved to",
+                "make a file of it first, and quantize that: nanovllm convert MODEL",
+            )
+    elif kind == "hf" and holds_several(original.checkpoint):
         raise UnsupportedError(
             f"{original.name} holds several matrices in one tensor, and such a folder is not written yet",
             "run it with --quant instead",
@@ -251,9 +260,9 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
     """All matrices that the model multiplies with or looks up, in its order. A tied head counts where it is to differ."""
     checkpoint, reader, spec = original.checkpoint, original.reader, original.spec
     there = names_of(checkpoint)
-    output = there if checkpoint.format == kind else family_of(checkpoint).names(kind)
+    called = _names_in_output(original, kind)
     more = ("per_layer_gate", "per_layer_out") if spec.per_layer_width else ()
-    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block), *more)]
+    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block, kind), *more)]
     outer = ["embedding.weight", *(["per_layer_embedding.weight"] if spec.per_layer_width and kind == "gguf" else [])]
     for ours in (*outer, *names, "head.weight"):
         source = checkpoint_name(ours, there)
@@ -269,12 +278,26 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         stored = reader.format(source)
         if stored is not None and not choices.requantize:
             raise quantized_already(original.name, source, stored.name)
-        yield Weight(ours, source, checkpoint_name(ours, output), (shape[0], shape[1]), reader.num_bytes(source))
+        yield Weight(ours, source, called(ours), (shape[0], shape[1]), reader.num_bytes(source))
 
 
-def _parts(block: BlockSpec) -> Iterator[str]:
+def _names_in_output(original: Original, kind: Kind) -> Callable[[str], str]:
+    """Our name of a weight -> the tensor of the output that it goes into, in GGUF with the other experts of its layer."""
+    checkpoint = original.checkpoint
+    there = names_of(checkpoint)
+    if kind == "hf":
+        return lambda ours: checkpoint_name(ours, there)
+    if checkpoint.format == "gguf":
+        parts = unstacked(checkpoint)
+        return lambda ours: stack_of(parts, checkpoint_name(ours, there))
+    family = gguf_family_of(family_of(checkpoint), original.spec)
+    names = family.names("gguf")
+    return lambda ours: stack_name(checkpoint_name(ours, names), family)
+
+
+def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     """The linear layers of a block. What is small, and much depends on, stays as it is: routers, a convolution's taps, what
-    decides how much of a state is kept, and what is taken apart by head (loader.PLAIN)."""
+    decides how much of a state is kept, and what is taken apart by head (loader.PLAIN); in a folder a shared expert does, too."""
     mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     mixer: tuple[str, ...]
     match block.mixer:
@@ -290,6 +313,8 @@ def _parts(block: BlockSpec) -> Iterator[str]:
     present = (*mixer, *(("gate_up",) if mlp.fused else ("gate", "up")), "down")
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(block.mlp, MoESpec):
+        if kind == "gguf" and block.mlp.shared is not None:
+            yield from (f"shared.{part}" for part in present if part not in MIXERS)
         yield from (f"experts.{e}.{part}" for e in range(block.mlp.num_experts) for part in present if part not in MIXERS)
 
 

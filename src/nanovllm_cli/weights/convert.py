@@ -30,24 +30,26 @@ from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
-from nanovllm_cli.weights.convert_delta import with_heads_in_turn
+from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
 from nanovllm_cli.weights.convert_names import (
     attention_of,
-    check_to_gguf,
-    check_to_hf,
-    dense_mlp_of,
+    gguf_family_of,
     halves_to_pairs,
+    hf_family_of,
     named_on_both_sides,
     pairs_to_halves,
     rotary_heads,
 )
+from nanovllm_cli.weights.convert_stacked import stacked, with_ba_as_one
 from nanovllm_cli.weights.convert_tensors import (
+    PLAIN_TYPES,
     Step,
     dtype_of,
     gguf_bytes,
     gguf_type,
+    in_float32,
     is_blocks,
     narrowed_vectors,
     safetensors_type,
@@ -58,9 +60,10 @@ from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header,
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled
+from nanovllm_cli.weights.quantized_mxfp4 import as_blocks
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
-from nanovllm_cli.weights.tensor_names import left_aside, names_of
+from nanovllm_cli.weights.tensor_names import left_aside, names_of, that_guess
 from nanovllm_cli.weights.weight_reader import PlainReader
 from nanovllm_cli.weights.writer import (
     SHARD_BYTES,
@@ -150,7 +153,7 @@ def plan(
 
     Raises UnsupportedError for what the format cannot say, CheckpointError for what contradicts itself.
     """
-    source = _taken_apart(source, target)
+    source = taken_apart(source, target)
     if source.format == "hf" and target == "hf":
         result = _folder_to_folder(source, outtype)
     elif source.format == "hf":
@@ -186,7 +189,7 @@ def write(
 ) -> None:
     """Writes the plan to `output`, which appears whole or not at all, and has been read again before it does."""
     progress = progress or NullProgress()
-    source = _taken_apart(source, made.target)
+    source = taken_apart(source, made.target)
     progress.stage("converting", sum(step.num_bytes for step in made.steps), "B")
     try:
         if made.is_folder:
@@ -207,9 +210,10 @@ def write(
         progress.done()
 
 
-def _taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
-    """Where it gets other names, with matrices that it has as one as the ones that the model has."""
-    return unstacked(source) if source.format == "hf" and target == "gguf" else source
+def taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
+    """Where it gets other names, with matrices that it has as one as the ones that the model has, and codes and scales of gpt-oss
+    as the blocks that GGUF makes of them."""
+    return source if source.format == target else as_blocks(unstacked(source))
 
 
 def main_type(steps: list[Step]) -> str:
@@ -224,18 +228,18 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
     family = hf_family(source.config)
     spec = read_spec(source, PlainReader(source))
-    dense_mlp_of(spec)
-    check_to_gguf(family, spec)
+    family = gguf_family_of(family, spec)
     named = named_on_both_sides(spec, names_of(source), family.names("gguf"))
     notes = _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec)
     missing = spec.norm.offset - spec.norm.stored_offset  # llama.cpp's Gemma has it in the gains
     steps = []
-    for name, (theirs, shape) in named.items():
+    for name, (theirs, shape) in with_ba_as_one(named, source).items():
         info = source.info(name)
-        after = gguf_type(theirs, shape, info.dtype_name, outtype)
+        after = info.dtype_name if is_blocks(info.dtype_name) else gguf_type(theirs, shape, info.dtype_name, outtype)
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step(theirs, name, shape, info.dtype_name, info.num_bytes, after, gguf_bytes(shape, after), added=added)
-        steps.append(with_heads_in_turn(_turned(step, spec, family, to_gguf=True), spec))
+        steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), spec, family))
+    steps = stacked(steps, family)
     names = {step.name for step in steps}
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, _file_type(outtype, steps))
     for name, tensor in header.tensors.items():
@@ -245,10 +249,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
-    family = gguf_family(source.config)
     spec = read_spec(source, PlainReader(source))
-    dense_mlp_of(spec)
-    check_to_hf(family)
+    family = hf_family_of(gguf_family(source.config), spec)
     both = named_on_both_sides(spec, family.names("hf"), names_of(source))
     named = {theirs: name for name, (theirs, _) in both.items()}
     notes = _check_names(source, dict(both.values()), spec)
@@ -257,7 +259,7 @@ def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
     for theirs, name in named.items():
         info = source.info(theirs)
         after = safetensors_type(info.dtype_name, outtype)
-        if vectors is not None and len(info.shape) < 2:
+        if vectors is not None and (len(info.shape) < 2 or in_float32(theirs)):
             after = vectors
         num_bytes = torch.Size(info.shape).numel() * dtype_of(after).itemsize
         step = Step(name, theirs, info.shape, info.dtype_name, info.num_bytes, after, num_bytes)
@@ -318,7 +320,9 @@ def _check_names(source: Checkpoint, wanted: dict[str, tuple[int, ...]], spec: M
     others = left_aside(source, there)
     check_tensors(source.path, spec, wanted, there, head | others, misshapen="misshapen")
     notes = [f"{name}: the config ties the head to the embedding, so nothing reads it" for name in sorted(there.keys() & head)]
-    return notes + ([f"{len(others)} tensors of what sees or hears: {some(sorted(others))}"] if others else [])
+    guess = that_guess(source, others)
+    apart = {"of what sees or hears": others - guess, "that guess further tokens": guess}
+    return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 
 
 def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:
@@ -374,8 +378,11 @@ def _read_again(made: Plan, path: Path) -> None:
 
 
 def _file_type(outtype: str, steps: list[Step]) -> LlamaFileType:
-    """What was asked for, where a tensor has it; else what most bytes have."""
+    """What was asked for, where a tensor has it; else what most bytes have. As llama.cpp's converter has it, MXFP4 beside plain
+    numbers counts for more than those."""
     asked = outtype.upper()
+    if asked.lower() in ("auto", *PLAIN_TYPES) and any(step.after == "MXFP4" for step in steps):
+        asked = "MXFP4"
     return file_type(asked if any(step.after == asked for step in steps) else main_type(steps))
 
 

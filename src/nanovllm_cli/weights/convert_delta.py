@@ -1,5 +1,5 @@
-"""The delta rule's tensors as llama.cpp's converter has them: value heads dealt out to key heads in turn, decays without their
-logarithm."""
+"""Tensors of the delta rule and of Mamba-2 as llama.cpp's converter has them: value heads dealt out to key heads in turn, but for
+Qwen3-Next; decays without their logarithm; numbers of a head or a group as matrices of one column or one row."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import re
 import torch
 
 from nanovllm_cli.model_spec import DeltaSpec, ModelSpec
+from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.convert_tensors import Step
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 _BY_HEAD = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a", "attn_gate")
 _BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")
+_COLUMNS = ("ssm_a", "ssm_d")
 
 
-def has_own_order(delta: DeltaSpec) -> bool:
-    """Whether a file's value heads are not in a folder's order."""
-    return delta.num_values != delta.num_keys and not delta.mamba
+def has_own_order(delta: DeltaSpec, family: Family) -> bool:
+    """Whether the value heads of a family's files are not in a folder's order."""
+    return family.gguf_heads_dealt and delta.num_values != delta.num_keys
 
 
-def with_heads_in_turn(step: Step, spec: ModelSpec) -> Step:
-    """`step`, of a folder's tensor; that of another layer as it is."""
+def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
+    """`step`, of a folder's tensor; that of another layer as it is. family: the file's."""
     found = _BLOCK.match(step.name)
     mixer = spec.blocks[int(found[1])].mixer if found else None
     if found is None or not isinstance(mixer, DeltaSpec):
@@ -39,9 +41,14 @@ def with_heads_in_turn(step: Step, spec: ModelSpec) -> Step:
     def columns_in_turn(rows: torch.Tensor) -> torch.Tensor:
         return rows_in_turn(rows.T).T.contiguous()
 
+    if delta.mamba and part in _COLUMNS:
+        step = step._replace(shape=(*step.shape, 1))
+    if delta.mamba and part == "ssm_norm":  # one row a group
+        step = step._replace(shape=(delta.num_keys, step.shape[0] // delta.num_keys))
     if part == "ssm_a":
-        return step._replace(reorder=lambda rows: rows_in_turn(-rows.float().exp()))
-    if not has_own_order(delta):
+        turned = rows_in_turn if has_own_order(delta, family) else torch.Tensor.clone
+        return step._replace(reorder=lambda rows: turned(-rows.float().exp()))
+    if not has_own_order(delta, family):
         return step
     if part == "ssm_out":
         return step._replace(reorder=columns_in_turn)

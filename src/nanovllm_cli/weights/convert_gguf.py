@@ -18,13 +18,14 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec, RopeSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec, RopeSpec
+from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
-from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
-from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences
-from nanovllm_cli.weights.convert_rope import divisor_tensors, sayable_in_gguf, unusual_yarn
+from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
+from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
 
 MAX_CARD_BYTES = 1 << 20
@@ -42,12 +43,20 @@ _CARRIED = {
     "linear_num_value_heads", "linear_value_head_dim", "global_head_dim", "num_global_key_value_heads", "per_layer_config",
     "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp",
     "attention_k_eq_v", "use_bidirectional_attention", "enable_moe_block", "moe_intermediate_size", "num_experts",
-    "top_k_experts",
+    "top_k_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_only_layers", "shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "routed_scaling_factor",
+    "first_k_dense_replace", "n_group", "topk_group", "use_qk_norm", "moe_num_experts", "moe_k", "moe_num_shared_experts",
+    "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "num_dense_layers", "use_expert_bias",
+    "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+    "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "position_embedding_type", "swiglu_limit", "swiglu_alpha",
+    "conv_L_cache", "norm_eps", "qkv_bias", "moe_norm_min", "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of",
+    "block_ffn_dim_multiplier", "time_step_limit",
 }  # fmt: skip
 # Of training, or of the library that wrote them: nothing that runs a model reads them.
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
     "resid_pdrop", "embd_pdrop", "cache_implementation",
+    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size", "time_step_min", "time_step_max",
     "pretraining_tp", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
 }  # fmt: skip
 
@@ -74,19 +83,18 @@ def gguf_header(
     Raises UnsupportedError for what GGUF cannot say of this family.
     """
     builder = HeaderBuilder(family.gguf_name or family.name)
-    config = {**family.defaults, **text_config(checkpoint.config)}
+    own = text_config(checkpoint.config)
+    config = {**family.defaults, **own}
     context_length = config.get("max_position_embeddings", 2048)
-    rope = attention_of(spec).rope
-    if rope is None:
-        raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
-    sayable = sayable_in_gguf(replace(rope, interleaved=family.interleaved_gguf), context_length)
+    keys = _keys(spec, family, own)
+    sayable = _sayable_rope(spec, family, keys, context_length)
     tensors = divisor_tensors(sayable.spec)
     notes = [*sayable.notes, *_unused_keys(checkpoint)]
     builder.add_type("model")
-    notes += _add_card(builder, checkpoint, folder, name)
+    notes += _add_card(builder, checkpoint, folder, name, spec)
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
-    _add_model(builder, spec, family, context_length)
+    _add_model(builder, spec, family, keys, context_length)
     _add_rope(builder, sayable.spec, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
@@ -96,6 +104,8 @@ def gguf_header(
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
     unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
     unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
+    if spec.mixture is not None and spec.dense_mlp is not None and "leading_dense_block_count" not in keys:
+        unread.append("layers without experts")
     if unread:
         notes.append(f"{', '.join(unread)}: written, but llama.cpp does not read it for this architecture")
     return GGUFHeader(header, tensors, notes + vocabulary.notes)
@@ -105,11 +115,33 @@ def _windows(spec: ModelSpec) -> set[int]:
     return {attention.window for attention in spec.attentions if attention.window is not None}
 
 
-def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_length: int) -> None:
-    attention, mlp = attention_of(spec), dense_mlp_of(spec)
-    if mlp.activation != "silu" and family.gguf_activation != mlp.activation:
+def _keys(spec: ModelSpec, family: Family, config: Mapping[str, Any]) -> dict[str, GGUFField]:
+    """What is said of heads, MLPs and experts, and what only some families say, by keys without the architecture."""
+    assert family.gguf_keys is not None
+    keys: dict[str, GGUFField] = {"attention.head_count_kv": attention_of(spec).num_kv_heads}
+    size = config.get("intermediate_size") if spec.dense_mlp is None else spec.dense_mlp.intermediate_size
+    if type(size) is int and size > 0:  # llama.cpp's converter has it also where no layer reads it
+        keys["feed_forward_length"] = size
+    return {**keys, **gguf_fields(spec, family.experts), **family.gguf_keys(spec)}
+
+
+def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField], context_length: int) -> SayableRope:
+    attention = attention_of(spec)
+    if attention.rope is not None:
+        rope = replace(attention.rope, interleaved=family.interleaved_gguf)
+        return sayable_in_gguf(rope, context_length, truncate=family.gguf_truncates)
+    if keys.get("rope.scaling.finetuned", True):
+        raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
+    return SayableRope(RopeSpec(attention.head_dim), [])
+
+
+def _add_model(
+    builder: HeaderBuilder, spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField], context_length: int
+) -> None:
+    attention, activation = attention_of(spec), activation_of(spec)
+    if activation not in ("silu", family.gguf_activation):
         raise UnsupportedError(
-            f"the activation {mlp.activation} has no place in GGUF, which knows silu only here",
+            f"the activation {activation} has no place in GGUF, which knows silu only here",
             "keep the model as a Hugging Face folder",
         )
     builder.add_vocab_size(spec.vocab_size)
@@ -122,11 +154,8 @@ def _add_model(builder: HeaderBuilder, spec: ModelSpec, family: Family, context_
     builder.add_layer_norm_rms_eps(spec.norm.eps)
     for window in _windows(spec):
         builder.add_sliding_window(window)
-    assert family.gguf_keys is not None
-    keys = family.gguf_keys(spec)
-    usual = {"attention.head_count_kv": attention.num_kv_heads, "feed_forward_length": mlp.intermediate_size}
-    add = {float: builder.add_float32, int: builder.add_uint32, list: builder.add_array}
-    for key, value in {**usual, **keys}.items():
+    add = {float: builder.add_float32, int: builder.add_uint32, bool: builder.add_bool, list: builder.add_array}
+    for key, value in keys.items():
         add[type(value)](f"{builder.arch}.{key}", value)
 
 
@@ -156,7 +185,7 @@ def _add_yarn(builder: HeaderBuilder, rope: RopeSpec) -> None:
         add[name](value)
 
 
-def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name: str) -> list[str]:
+def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name: str, spec: ModelSpec) -> list[str]:
     """Name, licence, tags and the like, from the model card and the model's name, by the package's own rules."""
     parameters = sum(torch.Size(checkpoint.info(tensor).shape).numel() for tensor in checkpoint.names())
     card_path = folder / "README.md"
@@ -170,12 +199,22 @@ def _add_card(builder: HeaderBuilder, checkpoint: Checkpoint, folder: Path, name
         notes.append(f"the model card: {_first_line(error)}"[:200])
         metadata = Metadata()
     metadata.name = metadata.name or Metadata.id_to_title(Path(name).name) or "model"
-    metadata.size_label = metadata.size_label or size_label(parameters, parameters, 0, 0)
+    metadata.size_label = metadata.size_label or _size_label(parameters, spec)
     try:
         metadata.set_gguf_meta_model(builder)
     except Exception as error:
         notes.append(f"the rest of the model card: {_first_line(error)}"[:200])
     return notes
+
+
+def _size_label(parameters: int, spec: ModelSpec) -> str:
+    """ "7B", or by what an expert has of the model, "8x7B"."""
+    mixtures = [block.mlp for block in spec.blocks if isinstance(block.mlp, MoESpec)]
+    if not mixtures:
+        return str(size_label(parameters, parameters, 0, 0))
+    expert = sum(mixture.expert.num_weights(spec.hidden_size) for mixture in mixtures)
+    count = mixtures[0].num_experts
+    return str(size_label(parameters, parameters - count * expert, expert, count))
 
 
 def _first_line(error: Exception) -> str:
@@ -240,7 +279,9 @@ def _check(
     found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
     usual = attention_of(spec).rope
     norm = replace(spec.norm, stored_offset=spec.norm.offset)
-    told = replace(spec, norm=norm).each_attention(lambda layer, a: replace(a, rope=rope) if a.rope == usual else a)
+    told = replace(spec, norm=norm)
+    if usual is not None:
+        told = told.each_attention(lambda layer, a: replace(a, rope=rope) if a.rope == usual else a)
     lost = differences(told, found)
     if lost:
         raise UnsupportedError(

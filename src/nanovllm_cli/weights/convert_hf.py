@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3, spec_from_hf
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, spec_from_hf
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.qwen_next import QWEN2_MOE
 from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.hf_export import HFTokenizer, hf_tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.convert_names import attention_of, dense_mlp_of, differences, shortest
+from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences, shortest
 from nanovllm_cli.weights.convert_rope import scaling_for_config
 from nanovllm_cli.weights.writer import as_json
 
-_MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN2: "qwen2", QWEN3: "qwen3"}
+_MODEL_TYPES = {
+    LLAMA: "llama", MISTRAL: "mistral", MIXTRAL: "mixtral", QWEN2: "qwen2", QWEN2_MOE: "qwen2_moe", QWEN3: "qwen3",
+    QWEN3_MOE: "qwen3_moe",
+}  # fmt: skip
 # What has no meaning outside of a GGUF file, or is what the file holds anyway.
 _OF_THE_FILE = {
     "general.architecture", "general.type", "general.file_type", "general.quantization_version", "general.size_label",
@@ -44,7 +48,8 @@ _READ = {
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "attention.sliding_window", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.yarn_attn_factor",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "expert_count", "expert_used_count",
+    "expert_feed_forward_length", "expert_shared_feed_forward_length",
 }  # fmt: skip
 _READ_TOKENIZER = {
     "model", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
@@ -63,9 +68,10 @@ class HFFiles(NamedTuple):
 def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: torch.dtype) -> HFFiles:
     """Everything of the folder but the weights, which will be of `dtype`."""
     metadata = checkpoint.config
-    context_length = _integer(metadata.get(f"{metadata['general.architecture']}.context_length", 2048))
+    arch = metadata["general.architecture"]
+    context_length = _integer(metadata.get(f"{arch}.context_length", 2048))
     tokenizer = hf_tokenizer(metadata, context_length)
-    config = _config(spec, family, context_length, dtype)
+    config = _config(spec, family, context_length, dtype) | _mlp_config(spec, family, metadata.get(f"{arch}.feed_forward_length"))
     ids = {"bos_token_id": tokenizer.tokenizer.bos_id, "eos_token_id": tokenizer.tokenizer.eos_id}
     config |= {key: value for key, value in ids.items() if value is not None}
     _check(config, spec)
@@ -84,22 +90,18 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
 
 
 def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.dtype) -> dict[str, Any]:
-    attention, mlp = attention_of(spec), dense_mlp_of(spec)
-    assert attention.rope is not None
-    if family is LLAMA and attention.window is not None:
-        family = MISTRAL  # llama.cpp has one architecture for both
-    rope = attention.rope
+    attention, rope = attention_of(spec), attention_of(spec).rope
+    assert rope is not None
     config: dict[str, Any] = {
         "architectures": [next(name for name, each in HF_ARCHITECTURES.items() if each is family)],
         "model_type": _MODEL_TYPES[family],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": mlp.activation,
+        "hidden_act": activation_of(spec),
         "max_position_embeddings": context_length,
         "rms_norm_eps": shortest(spec.norm.eps),
         "rope_theta": shortest(rope.theta),
@@ -112,11 +114,34 @@ def _config(spec: ModelSpec, family: Family, context_length: int, dtype: torch.d
     if family.qkv_bias is None:
         config["attention_bias"] = attention.out_bias
     if family is LLAMA:
-        config["mlp_bias"] = mlp.bias
+        config["mlp_bias"] = spec.dense_mlp is not None and spec.dense_mlp.bias
     if family.has_window:
         config["sliding_window"] = attention.window
     if family.window_switch is not None:
         config |= {family.window_switch: attention.window is not None, "max_window_layers": 0}
+    return config
+
+
+def _mlp_config(spec: ModelSpec, family: Family, said: Any) -> dict[str, Any]:
+    """Sizes and experts, under the names that the family has for them. said: by the file, of layers without experts."""
+    mixture, keys = spec.mixture, family.experts
+    size = 0 if spec.dense_mlp is None else spec.dense_mlp.intermediate_size
+    if mixture is None or keys is None:
+        return {"intermediate_size": size}
+    if size and family is MIXTRAL:
+        raise UnsupportedError("config.json cannot say this of a Mixtral: layers without experts", "keep the model as GGUF")
+    config: dict[str, Any] = {
+        "intermediate_size": said if size or type(said) is int else mixture.expert.intermediate_size,
+        keys.size: mixture.expert.intermediate_size,
+        keys.count[0]: mixture.num_experts,
+        keys.taken: mixture.experts_per_token,
+    }
+    if isinstance(keys.norm_topk, str):
+        config[keys.norm_topk] = mixture.norm_topk
+    if keys.shared_size is not None:
+        config[keys.shared_size] = 0 if mixture.shared is None else mixture.shared.intermediate_size
+    if size:
+        config["mlp_only_layers"] = [i for i, block in enumerate(spec.blocks) if isinstance(block.mlp, MLPSpec)]
     return config
 
 

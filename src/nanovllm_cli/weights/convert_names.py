@@ -23,12 +23,13 @@ from nanovllm_cli.model_spec import (
     ModelSpec,
     MoESpec,
 )
-from nanovllm_cli.models.families import LLAMA, MISTRAL, QWEN2, QWEN3
+from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.models.qwen_next import QWEN2_MOE
 from nanovllm_cli.weights.tensor_names import checkpoint_name
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved", "tiled", "log_decay")
-TO_HF = (LLAMA, MISTRAL, QWEN2, QWEN3)
+TO_HF = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 
 
@@ -37,18 +38,10 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
     return next((each for each in spec.attentions if each.window is None and each.rope is not None), spec.attention)
 
 
-def dense_mlp_of(spec: ModelSpec) -> MLPSpec:
-    """The MLP that all layers have. UnsupportedError for a model with experts, whose tensors are one on one side and many on the
-    other."""
-    for block in spec.blocks:
-        if isinstance(block.mlp, MoESpec):
-            raise UnsupportedError(
-                "a model with experts is not converted between GGUF and Hugging Face folders yet",
-                "run it as it is, or download the other one",
-            )
+def activation_of(spec: ModelSpec) -> str:
+    """Of all layers' MLPs and experts."""
     mlp = spec.blocks[0].mlp
-    assert isinstance(mlp, MLPSpec)
-    return mlp
+    return mlp.expert.activation if isinstance(mlp, MoESpec) else mlp.activation
 
 
 def rotary_heads(gguf_name: str, spec: ModelSpec) -> int | None:
@@ -103,21 +96,25 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def check_to_gguf(family: Family, spec: ModelSpec) -> None:
-    """UnsupportedError for families and models whose GGUF files are read, but not written."""
-    if any(isinstance(mixer, DeltaSpec) and mixer.mamba for mixer in spec.mixers):
-        raise UnsupportedError("GGUF files of models with state spaces are not written", "llama.cpp's converter knows them")
+def gguf_family_of(family: Family, spec: ModelSpec) -> Family:
+    """Whose GGUF files hold such a model. UnsupportedError for those that are read, but not written."""
+    family = family.gguf_like(spec) if family.gguf_like is not None else family
     if family.gguf_keys is None:
         raise UnsupportedError(f"GGUF files of {family.name} models are not written", "llama.cpp's converter knows them")
+    return family
 
 
-def check_to_hf(family: Family) -> None:
-    """UnsupportedError for families whose folders are read, but not written."""
+def hf_family_of(family: Family, spec: ModelSpec) -> Family:
+    """Whose folders hold a GGUF file's model: llama.cpp has one architecture for Llama, Mistral and Mixtral. UnsupportedError for
+    families whose folders are read, but not written."""
+    if family is LLAMA:
+        return MIXTRAL if spec.mixture is not None else LLAMA if attention_of(spec).window is None else MISTRAL
     if family not in TO_HF:
         raise UnsupportedError(
             f"folders of {family.name} models are not made of GGUF files",
             f"known: {', '.join(known.name for known in TO_HF)}; take the publisher's own folder",
         )
+    return family
 
 
 def named_on_both_sides(

@@ -27,9 +27,10 @@ class SayableRope(NamedTuple):
     notes: list[str]
 
 
-def sayable_in_gguf(rope: RopeSpec, context_length: int) -> SayableRope:
-    """`rope` as it will be read back from GGUF, whose scaling lengths are the context's where nothing else is said."""
-    plain = RopeSpec(rope.dim, rope.theta, rope.interleaved, original_len=context_length)
+def sayable_in_gguf(rope: RopeSpec, context_length: int, *, truncate: bool = True) -> SayableRope:
+    """`rope` as it will be read back from GGUF, whose scaling lengths are the context's where nothing else is said. truncate:
+    what files of the family mean by yarn, see `RopeSpec`."""
+    plain = RopeSpec(rope.dim, rope.theta, rope.interleaved, original_len=context_length, truncate=truncate)
     notes = []
     if rope.attention_factor is not None and rope.scaling not in ("yarn", "longrope"):
         notes.append(f"rope attention_factor {rope.attention_factor:g}")

@@ -18,6 +18,7 @@ from nanovllm_cli.quant.gguf_encode import encode
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.safetensors import DTYPES
+from nanovllm_cli.weights.stacked import stack_of
 from nanovllm_cli.weights.weight_reader import SLICE_BYTES
 from nanovllm_cli.weights.writer import TensorOut
 
@@ -36,7 +37,8 @@ _TERNARY = ("tq1_0", "tq2_0")
 _VOCABULARY = ("token_embd.weight", "per_layer_token_embd.weight", "output.weight")
 
 _IN_FLOAT32 = (
-    "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight",
+    "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
+    ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d",
 )  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -47,7 +49,7 @@ class Step(NamedTuple):
     """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
 
     `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes
-    to each number.
+    to each number. `parts`: the tensor is what these give one after the other, of the input's tensors (a layer's experts).
     """
 
     name: str
@@ -61,6 +63,7 @@ class Step(NamedTuple):
     rows_together: int = 1
     value: torch.Tensor | None = None
     added: float = 0.0
+    parts: tuple[Step, ...] = ()
 
     @property
     def copied(self) -> bool:
@@ -79,13 +82,17 @@ def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
     if step.value is not None:
         yield step.value
         return
+    if step.parts:
+        for part in step.parts:
+            yield from slices(checkpoint, part)
+        return
     assert step.source is not None
     for rows in _rows(checkpoint, step):
         reordered = rows if step.reorder is None else step.reorder(rows)
         if step.added:
             reordered = reordered.float() + step.added
         yield reordered if step.copied else _as_type(reordered, step)
-        checkpoint.release(step.source)
+        checkpoint.release(stack_of(checkpoint, step.source))
 
 
 def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
@@ -97,7 +104,7 @@ def _rows(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
         rows = raw.view(*first_dims[:1], -1) if len(first_dims) > 1 else raw
         count = _step_rows(step, rows.shape[0])
         yield from (rows[first : first + count] for first in range(0, rows.shape[0], count))
-    elif len(step.shape) < 2:
+    elif len(checkpoint.info(step.source).shape) < 2:
         yield checkpoint.tensor(step.source)
     else:
         count = _step_rows(step, step.shape[0])
@@ -132,14 +139,14 @@ def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
 
 def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> str:
     """The GGUF type of a tensor, by llama.cpp's rules: vectors, norms and taps in float32, and what
-    decides of states; matrices in `outtype`, embedding and
+    decides of states and of experts; matrices in `outtype`, embedding and
     head in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
     keeps what the input has."""
     if before not in _FLOATS and not is_blocks(before):
         raise UnsupportedError(
             f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"
         )
-    if len(shape) < 2 or name.endswith(_IN_FLOAT32):
+    if len(shape) < 2 or in_float32(name):
         return "F32"
     if outtype == "auto":
         return "F32" if before == "F64" else before
@@ -148,6 +155,11 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
         if shape[-1] % _block_len(kind) == 0:
             return kind
     raise AssertionError("F16 takes any width")
+
+
+def in_float32(name: str) -> bool:
+    """Whether a GGUF file has a tensor in float32 whatever its matrices are in. Biases of experts are, and tables of heads."""
+    return name.endswith(_IN_FLOAT32)
 
 
 def gguf_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -175,13 +187,13 @@ def narrowed_vectors(checkpoint: Checkpoint, names: list[str]) -> str | None:
 
     llama.cpp's converter widens vectors; going back loses nothing where every value is one of the narrow type.
     """
-    kinds = {checkpoint.info(name).dtype_name for name in names if len(checkpoint.info(name).shape) > 1}
+    kept = {name for name in names if len(checkpoint.info(name).shape) < 2 or in_float32(name)}
+    kinds = {checkpoint.info(name).dtype_name for name in names if name not in kept}
     if len(kinds) != 1 or not kinds <= {"F16", "BF16"}:
         return None
     kind = kinds.pop()
     for name in names:
-        info = checkpoint.info(name)
-        if len(info.shape) < 2 and info.dtype_name == "F32":
+        if name in kept and checkpoint.info(name).dtype_name == "F32":
             values = checkpoint.tensor(name)
             if not torch.equal(values.to(dtype_of(kind)).float(), values):
                 return None

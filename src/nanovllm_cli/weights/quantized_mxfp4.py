@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,10 @@ import torch
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
-from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight
 
-BLOCK = 32
+BLOCK, BLOCK_BYTES = 32, 17
 NAN_SCALE = 255
 BYTES = ("U8",)
 SCALE_TYPES = ("U8", "F8_E8M0")
@@ -64,6 +65,51 @@ def packed_weight(module: Module) -> MXFP4Weight:
     num_rows, width = codes.shape[0], codes.shape[1] * 2
     codes.check_width(Blocks("MXFP4"), width)
     return MXFP4Weight((num_rows, width), codes, module.part("weight_scale", SCALE_TYPES, (num_rows, width // BLOCK)))
+
+
+def as_blocks(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one in MXFP4 with its weights as a GGUF file has them."""
+    settings = checkpoint.config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "mxfp4":
+        return checkpoint
+    return _AsBlocks(checkpoint, read_mxfp4(checkpoint, ConfigReader(settings, "quantization_config")))
+
+
+class _AsBlocks(CheckpointView):
+    def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
+        super().__init__(inner)
+        self.config = {key: value for key, value in inner.config.items() if key != "quantization_config"}
+        self._weights = weights
+        parts = {part.name for weight in weights.values() for part in weight.parts}
+        self._names = [*(name for name in inner.names() if name not in parts), *weights]
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._weights:
+            return super().info(name)
+        shape = self._weights[name].shape
+        return TensorInfo(name, shape, "MXFP4", math.prod(shape) // BLOCK * BLOCK_BYTES)
+
+    def raw(self, name: str) -> torch.Tensor:
+        return self._rows(name, None).data if name in self._weights else super().raw(name)
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        if name not in self._weights:
+            return super().tensor(name, rows)
+        return Blocks("MXFP4").dequantize(self._rows(name, rows))
+
+    def release(self, name: str) -> None:
+        for part in self._weights[name].parts if name in self._weights else ():
+            self._inner.release(part.name)
+        if name not in self._weights:
+            super().release(name)
+
+    def _rows(self, name: str, rows: tuple[int, int] | None) -> BlockRows:
+        found = self._weights[name].rows(*(rows or (0, self._weights[name].shape[0])))
+        assert isinstance(found, BlockRows)
+        return found
 
 
 def read_mxfp4(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:

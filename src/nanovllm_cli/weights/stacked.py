@@ -229,6 +229,11 @@ def holds_several(checkpoint: Checkpoint) -> bool:
     return isinstance(parts, _Unstacked) and not all(part.flat or part.lying for part in parts.parts.values())
 
 
+def stack_of(checkpoint: Checkpoint, name: str) -> str:
+    """The tensor of the files that `name` is a part of; itself where it is one."""
+    return checkpoint.parts[name].stack if isinstance(checkpoint, _Unstacked) and name in checkpoint.parts else name
+
+
 class _Unstacked(CheckpointView):
     """`parts` by their names."""
 

@@ -58,6 +58,11 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     return _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
 
+def that_guess(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
+    """Those of `names` that guess further tokens."""
+    return _further(checkpoint, set(names))
+
+
 def _other_parts(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     prefix = _prefix(checkpoint)
     if prefix is None:

@@ -1,0 +1,76 @@
+"""What is one tensor in a GGUF file and several on the way to it:
+
+    blk.3.ffn_gate_exps.5.weight [N, K], of E experts       blk.3.ffn_gate_exps.weight [E, N, K]; up and down alike, biases [E, N]
+    gate and up of each, in Gemma 4                         blk.3.ffn_gate_up_exps.weight [E, 2 N, K]
+    blk.3.ssm_beta.weight and ssm_alpha.weight [N, K]       blk.3.ssm_ba.weight [2 N, K], in Qwen3-Next, as its folders have it
+
+The left side is what `stacked.py` makes of either format. No stack is ever in memory: its matrices are written one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from nanovllm_cli.models.family import Family
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.convert_tensors import Step
+from nanovllm_cli.weights.stacked import stack_of
+
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(\d+)(\.(?:weight|bias))")
+_FROM_BA = re.compile(r"(blk\.\d+\.)ssm_(alpha|beta)\.weight")
+
+Named = dict[str, tuple[str, tuple[int, ...]]]
+"""A folder's name of a tensor -> its GGUF name, and its shape."""
+
+
+def stack_name(name: str, family: Family) -> str:
+    """What a family's files call the tensor that a matrix goes into; `name` itself for one that is no expert's."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return name
+    place, part, _, kind = found.groups()
+    return f"{place}{'gate_up' if family.gguf_gate_up and part != 'down' else part}_exps{kind}"
+
+
+def with_ba_as_one(named: Named, source: Checkpoint) -> Named:
+    """The same where `source` has b and a of a layer in one tensor, which llama.cpp takes as it is."""
+    joined: Named = {}
+    for name, (theirs, shape) in named.items():
+        whole, found = stack_of(source, name), _FROM_BA.fullmatch(theirs)
+        if found is None or whole == name:
+            joined[name] = theirs, shape
+        else:
+            joined[whole] = f"{found[1]}ssm_ba.weight", (2 * shape[0], shape[1])
+    return joined
+
+
+def stacked(steps: list[Step], family: Family) -> list[Step]:
+    """The same with the experts of a layer in one step."""
+    stacks: dict[str, list[Step]] = {}
+    for step in steps:
+        stacks.setdefault(stack_name(step.name, family), []).append(step)
+    return [parts[0] if parts[0].name == name else _stack(name, parts) for name, parts in stacks.items()]
+
+
+def _stack(name: str, parts: list[Step]) -> Step:
+    """In the order of experts, whose gates come before their ups."""
+    parts = sorted(parts, key=_expert)
+    count = _expert(parts[-1]) + 1
+    assert len(parts) % count == 0, f"{name}: {len(parts)} matrices of {count} experts"
+    kinds = {part.after for part in parts}
+    if len(kinds) > 1:  # a tensor has one type
+        parts = [part._replace(after="F32", num_bytes=4 * math.prod(part.shape)) for part in parts]
+    rows, *width = parts[0].shape
+    first = parts[0]
+    before = first.before if len({part.before for part in parts}) == 1 else "F32"
+    return first._replace(
+        name=name, source=None, shape=(count, len(parts) // count * rows, *width), before=before, parts=tuple(parts),
+        before_bytes=sum(part.before_bytes for part in parts), num_bytes=sum(part.num_bytes for part in parts),
+    )  # fmt: skip
+
+
+def _expert(step: Step) -> int:
+    found = _EXPERT.fullmatch(step.name)
+    assert found is not None
+    return int(found[3])
