@@ -411,7 +411,7 @@ def test_llama_cpp_gives_the_logits_of_the_file(case: str, tmp_path: Path) -> No
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     ours = {"qwen3": experts.qwen, "mixtral": experts.mixtral, "qwen2": experts.qwen2, "gpt-oss": experts.gpt_oss,
             "lfm2": experts.lfm2}  # fmt: skip
-    config = TEXTS[case] if case in TEXTS else ours[case]().config
+    config = ours[case]().config if case in ours else TEXTS[case]
     if case == "lfm2":
         config = changed(config, tie_word_embeddings=True)
     make_gguf(save(random_model(with_tokenizer(config)), tmp_path / "folder"), tmp_path / "m.gguf")
