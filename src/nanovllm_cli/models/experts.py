@@ -163,6 +163,8 @@ def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
         fields["expert_shared_feed_forward_length"] = shared
     if keys.first is not None:
         fields["leading_dense_block_count"] = [isinstance(block.mlp, MoESpec) for block in spec.blocks].index(True)
+    if keys.groups is not None:
+        fields |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_taken}
     if mixture.scoring == "sigmoid":
         fields["expert_gating_func"] = int(ExpertGatingFuncType.SIGMOID)
     return fields

@@ -32,10 +32,7 @@ def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mixture = spec.mixture
-    if mixture is None:
-        return {}
-    one_group = dict.fromkeys(("expert_group_count", "expert_group_used_count"), 1)
-    return {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk, **one_group}
+    return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
 
 
 GLM4 = Family(

@@ -21,6 +21,7 @@ from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.quantized_weight import Module, Part, QuantizedWeight
+from nanovllm_cli.weights.stacked import stack_of
 
 BLOCK, BLOCK_BYTES = 32, 17
 NAN_SCALE = 255
@@ -101,10 +102,11 @@ class _AsBlocks(CheckpointView):
         return Blocks("MXFP4").dequantize(self._rows(name, rows))
 
     def release(self, name: str) -> None:
-        for part in self._weights[name].parts if name in self._weights else ():
-            self._inner.release(part.name)
         if name not in self._weights:
             super().release(name)
+            return
+        for part in self._weights[name].parts:
+            self._inner.release(stack_of(self._inner, part.name))
 
     def _rows(self, name: str, rows: tuple[int, int] | None) -> BlockRows:
         found = self._weights[name].rows(*(rows or (0, self._weights[name].shape[0])))
