@@ -11,6 +11,7 @@ from nanovllm_cli.quant.rows import QuantizedRows
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Rows
 from nanovllm_cli.quantization.plan import Planned
+from nanovllm_cli.weights.convert_delta import columns_in_turn
 
 
 class Algorithm(Protocol):
@@ -36,8 +37,10 @@ class RoundToNearest:
         pass
 
     def _rounded(self, item: Planned) -> QuantizedRows:
-        assert item.format is not None
-        return joined([item.format.quantize(rows) for rows in self._original.rows(item.weight.source)])
+        form, dealt = item.format, item.weight.dealt
+        assert form is not None
+        pieces = self._original.rows(item.weight.source)
+        return joined([form.quantize(rows if dealt is None else columns_in_turn(dealt, rows)) for rows in pieces])
 
 
 def joined(pieces: Sequence[QuantizedRows]) -> QuantizedRows:

@@ -64,7 +64,8 @@ class _Source:
 
     def slices(self, step: Step) -> Iterator[torch.Tensor]:
         if step.name in self._items:
-            return (_turned(self._blocks(item), step) for item in self._items[step.name])
+            items = self._items[step.name]
+            return (self._blocks(item) if item.weight.dealt else _turned(self._blocks(item), step) for item in items)
         if step.source in self._changed:
             rows = self._read(*self._changed[step.source])
             assert isinstance(rows, torch.Tensor)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.algorithms import Algorithm, RoundToNearest
 from nanovllm_cli.quantization.allocation import with_target
@@ -183,6 +183,11 @@ def _quantize(original: Original, plan: Plan, method: Method, parts: Parts, prog
 def _algorithm(original: Original, plan: Plan, method: Method, progress: LoadProgress) -> Algorithm:
     if method.algorithm == "rtn":
         return RoundToNearest(original)
+    if any(item.weight.dealt is not None for item in plan.items):
+        raise UnsupportedError(
+            f"{original.name} has columns in another order than its GGUF file, and is not calibrated for one",
+            "make a file of it first, and quantize that: nanovllm convert MODEL; or use --algorithm rtn",
+        )
     {"gptq": check_gptq, "awq": check_awq}[method.algorithm](plan)
     walk = Walk(original, method.sequences(original), progress)
     return Calibrated(original, plan, walk, {"gptq": by_gptq, "awq": by_awq}[method.algorithm])

@@ -61,13 +61,15 @@ class Choices:
 
 class Weight(NamedTuple):
     """A matrix of the model. ours: its slot's name, "blocks.3.q.weight". source, output: what files call it; experts share a
-    tensor of a GGUF file. stored_bytes: in the source."""
+    tensor of a GGUF file. stored_bytes: in the source. dealt: its columns lie in the output as this deals them out
+    (`columns_in_turn`): no block of them can be moved."""
 
     ours: str
     source: str
     output: str
     shape: tuple[int, int]
     stored_bytes: int
+    dealt: DeltaSpec | None = None
 
     @property
     def unit(self) -> str:
@@ -193,12 +195,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
             "make a folder of it first: nanovllm convert MODEL --to hf",
         )
     if kind == "gguf" and original.checkpoint.format != "gguf":
-        family = gguf_family_of(family_of(original.checkpoint), original.spec)
-        if any(isinstance(mixer, DeltaSpec) and has_own_order(mixer, family) for mixer in original.spec.mixers):
-            raise UnsupportedError(
-                f"{original.name} has columns in another order than its GGUF file, which no block of them can be moved to",
-                "make a file of it first, and quantize that: nanovllm convert MODEL",
-            )
+        gguf_family_of(family_of(original.checkpoint), original.spec)
     elif kind == "hf" and holds_several(original.checkpoint):
         raise UnsupportedError(
             f"{original.name} holds several matrices in one tensor, and such a folder is not written yet",
@@ -231,7 +228,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         notes += _split_weights(items)
     planned = {item.weight.source for item in items}
     others = sum(reader.num_bytes(name) for name in reader.names() if name not in planned)
-    return Plan(kind, choices.to, tuple(items), others, tuple(notes))
+    return Plan(kind, choices.to, tuple(items), others, tuple(dict.fromkeys(notes)))
 
 
 def _check_kept(items: list[Planned], original: Original) -> None:
@@ -278,7 +275,15 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         stored = reader.format(source)
         if stored is not None and not choices.requantize:
             raise quantized_already(original.name, source, stored.name)
-        yield Weight(ours, source, called(ours), (shape[0], shape[1]), reader.num_bytes(source))
+        dealt = _dealt(ours, original) if kind != checkpoint.format else None
+        yield Weight(ours, source, called(ours), (shape[0], shape[1]), reader.num_bytes(source), dealt)
+
+
+def _dealt(ours: str, original: Original) -> DeltaSpec | None:
+    if not ours.endswith(".delta_out.weight"):
+        return None
+    mixer, family = original.spec.blocks[int(ours.split(".")[1])].mixer, family_of(original.checkpoint)
+    return mixer if isinstance(mixer, DeltaSpec) and has_own_order(mixer, family) else None
 
 
 def _names_in_output(original: Original, kind: Kind) -> Callable[[str], str]:

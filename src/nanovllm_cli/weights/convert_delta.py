@@ -4,6 +4,7 @@ Qwen3-Next; decays without their logarithm; numbers of a head or a group as matr
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import torch
 
@@ -22,6 +23,17 @@ def has_own_order(delta: DeltaSpec, family: Family) -> bool:
     return family.gguf_heads_dealt and delta.num_values != delta.num_keys
 
 
+def columns_in_turn(delta: DeltaSpec, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, values] of what reads all value heads, whose columns are in a folder's order: in a file's."""
+    return _in_turn(delta, rows.T).T.contiguous()
+
+
+def _in_turn(delta: DeltaSpec, rows: torch.Tensor) -> torch.Tensor:
+    """As many rows of each value head, one head after the other: dealt out to key heads."""
+    by_key = rows.reshape(delta.num_keys, delta.num_values // delta.num_keys, -1, *rows.shape[1:])
+    return by_key.transpose(0, 1).reshape(rows.shape)
+
+
 def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     """`step`, of a folder's tensor; that of another layer as it is. family: the file's."""
     found = _BLOCK.match(step.name)
@@ -30,16 +42,11 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
         return step
     delta, part = mixer, found[2]
 
-    def rows_in_turn(rows: torch.Tensor) -> torch.Tensor:
-        by_key = rows.reshape(delta.num_keys, delta.num_values // delta.num_keys, -1, *rows.shape[1:])
-        return by_key.transpose(0, 1).reshape(rows.shape)
+    rows_in_turn = partial(_in_turn, delta)
 
     def behind_keys(rows: torch.Tensor) -> torch.Tensor:
         keys = delta.channels - delta.values
         return torch.cat([rows[:keys], rows_in_turn(rows[keys:])])
-
-    def columns_in_turn(rows: torch.Tensor) -> torch.Tensor:
-        return rows_in_turn(rows.T).T.contiguous()
 
     if delta.mamba and part in _COLUMNS:
         step = step._replace(shape=(*step.shape, 1))
@@ -51,7 +58,7 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     if not has_own_order(delta, family):
         return step
     if part == "ssm_out":
-        return step._replace(reorder=columns_in_turn)
+        return step._replace(reorder=partial(columns_in_turn, delta))
     if part in _BY_HEAD:
         return step._replace(reorder=rows_in_turn, rows_together=step.shape[0])
     if part in _BEHIND_KEYS:
