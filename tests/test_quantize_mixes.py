@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.families import LLAMA, spec_from_hf
 from nanovllm_cli.quantization.mixes import file_type, type_of
 
@@ -18,6 +18,10 @@ def spec_of(kv_heads: int = 8, tied: bool = False, layers: int = 32) -> ModelSpe
     sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 32, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     return spec_from_hf(sizes | heads | {"rope_theta": 10000.0, "tie_word_embeddings": tied}, LLAMA)
+
+
+def with_experts(spec: ModelSpec, count: int) -> ModelSpec:
+    return spec.each_mlp(lambda mlp: MoESpec(count, 2, MLPSpec(14336), norm_topk=True))
 
 
 def types_of(mix: str, spec: ModelSpec, width: int = 4096) -> dict[str, str | None]:
@@ -69,6 +73,33 @@ def test_what_values_share_with_queries_and_keys_has_the_bits_of_values(mix: str
     for i in range(32):
         kinds = {type_of(mix, f"blocks.{i}.{part}.weight", 4096, spec_of()) for part in ("v", "qkv", "delta_qkv")}
         assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("mix", "k", "v", "o", "counts"),
+    [
+        ("q4_k_m", "Q8_0", "Q8_0", "Q5_K", {"Q4_K": 113, "Q6_K": 17, "Q5_K": 32, "Q8_0": 64}),
+        ("q5_k_m", "Q8_0", "Q8_0", "Q5_K", {"Q5_K": 145, "Q6_K": 17, "Q8_0": 64}),
+        ("q3_k_m", "Q8_0", "Q8_0", "Q5_K", {"Q3_K": 97, "Q4_K": 30, "Q5_K": 34, "Q6_K": 1, "Q8_0": 64}),
+        ("q3_k_l", "Q8_0", "Q8_0", "Q3_K", {"Q3_K": 129, "Q5_K": 32, "Q6_K": 1, "Q8_0": 64}),
+        ("q6_k", "Q8_0", "Q8_0", "Q6_K", {"Q6_K": 162, "Q8_0": 64}),
+        ("q4_k", "Q4_K", "Q4_K", "Q4_K", {"Q4_K": 225, "Q6_K": 1}),
+    ],
+)
+def test_with_eight_experts_attention_has_more_bits(mix: str, k: str, v: str, o: str, counts: dict[str, int]) -> None:
+    """As published Mixtrals have it: 32 layers, whose experts are three tensors each."""
+    found = types_of(mix, with_experts(spec_of(), 8))
+    assert [found[f"blocks.5.{part}.weight"] for part in "kvo"] == [k, v, o]
+    assert Counter(found.values()) == counts
+
+
+def test_experts_and_what_is_beside_them_are_as_an_mlp_of_their_layer() -> None:
+    for count in (4, 128):
+        spec = with_experts(spec_of(), count)
+        assert types_of("q4_k_m", spec) == types_of("q4_k_m", spec_of())
+        for place in ("experts.3", "shared"):
+            kinds = [type_of("q4_k_m", f"blocks.{i}.{place}.down.weight", 4096, spec) for i in range(32)]
+            assert kinds == [type_of("q4_k_m", f"blocks.{i}.down.weight", 4096, spec_of()) for i in range(32)]
 
 
 def test_in_many_layers_the_first_and_last_eighth_and_every_third_between_have_more_bits() -> None:
