@@ -101,7 +101,11 @@ def test_granite_4_becomes_a_granite_to_llama_cpp(tmp_path: Path) -> None:
     same(folder, tmp_path / "made.gguf")
 
 
-@pytest.mark.parametrize(("case", "arch"), [("qwen2.5-vl", "qwen2"), ("qwen3-vl", "qwen3"), ("qwen3.5", "qwen35")])
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [("qwen2.5-vl", "qwen2"), ("qwen3-vl", "qwen3"), ("qwen3.5", "qwen35"), ("qwen3-vl, 2 of 5 experts", "qwen3moe"),
+     ("qwen3.5 moe", "qwen35moe")],
+)  # fmt: skip
 def test_a_qwen_that_sees_becomes_one_that_does_not(case: str, arch: str, tmp_path: Path) -> None:
     folder = save(random_model(with_tokenizer(SEEING[case]), auto=AutoModelForImageTextToText), tmp_path / "folder")
     notes = make_gguf(folder, tmp_path / "made.gguf")
