@@ -344,9 +344,15 @@ def test_experts_are_rounded_one_by_one_and_lie_in_their_order(make: Any, tmp_pa
         assert (error <= np.abs(plain[name]).max(-1, keepdims=True) / 127).all(), name
 
 
-def test_a_quantized_file_is_read_again_and_quantized_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: experts.qwen().config,
+     lambda: changed(TEXTS["gemma4, 2 of 5 beside"], hidden_size=64, intermediate_size=96, moe_intermediate_size=96)],
+    ids=["qwen3", "gemma4"],
+)  # fmt: skip
+def test_a_folder_and_its_file_are_quantized_alike(make: Any, tmp_path: Path) -> None:
     """F32 to Q8_0 in one go, and by way of a file."""
-    config = with_tokenizer(experts.qwen().config)
+    config = with_tokenizer(make())
     path = quantized(config, "q8_0", tmp_path)
     make_gguf(tmp_path / "source", tmp_path / "plain.gguf")
     quantize_model("q8_0", tmp_path / "again.gguf", tmp_path / "plain.gguf")
